@@ -33,7 +33,7 @@ class MediaModel(Protocol):
         ...
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for an item in a prompt whose template takes only text."""
+        """Return the text that stands for an item of the modality in a prompt whose template takes only text."""
         ...
 
 
@@ -112,7 +112,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Return a message's content for a template, and append its media to `parts`.
+    """Return a message's content for a template, media as {"type": modality}, and append its media to `parts`.
 
     where: name of the content in errors. Raises RequestError for media in a role that may have none, and for a part of
     an unknown type or form.
@@ -179,16 +179,21 @@ _Read = tuple[str, str, Any]  # modality, key and source
 
 
 def _reader_of(part: Any) -> Callable[[Mapping[str, Any], str, str], _Read] | None:
+    """Return the reader of a content part's type; None for text and unknown types."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return _READERS.get(kind) if isinstance(kind, str) else None
 
 
 def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read an image by address; each reader returns (modality, key, source) and raises RequestError for another form.
+    where: path of the part, param: field of the request, both for errors.
+    """
     _check_detail(part, where, param)
     return IMAGE, "image_url", _address(part, "image_url", where, param)
 
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a part of the Responses API, as `_image_url`; also refuses file_id."""
     if part.get("file_id") is not None:
         text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"
         raise RequestError(text, param=param)
@@ -196,20 +201,24 @@ def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a video by address, as `_image_url`."""
     return VIDEO, "video_url", _address(part, "video_url", where, param)
 
 
 def _image(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a part of type "image", by `source`, `image` or `url`; else as `_image_url`."""
     if part.get("source") is not None:
         return IMAGE, "source", _anthropic(part["source"], f"{where}.source", param)
     return IMAGE, *_object(part, ("image", "url"), where, param)
 
 
 def _image_pil(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a PIL image, as `_image_url`."""
     return IMAGE, *_object(part, ("image_pil",), where, param)
 
 
 def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read embeddings, unchecked, as `_image_url`."""
     value = part.get(EMBEDS)
     if value is None:
         raise RequestError(f"{where} of type '{EMBEDS}' must have {EMBEDS}", param=param)
@@ -217,14 +226,17 @@ def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a part of type "video", by `video` or `url`, as `_image_url`."""
     return VIDEO, *_object(part, ("video", "url"), where, param)
 
 
 def _audio_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a sound by address, as `_image_url`."""
     return AUDIO, "audio_url", _address(part, "audio_url", where, param)
 
 
 def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a sound in base64, which becomes a data URL, as `_image_url`; its format must be one of _FORMATS."""
     given = part.get("input_audio")
     data = given.get("data") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(data, str) or not data:
@@ -237,6 +249,7 @@ def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a part of type "audio", by `audio` or `url`, as `_image_url`."""
     return AUDIO, *_object(part, ("audio", "url"), where, param)
 
 
@@ -255,7 +268,8 @@ _READERS = {
 
 
 def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
-    """Return the address in an OpenAI part, given in an object or as text. Raises RequestError.
+    """Return the address in an OpenAI part, given in an object or as text. Raises RequestError for another form, and
+    for an invalid detail.
 
     part: of a message. key: its field with the address. where: path of the part for errors. param: field of the
     request.

@@ -70,7 +70,9 @@ class MediaProcessor(Protocol):
     settings: str
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for one item in a prompt, as the checkpoint's chat template writes it."""
+        """Return the text that stands for one item of the modality in a prompt, as the checkpoint's chat template
+        writes it.
+        """
         ...
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
@@ -106,7 +108,7 @@ class MediaProcessor(Protocol):
         """Return the processor whose `largest` is that of an engine with these mm_processor_kwargs, where the family
         lets them enlarge images.
 
-        Raises RequestError for a value that is not allowed.
+        options: mm_processor_kwargs. Raises RequestError for a name or value that is not allowed.
         """
         ...
 

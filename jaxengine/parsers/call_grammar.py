@@ -46,7 +46,9 @@ class CallGrammar:
             yield f"arguments_{number}: {self.json(schema)}"
 
     def objects(self, key: str) -> str:
-        """Return grammar alternatives {"name": ..., key: ...}, which use the rules of `arguments`."""
+        """Return grammar alternatives {"name": ..., key: ...}, one for each function, which use the rules of
+        `arguments`.
+        """
         begins = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ' for name in self.functions]
         return " | ".join(f'{literal(begin)} arguments_{at} "}}"' for at, begin in enumerate(begins))
 
@@ -76,12 +78,12 @@ def text_calls(forms: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def _pattern(regex: str) -> str:
-    """Quote a regular expression as a Lark pattern."""
+    """Quote a regular expression as a Lark pattern, /.../, with slashes and line breaks escaped."""
     plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     escaped = re.sub(r"(?s:\\.)|/|\n", lambda found: plain.get(found.group(), found.group()), regex)
     return f"/{escaped}/"
 
 
 def literal(text: str) -> str:
-    """Quote text as a Lark literal."""
+    """Quote text as a Lark literal, in double quotes."""
     return json.dumps(text, ensure_ascii=False)

@@ -17,7 +17,7 @@ class MessageParser:
         self._late_end: LateEnd | None = None
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output, as OutputParser.feed. Without parsers all is content."""
         events: list[Event] = [ContentDelta(text)] if text else []
         if self._reasoning is not None:
             events = self._reasoning.feed(text)
@@ -33,7 +33,7 @@ class MessageParser:
         return events
 
     def _call_tools(self, events: list[Event]) -> list[Event]:
-        """Return these events, with what the tool parser makes of the content among them."""
+        """Return these events, with what the tool parser, if there is one, makes of the content among them."""
         if self._reasoning is not None and self._reasoning.late_ends and self._late_end is None:
             self._late_end = LateEnd(self._reasoning.late_ends)
         if self._tools is None:
@@ -91,7 +91,9 @@ class LateEnd:
         return plain + self._released(text[at:])
 
     def take(self) -> str:
-        """Return held text that is not the beginning of the word after all."""
+        """Return held text that is not the beginning of the word after all, and hold it no longer; white space before
+        other content stays held.
+        """
         return "" if self._end is None else self._released(self._end.take())
 
     def _released(self, text: str) -> str:

@@ -17,6 +17,7 @@ class StateParser:
     _state: Callable[[str, int], int]
 
     def __init__(self, new_id: Iterable[str]):
+        """new_id: yields an id for each call."""
         self._out = Collector(new_id)
 
     def feed(self, text: str) -> list[Event]:

@@ -35,7 +35,7 @@ class RequiredToolParser:
         self._progress = Progress.MORE
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output, as OutputParser.feed. Text that is no list, or follows it, is content."""
         at = 0
         if self._progress is Progress.MORE:
             at, self._progress = self._calls.read(text, 0)
@@ -48,7 +48,7 @@ class RequiredToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output, as OutputParser.finish. Text of an incomplete list that is no call is content."""
         if self._progress is Progress.MORE:
             self._out.content(self._calls.held)
         return self._out.finish()
@@ -62,7 +62,7 @@ class NamedToolParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output, as OutputParser.feed. The first text starts the call."""
         if text and self._name is not None:  # an output that ends within reasoning has no call
             self._out.start(self._name)
             self._name = None
@@ -70,7 +70,7 @@ class NamedToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output, as OutputParser.finish. An empty output has no call."""
         return self._out.finish()
 
 
@@ -82,7 +82,7 @@ class NamedTextParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output, as OutputParser.feed. The first text starts the call."""
         if not text:
             return []
         if self._name is not None:
@@ -93,7 +93,7 @@ class NamedTextParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output, as OutputParser.finish. Closes the arguments, if there is a call."""
         if self._name is None:
             self._out.arguments(_END)
         return self._out.finish()
@@ -108,7 +108,9 @@ class RequiredTextParser:
         self._head = ""
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output, as OutputParser.feed. The first line is held until it decides which of both it
+        is.
+        """
         if self._parser is not None:
             return self._parser.feed(text)
         self._head += text
@@ -128,7 +130,9 @@ class RequiredTextParser:
         return self._parser.finish()
 
     def _opened(self, line: str) -> RequiredToolParser | NamedTextParser:
-        """Return the parser of what follows the first line, {"name": ...} for a text tool."""
+        """Return the parser of what follows the first line, {"name": ...} for a text tool; other lines belong to a
+        list.
+        """
         try:
             name: Any = json.loads(line)["name"]
         except (ValueError, KeyError, RecursionError):

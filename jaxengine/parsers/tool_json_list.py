@@ -59,6 +59,9 @@ class JsonListToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
+        """State in content, up to a word before a list. Reads `text` from `at`; returns the position after what it
+        read.
+        """
         plain, at, word = self._begin.read(text, at)
         self._out.content(plain)
         if word:
@@ -66,6 +69,7 @@ class JsonListToolParser(StateParser):
         return at
 
     def _open(self, word: str) -> None:
+        """Enter the state after a word before a list."""
         self._before, self._opening, self._state = word, Opening("["), self._before_list
 
     def _before_list(self, text: str, at: int) -> int:
@@ -124,5 +128,6 @@ class JsonListToolParser(StateParser):
         return at
 
     def _release(self) -> None:
+        """Write what the list has held, which is no call, as content, with the word before it."""
         if self._calls.held:
             self._out.content(self._before + self._calls.held)

@@ -105,6 +105,7 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _open(self, text: str, at: int) -> int:
+        """Begin to read the object or list whose bracket stands at `at`; return the position after the bracket."""
         self._calls = JsonCall(self._out, _KEYS) if text[at] == "{" else JsonCallList(self._out, _KEYS, bare=False)
         self._calls.read(text[at], 0)
         self._state = self._reading
@@ -131,5 +132,6 @@ class Llama3ToolParser(StateParser):
         return len(text)
 
     def _release(self) -> None:
+        """Write text that is no call as content, with what is held before it."""
         if self._calls.held:
             self._out.content("".join(self._before) + self._calls.held)

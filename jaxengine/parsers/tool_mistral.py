@@ -38,7 +38,7 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 def starts(name: str) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of calls of a function, see CallStarts.words."""
+    """Yield the beginnings of calls of the function `name` in both forms, see CallStarts.words."""
     yield from ((_BEGIN, name, after) for after in ("{", _ARGS, _CALL_ID))
     yield from listed_starts((_BEGIN,), name)
 
@@ -67,6 +67,7 @@ class MistralToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
+        """State in content, up to the marker. Reads `text` from `at`; returns the position after what it read."""
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -140,5 +141,6 @@ class MistralToolParser(StateParser):
         return at
 
     def _release_list(self) -> None:
+        """Write what the list has held, which is no call, as content, with the marker."""
         if self._calls.held:
             self._out.content(_BEGIN + "".join(self._word) + self._calls.held)

@@ -100,5 +100,6 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
         return f"FlatLogprobs({len(self)} positions, {len(self.token_ids)} entries)"
 
     def _entry(self, index: int) -> Logprob:
+        """Return the entry of this index in the arrays."""
         rank = int(self.ranks[index])
         return Logprob(float(self.logprobs[index]), None if rank < 0 else rank, self.decoded_tokens[index])

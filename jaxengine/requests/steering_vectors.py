@@ -28,8 +28,9 @@ def steered(
 ) -> TokenParams:
     """Return the parameters with `steer` replaced by the sum, at each tap, of what the request's entries add there.
 
-    vectors: those that the engine was started with. Raises RequestError for taps or vectors that the engine or the
-    model does not have, for more than MAX_ADDED numbers, and for sums that are not finite in float32.
+    params: of the request, unchanged. vectors: those that the engine was started with. Raises RequestError for taps or
+    vectors that the engine or the model does not have, for more than MAX_ADDED numbers, and for sums that are not
+    finite in float32.
     """
     if config.steer is None:
         raise RequestError("the engine was started without steer", param="steer")

@@ -157,7 +157,9 @@ def sample(
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
         """Sample token ids from the adjusted logits; return them with the scores for the modes that report processed
-        logits.
+        logits or for `more`, else with None.
+
+        draw_rows: (adjusted, best logits f32[S, 1], best ids i32[S]) -> (token ids i32[S], least logit kept f32[S, 1]).
         """
         best, greedy_ids = best_token(adjusted)
         token_ids, kept_from = draw_rows(adjusted, best, greedy_ids)

@@ -108,8 +108,9 @@ def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[
 def plain(value: Any, param: str, depth: int = 0) -> Any:
     """Copy a value to plain JSON types; the methods of other types would be reachable by a template.
 
-    param: name of the argument in errors. depth: levels of it that are around the value already. Raises RequestError
-    for other types, and for more than MAX_DEPTH levels.
+    param: name of the argument in errors. depth: levels of it that are around the value already. Mappings become dicts,
+    and tuples lists. Raises RequestError for other types, keys that are not texts, floats that are not finite, and more
+    than MAX_DEPTH levels.
     """
     if depth > MAX_DEPTH:
         raise RequestError(f"{param} must not be nested deeper than {MAX_DEPTH}", param=param)
@@ -133,7 +134,9 @@ def kind(value: Any) -> str:
 
 
 def _checked_message(message: Any, where: str) -> Message:
-    """Check one message and return its copy, as checked_messages. where: its path in errors. Raises RequestError."""
+    """Check one message and return its copy, as checked_messages. The copy has no None; reasoning is under the first of
+    REASONING_NAMES, and a refusal takes the place of a missing content. where: its path in errors. Raises RequestError.
+    """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
     role, content = message.get("role"), message.get("content")
@@ -181,7 +184,9 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
 
 
 def _with_objects(call: Message) -> Message:
-    """Convert the arguments of a call to an object. Clients send them as text, most templates expect objects."""
+    """Return a copy of a call with its arguments as an object, {} if they are missing. Clients send them as text, most
+    templates expect objects.
+    """
     function = call["function"]
     return {**call, "function": {**function, "arguments": _object(function.get("arguments") or {})}}
 
@@ -189,7 +194,8 @@ def _with_objects(call: Message) -> Message:
 def _object(arguments: Any) -> Any:
     """Parse the arguments of a call, if they are text, to an object; truncated JSON gives as much as is there.
 
-    Text that is no JSON object becomes {"arguments": text}, and JSON's null an empty object.
+    Text that is no JSON object becomes {"arguments": text}, and JSON's null an empty object. Arguments that are not
+    text are returned as they are.
     """
     if not isinstance(arguments, str):
         return arguments
@@ -221,4 +227,5 @@ def _checked_part(part: Any, where: str) -> dict[str, str]:
 
 
 def _refused(message: str, value: Any) -> RequestError:
+    """Return the RequestError about the argument "messages" with this text and offending value."""
     return RequestError(message, param="messages", value=value)

@@ -62,10 +62,12 @@ def _closed(text: str) -> tuple[str, ...]:
 
 
 def _refuse(name: str) -> NoReturn:
+    """Raise ValueError: json.loads passes the names NaN, Infinity and -Infinity here."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
+    """Return the float that is written; raise ValueError for one that is too large."""
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits[:40]} is too large for a number")

@@ -84,7 +84,8 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
         """Build a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError.
 
-        Such files seldom name every token that ends an answer, so the chat template's is among them.
+        Such files seldom name every token that ends an answer, so the one that the chat template writes, found by
+        rendering it, is added to eos_token_ids.
         """
         with rust_errors(path):
             tokenizer = cls(
@@ -130,7 +131,9 @@ class Tokenizer:
         return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
 
     def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
-        """Return encodings of texts, or of pairs of texts, made in parallel. Raises the errors of `encode`."""
+        """Return encodings of texts, or of pairs of texts, made in parallel; special: with special tokens. Raises the
+        errors of `encode`.
+        """
         for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
@@ -153,6 +156,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+        skip_special_tokens: those of all_special_ids add nothing either.
 
         If the decoder fails, the entire text is U+FFFD, because an answer must not fail on what the model has written.
         """
@@ -220,7 +224,7 @@ class Tokenizer:
         """Return the bytes that the id adds to the text, not necessarily complete characters; only if `is_byte_level`.
 
         A byte-level vocabulary spells every byte as one printable character (Radford et al. 2019, GPT-2). Tokens with
-        other characters are taken literally; ids outside the vocabulary add nothing.
+        other characters are taken literally; ids outside the vocabulary add nothing. Results are kept.
         """
         known = self._token_bytes.get(token_id)
         if known is None:
@@ -234,7 +238,7 @@ class Tokenizer:
 
     def text_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the id adds within a text; for vocabularies that are not byte-level, by SentencePiece's
-        spelling: U+2581 is a space, <0x0A> a byte.
+        spelling: U+2581 is a space, <0x0A> a byte. Empty outside the vocabulary.
         """
         if self.is_byte_level:
             return self.token_bytes(token_id)
@@ -245,7 +249,10 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> PreTrainedTokenizerFast:
-        """Return a copy of the tokenizer as a transformers object; for a folder with all settings of its files."""
+        """Return a copy of the tokenizer as a transformers object; for a folder with all settings of its files.
+
+        Imports transformers on first use, and raises ImportError without it; the copy is kept.
+        """
         # Imported here, as importing transformers takes long and nothing else needs it.
         from transformers import PreTrainedTokenizerFast
 
@@ -260,6 +267,7 @@ class Tokenizer:
 
     @cached_property
     def _role_tokens(self) -> dict[str, str]:
+        """Return the texts of the special tokens by names of ROLE_TOKENS, only of roles that have one; kept."""
         ids = {name: getattr(self, f"{name}_id") for name in ROLE_TOKENS}
         tokens = {name: None if number is None else self.backend.id_to_token(number) for name, number in ids.items()}
         return {name: token for name, token in tokens.items() if token is not None}

@@ -105,7 +105,7 @@ class Gemma3Processor(UnitProcessor):
         return out, out_owners
 
     def _newlines(self, token: int) -> int:
-        """Return the number of newlines in a token that consists of nothing else; 0 for other tokens."""
+        """Return the number of newlines in a token (its id) that consists of nothing else; 0 for other tokens."""
         text = self.tokenizer.convert_ids_to_tokens([token])[0] or ""
         return len(text) if text and not text.strip("\n") else 0
 

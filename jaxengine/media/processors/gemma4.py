@@ -66,8 +66,8 @@ class Gemma4Processor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_settings(self, folder: Path, modality: str) -> Settings:
-        """Read a modality's settings from the checkpoint's folder. Raises ModelFileError for those that do not fit the
-        tower.
+        """Read a modality's settings from the checkpoint's folder. Raises ModelFileError for a missing or invalid file,
+        and for settings that do not fit the tower.
         """
         path, fields = _found(folder, modality)
         fields = fields.with_defaults(
@@ -110,7 +110,9 @@ class Gemma4Processor(GridProcessor):
         return self.cut(settings.pixels.normalized(resized), seconds)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Cut frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together."""
+        """Cut frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together and is
+        of one frame. seconds: as in Processed.
+        """
         patch, merge = self.tower.patch_size, self.tower.spatial_merge_size
         count, height, width, _ = frames.shape
         grid = count, height // patch, width // patch
@@ -157,7 +159,8 @@ class Gemma4Processor(GridProcessor):
         return Expanded([*parts, *ids[copied:].tolist()], positions, order)
 
     def _shown(self, modality: str, item: Processed) -> list[int]:
-        """Return the tokens of an item: its embeddings between two marks, and before each frame of a video its time.
+        """Return the tokens of an item of this modality: its embeddings between two marks, and before each frame of a
+        video its time.
 
         Raises RequestError for a video without a tokenizer.
         """
@@ -201,7 +204,9 @@ class Gemma4Processor(GridProcessor):
         return high * self.factor, wide * self.factor
 
     def _in_patches(self, height: int, width: int, budget: int) -> tuple[int, int]:
-        """Return what `_resized_size` returns as (rows, columns) of patches."""
+        """Return the resized size of an image of (height, width) pixels as (rows, columns) of patches. Raises
+        RequestError for an extreme aspect ratio.
+        """
         high, wide = self._resized_size(height, width, budget)
         return high // self.tower.patch_size, wide // self.tower.patch_size
 
@@ -210,7 +215,7 @@ def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
     """Return the file with a modality's settings, and the settings. Frames have those of images, without their budget,
     where a checkpoint has none for videos.
 
-    Raises ModelFileError.
+    folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
     """
     if modality == "video":
         try:

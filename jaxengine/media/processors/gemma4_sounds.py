@@ -33,7 +33,8 @@ def gemma4(
     folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
     """Return the processor of Gemma4ForConditionalGeneration for the towers that it is served with. Arguments are those
-    of the processors' classes.
+    of the processors' classes. One of each kind of tower gives a PairedProcessor. Raises ModelFileError,
+    ModelConfigError.
     """
     towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
     found: list[Any] = []

@@ -46,7 +46,9 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return self.token_ids["image"]
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the time of the first frame of each temporal step, in seconds."""
+        """Return the time of the first frame of each temporal step of a frames.Video, in seconds; UNKNOWN_FPS frames a
+        second if it does not say.
+        """
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         return tuple(shown[:: self.tower.temporal_patch_size].tolist())
 
@@ -58,10 +60,13 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """Return the span [start, end) of the placeholder alone: a video's own marks stay around all of its frames."""
+        """Return the span [start, end) of the placeholder at `place` alone: a video's own marks stay around all of its
+        frames.
+        """
         return place, place + 1
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
+        """Return the tokens of a temporal step: its embeddings between the image's marks, then its whole second."""
         before, after = self.around
         each = item.num_rows // item.grid[0]
         return [before, *[self.token_ids["image"]] * each, after, *self.tokenizer.encode(str(int(seconds)), False)]

@@ -75,8 +75,8 @@ class GraniteSpeechProcessor(SoundProcessor):
         return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)
 
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that ask for a transcript of a sound. Raises RequestError for a context: the model was
-        not trained with one.
+        """Return the messages that ask for a transcript of a sound; language is ignored. Raises RequestError for a
+        context other than "": the model was not trained with one.
         """
         del language  # there is none
         if context:

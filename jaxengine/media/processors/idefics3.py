@@ -92,7 +92,9 @@ class Idefics3Processor(UnitProcessor):
         return [*pieces, *fake, *whole, *embeddings, *fake]
 
     def edge(self, options: Mapping[str, Any], default: int) -> int:
-        """Return the longest edge, in pixels, from `options`, or the default. Raises RequestError."""
+        """Return the longest edge, in pixels, from `options`, or the default. Raises RequestError for another form of
+        `size`, and outside 1 to _MAX_EDGE.
+        """
         asked = options.get("size", {"longest_edge": default})
         edge = asked.get("longest_edge") if isinstance(asked, Mapping) and len(asked) == 1 else None
         if type(edge) is not int or not 1 <= edge <= _MAX_EDGE:

@@ -53,7 +53,9 @@ class InternVLProcessor(UnitProcessor):
             self.modalities = ("image",)
 
     def _makes_videos_alike(self, folder: Path) -> bool:
-        """Whether the checkpoint preprocesses video frames like images; other videos are not supported."""
+        """Whether the checkpoint preprocesses video frames like images; other videos are not supported. folder: of the
+        checkpoint. Raises ModelFileError for a missing or invalid file.
+        """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
         try:
@@ -128,7 +130,7 @@ def _tilings(least: int, most: int) -> list[tuple[int, int]]:
 
 
 def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """Return the (rows, columns) whose shape is nearest to the image's.
+    """Return the (rows, columns) whose shape is nearest to the image's; (1, 1) if the limits allow no tiling.
 
     height, width: of the image in pixels; side: of a tile; least, most: limits of the number of tiles. Among equals it
     is the one with the most tiles, as long as they have less than twice the image's area.

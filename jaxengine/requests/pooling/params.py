@@ -64,7 +64,7 @@ class PoolingRecipe:
         return kept.astype(np.float32)
 
     def finish_tokens(self, rows: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
-        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's tokens; n leaves
+        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's token_ids; n leaves
         out special tokens that the task does without.
         """
         assert self.tokens is not None
@@ -163,11 +163,14 @@ class PoolingParams:
         return model.cut(token_ids, longest if keep == -1 else keep)
 
     def token_params(self, model: PoolingModel, recipe: PoolingRecipe) -> TokenParams:
-        """Return the parameters that the engine's steps need. recipe: from `recipe`."""
+        """Return the parameters that the engine's steps need. recipe: from `recipe`. The prompt is computed whole for a
+        task about tokens, a pooler that reads all tokens, and skip_reading_prefix_cache.
+        """
         tokens = recipe.tokens is not None
         reads_prompt = tokens or model.pooler.reads_all or self.skip_reading_prefix_cache is True
         return TokenParams(temperature=0.0, reads_prompt=reads_prompt, token_results=tokens)
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError about parameter `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)
