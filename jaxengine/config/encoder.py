@@ -89,7 +89,9 @@ class EncoderOptions:
 
 
 def check_encoder(options: EncoderOptions) -> None:
-    """Raise ConfigError for a value that is not allowed, or that this system does not support."""
+    """Raise ConfigError, which names the option, for a value that is not allowed, or that this system does
+    not support.
+    """
     if options.mm_encoder_tp_mode not in TP_MODES:
         raise ConfigError("mm_encoder_tp_mode", options.mm_encoder_tp_mode, ", ".join(TP_MODES))
     for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
@@ -115,7 +117,8 @@ def settle_encoder(
 
     The result is empty without a tower. Raises ConfigError for options that the tower does not allow.
 
-    chosen: the other fields of ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item
+    chosen: the other fields of ResolvedConfig, by name; platform: of the kernels. sizes: by modality, (embeddings,
+    patches) of the largest item
       that requests may contain; at least one, unused without a tower.
     """
     tower = model.tower
@@ -156,7 +159,7 @@ def _most_encoded(
     chosen: Mapping[str, Any], tower: TowerConfig, sizes: Mapping[str, tuple[int, int]]
 ) -> tuple[int, int]:
     """Return the most (embeddings, patches) that a step encodes with a tower. Raises ConfigError for a limit below one
-    window of a sound. Arguments as of settle_encoder.
+    window of a sound, and for a model of images whose sizes have sounds alone. Arguments as of settle_encoder.
     """
     asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
     if tower.hears:

@@ -40,7 +40,9 @@ class LoraOptions:
 
 
 def check_lora(options: LoraOptions, nnodes: int) -> None:
-    """Raise ConfigError for values that are not allowed, alone or together. nnodes: processes of the engine."""
+    """Raise ConfigError for ranks and numbers out of range, for sizes without enable_lora, and for adapters with
+    several processes. nnodes: processes of the engine.
+    """
     if options.max_lora_rank not in RANKS:
         raise ConfigError("max_lora_rank", options.max_lora_rank, ", ".join(map(str, RANKS)))
     if not 1 <= options.max_loras <= MAX_LORAS:

@@ -20,7 +20,8 @@ def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platf
     """Return num_encoder_rows, max_encoder_patches and attends_to_sounds of ResolvedConfig, by name.
 
     Each slot can have a sound of its own; encoder_cache_size gives another number. chosen: the other fields of
-    ResolvedConfig, by name. Raises ConfigError for options that a decoder with cross-attention does not support.
+    ResolvedConfig, by name; model: with a tower of sounds; platform: of the kernels. Raises ConfigError for options
+    that a decoder with cross-attention does not support.
     """
     tower = model.tower
     assert tower is not None

@@ -71,8 +71,9 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """Return the config for a dict of vLLM's fields, or of another config's fields; None for None. Raises
-        ConfigError.
+        """Return the config for a dict of vLLM's fields, or of another config's fields; None for None, a config as it
+        is. Raises ConfigError for unknown fields, fields that the method does not have, and values that are missing or
+        not allowed.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -145,7 +146,9 @@ class SpeculativeConfig:
 
 
 def _read_streams(given: Any) -> tuple[int, ...]:
-    """Return the field `streams`, which another config's dict may have, as a tuple. Raises ConfigError."""
+    """Return the field `streams`, which another config's dict may have, as a tuple. Raises ConfigError for others than
+    a list of integers.
+    """
     if not isinstance(given, list | tuple) or any(type(each) is not int for each in given):
         raise ConfigError(f"{NAME}.streams", given, "whole numbers, or nothing: the head says them")
     return tuple(given)
@@ -155,7 +158,8 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the flat ones, including vLLM's earlier speculative_model, replaced by
     speculative_config.
 
-    Raises ConfigError.
+    Raises ConfigError, whose param is the flat option, for one that is given twice or next to speculative_config, and
+    as SpeculativeConfig.read does.
     """
     flat = {name: options[name] for name in FLAT if options.get(name) is not None}
     settled = {name: value for name, value in options.items() if name not in FLAT}
@@ -250,7 +254,8 @@ def _method(model: Any, method: Any) -> str:
     """Return the name of the drafting method: the given one; else, as in earlier vLLM versions, "ngram" for a model
     named "[ngram]" and "draft_model" for another model.
 
-    Raises ConfigError.
+    model, method: as given, None for none. Raises ConfigError for an unknown method, none, and one whose model is
+    missing.
     """
     if method == "eagle":
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"

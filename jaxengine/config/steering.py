@@ -33,12 +33,16 @@ class SteeringOptions:
 
 
 def read_steer(value: Any) -> tuple[str, ...]:
-    """Return the tap names in the option `steer` as given. Raises ConfigError."""
+    """Return the tap names in the option `steer` as given, a list or text with commas. Raises ConfigError for names
+    that no model has.
+    """
     return read_tap_names(TAPS, value)
 
 
 def read_steering_vectors(value: Any) -> dict[str, str]:
-    """Return the option `steering_vectors` as given as a dict from name to file. Raises ConfigError."""
+    """Return the option `steering_vectors` as given as a dict from name to file. "~" in files is expanded; they are not
+    opened. Raises ConfigError for others.
+    """
     named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
     if not named or not all(isinstance(path, (str, Path)) for path in value.values()):
         raise ConfigError(VECTORS, value, 'a dict such as {"calm": "calm.gguf"}, from name to a GGUF file')

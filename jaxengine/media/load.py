@@ -77,7 +77,7 @@ class MediaLoader:
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call `function`, which preprocesses a prompt's images and videos, on a thread; return or raise what it does.
-        Awaits its turn; raises OverloadedError if the queue of threads is full.
+        It waits for its turn, however many wait before it.
         """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
 

@@ -69,7 +69,7 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs[Position]: ...
     def __getitem__(self, index: int | slice) -> Position | FlatLogprobs[Position]:
-        """Return the dict of one position, or the flat form of the positions of a slice.
+        """Return the dict of one position, None for one without entries; or the flat form of the positions of a slice.
 
         Raises IndexError beyond the last position.
         """

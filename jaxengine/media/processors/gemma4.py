@@ -93,12 +93,14 @@ class Gemma4Processor(GridProcessor):
         return min(max(BUDGETS), self.tower.num_positions // self.tower.spatial_merge_size)
 
     def placeholder(self, modality: str) -> str:
+        """Return the placeholder token's text. Needs the tokenizer."""
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         return (_BUDGET,)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Resize and cut an image or a video's frames, as MediaProcessor.process; the option is max_soft_tokens."""
         check_options(options, self.option_names())
         frames = value if modality == "image" else getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 3 if modality == "image" else 4)
@@ -121,6 +123,9 @@ class Gemma4Processor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the largest item, as MediaProcessor.largest: one line of embeddings, as many as the budget, of each
+        frame.
+        """
         budget, merge = self.sizes[modality].budget, self.tower.spatial_merge_size
         height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)
         grid = (1 if modality == "image" else LARGEST_FRAMES), height, width
@@ -139,11 +144,15 @@ class Gemma4Processor(GridProcessor):
         return found
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return the grid, as GridProcessor.grid_of; one line of num_rows embeddings if it is not given."""
         # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put the tokens of `_shown` in the place of each placeholder. Raises RequestError, also for another number of
+        items.
+        """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         parts: list[int] = []

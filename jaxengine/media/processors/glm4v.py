@@ -36,6 +36,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         self.check_token_ids(model_config, *self.around_video)
 
     def placeholder(self, modality: str) -> str:
+        """Return the text of a placeholder with the modality's own marks around it."""
         if modality == "image":
             return super().placeholder(modality)
         before, after = self.around_video
@@ -43,6 +44,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def seen_id(self, modality: str) -> int:
+        """Return the placeholder of images, at whose positions embeddings of both modalities go."""
         return self.token_ids["image"]
 
     def seconds(self, video: Any) -> tuple[float, ...]:
@@ -53,10 +55,14 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return tuple(shown[:: self.tower.temporal_patch_size].tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
+        """Return the size, as Qwen2VLProcessor.resized_size, with bounds over all frames; an image counts as those of
+        one patch.
+        """
         depth = self.tower.temporal_patch_size
         return resized_frames(depth if modality == "image" else num_frames, height, width, bounds, self.factor, depth)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
+        """Return the height and width in pixels of the largest frames, as `widest` of each one's share of the bound."""
         return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:

@@ -65,6 +65,9 @@ class InternVLProcessor(UnitProcessor):
             return False
 
     def read_settings(self, fields: ConfigFields) -> None:
+        """Read the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits out of
+        range.
+        """
         size = read_size(fields, "size", ("height", "width"))
         if set(size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
@@ -77,12 +80,15 @@ class InternVLProcessor(UnitProcessor):
         return ("crop_to_patches", "min_patches", "max_patches")
 
     def placeholder_id(self) -> int:
+        """Return image_token_id of config.json. Raises ModelConfigError."""
         return self.token_id("image_token_id")
 
     def placeholder_id_of(self, modality: str) -> int:
+        """Return the token that stands for an image or, by the tokenizer, a video."""
         return self.video_id if modality == "video" else self.placeholder_id()
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image as UnitProcessor.process, and a video's frames as one tile each."""
         if modality == "image":
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
@@ -90,11 +96,13 @@ class InternVLProcessor(UnitProcessor):
         return self._processed(self._cut(units), 1, len(units))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the largest item, as MediaProcessor.largest; of a video LARGEST_FRAMES frames, whatever the size."""
         if modality == "image":
             return super().largest(modality, size)
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def video_pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of a video: each frame's number and its embeddings between marks."""
         each = self.tower.unit // self.tower.merge
         pieces = []
         for frame in range(item.num_rows // each):
@@ -104,10 +112,14 @@ class InternVLProcessor(UnitProcessor):
         return pieces
 
     def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of an image that gets the most tiles."""
         rows, columns = max(_tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Resize an image to the nearest tiling; return its tiles, then the whole if there are several, and (rows,
+        columns). Raises RequestError for an invalid option.
+        """
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
         least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
@@ -119,6 +131,7 @@ class InternVLProcessor(UnitProcessor):
         return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image: its embeddings between two marks."""
         return [*self.start, *[self.image_id] * item.num_rows, *self.end]
 
 

@@ -40,6 +40,7 @@ class Qwen2_5OmniImages(Qwen2_5VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
+        """Return the temporal M-RoPE positions of an item's steps, as `_times`."""
         return _times(item, self.per_second)
 
 
@@ -61,6 +62,7 @@ class Qwen3OmniImages(Qwen2VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
+        """Return the temporal M-RoPE positions of an item's steps, as `_times`."""
         return _times(item, self.per_second)
 
 
@@ -71,9 +73,11 @@ class Qwen2_5OmniSounds(Qwen2AudioProcessor):
     token_fields = ("audio_token_id",)
 
     def num_samples(self, sound: Sound) -> int:
+        """Return the number of a sound's samples, filled up to whole frames and _APART more of silence."""
         return -(-len(sound.samples) // HOP) * HOP + _APART * HOP
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        """Return the frames f32[P, bins] of samples f32[N], without those of the silence."""
         return log_mel(samples, self.num_bins)[:-_APART]
 
 
@@ -81,6 +85,9 @@ class Qwen3OmniSounds(Qwen3SoundProcessor):
     """Processor of the sounds of Qwen3-Omni: one that is shorter than a chunk is not filled up."""
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return columns and rows, as Qwen3SoundProcessor.placed; in a single chunk frames after the sound have the
+        column `cut`.
+        """
         columns, rows = super().placed(sound, num_frames)
         return (np.where(columns < 0, self.tower.cut, columns) if num_frames == self.chunk else columns), rows
 
@@ -89,19 +96,21 @@ class OmniProcessor(PairedProcessor):
     """Both processors of a model with M-RoPE, in which sounds have the positions of tokens."""
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds."""
+        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds. As
+        MediaProcessor.expand, with M-RoPE positions.
+        """
         return self.seeing.expand(token_ids, items)
 
 
 def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen2.5-Omni for the towers that it is served with. Arguments are those of the
+    """Return the processor of Qwen2.5-Omni for the towers that it is served with. Arguments and errors are those of the
     processors' classes.
     """
     return _processor(Qwen2_5OmniImages, Qwen2_5OmniSounds, folder, config_json, model_config, tokenizer)
 
 
 def qwen3_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen3-Omni; as qwen2_5_omni."""
+    """Return the processor of Qwen3-Omni; arguments and errors as of qwen2_5_omni."""
     return _processor(Qwen3OmniImages, Qwen3OmniSounds, folder, config_json, model_config, tokenizer)
 
 
@@ -133,11 +142,14 @@ def _processor(
 
 
 def _per_second(config_json: Mapping[str, Any]) -> float:
+    """Return position_id_per_seconds of a config.json, 25 if it is missing. Raises ModelConfigError."""
     return ConfigFields(config_json).number("position_id_per_seconds", 25)
 
 
 def _times(item: Processed, per_second: float) -> np.ndarray:
-    """Return the temporal M-RoPE position of each step of an item, in whole numbers."""
+    """Return the temporal M-RoPE position of each step of an item, i64[grid[0]], rounded down: 0 for a single step.
+    per_second: positions a second. Raises RequestError as whole_times.
+    """
     if len(item.seconds) < 2:
         return np.zeros(item.grid[0], np.int64)
     # In float32, as transformers counts them.
