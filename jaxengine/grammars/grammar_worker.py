@@ -119,8 +119,8 @@ class GrammarWorker:
 
     @property
     def process(self) -> WorkerProcess | None:
-        """Return the process that computes masks (for its file descriptors); a different one after a restart, None
-        while there is none.
+        """Return the process that computes masks (to be waited for); a different one after a restart, None while there
+        is none.
         """
         return self._process
 

@@ -39,8 +39,8 @@ class _Words:
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Read more bytes of the text; return the bytes after the last word once that has been found, None before.
-        After the last word, `data` comes back whole.
+        """Read more bytes of the text; return the bytes after the last word once that has been found, None before. Not
+        to be called after that.
         """
         text = self._tail + data
         while self._words:
@@ -106,8 +106,8 @@ class ReasoningWatch:
         """Return the mask of tokens that may be taken now if none is forced, i32[num_words]; None for all, within the
         reasoning.
 
-        Before the opening word these are the tokens of `first`, the grammar's first mask, and the word's first token, a
-        copy; within the word only its next token.
+        Before the opening word these are the tokens of `first`, the grammar's first mask, and the word's first token;
+        within the word only its next token.
         """
         if self._is_free or self._num_begun == len(self._begin):
             return None

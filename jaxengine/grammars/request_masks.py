@@ -350,7 +350,7 @@ class RequestMasks:
             each.shutdown()
 
     def take(self) -> MaskEvents:
-        """Return, once, what has become known since the last call, of requests that were not dropped; does not wait.
+        """Return what has become known since the last call, of requests that were not dropped; does not wait.
 
         ready: a mask has come, or the request is FREE; ended: the grammar allows nothing more (an error before
         min_tokens) or fails; refused: the grammar cannot be used. Opens the grammars that have passed their trial, and

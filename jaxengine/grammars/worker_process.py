@@ -212,9 +212,9 @@ class Matchers:
         return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
-        """Take message.tokens and compute the next mask, with looks_ahead also those that must follow and those along
-        message.guess; return Failed if the grammar does not allow them, or the sequence has been closed; it is closed
-        then.
+        """Take message.tokens and compute the next mask, with looks_ahead also the tokens that must follow and the
+        masks along message.guess. Returns Failed, and closes the sequence, if the grammar does not allow the tokens or
+        the sequence has been closed.
 
         others_wait: other messages were waiting when the last one was answered, so that looking ahead gets no more
         time.
@@ -332,7 +332,7 @@ def _allows(words: bytes, token_id: int) -> bool:
 
 def _be_nice(thread: int, value: int) -> None:
     """Set the priority (niceness) of a thread, given by its native id, to `value`, on Linux alone; a thread that has
-    ended is ignored. Raises OSError otherwise.
+    ended is ignored. Raises OSError if the system refuses.
     """
     if sys.platform == "linux":  # where threads have priorities of their own
         with contextlib.suppress(ProcessLookupError):  # it has just ended

@@ -78,7 +78,7 @@ class Collector:
     """Collector of events that numbers the calls and drops white space between calls."""
 
     def __init__(self, new_id: Iterable[str]):
-        """new_id: yields an id for each call; taken from as calls start."""
+        """Begin without events. new_id: yields ids, of which each call takes one as it starts."""
         self._ids = iter(new_id)
         self._pieces: list[tuple[type, int, list[str]]] = []
         self._num_calls = 0

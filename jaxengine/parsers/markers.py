@@ -10,7 +10,7 @@ class Marker:
     """Search for the first of some words anywhere in a text. No word may be a prefix of another."""
 
     def __init__(self, *words: str):
-        """words: at least one, none a prefix of another (asserted)."""
+        """Begin with nothing held. words: at least one, none a prefix of another (asserted)."""
         assert not any(later.startswith(word) for word, later in pairwise(sorted(words))), words
         self._words = words
         self._longest = max(map(len, words))

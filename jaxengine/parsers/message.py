@@ -24,7 +24,7 @@ class MessageParser:
         return self._call_tools(events)
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output, as OutputParser.finish, of both parsers."""
         events = self._call_tools([] if self._reasoning is None else self._reasoning.finish())
         if self._tools is not None:
             events += self._without_late_end(self._tools.finish())

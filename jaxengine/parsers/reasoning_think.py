@@ -68,9 +68,8 @@ class ThinkFormat:
         return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after for such an output as in `open`; None if all of it is the answer. Even after
-        an end word in the prompt, an output may begin with an opening word. calls: whether a parser of tool calls
-        follows.
+        """Return the fields of stop_after for such an output as in `open`; never None here: even after an end word in
+        the prompt, an output may begin with an opening word. calls: whether a parser of tool calls follows.
         """
         inside = self._begins_inside(prompt, continued)
         ends = (*self.ends, *(self.calls if calls else ()))

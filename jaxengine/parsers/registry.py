@@ -336,7 +336,7 @@ def reasoning_format(name: str | None) -> ReasoningFormat | None:
 
 
 def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:
-    """Raise ConfigError for a name of `option` that is not known, "auto" or None."""
+    """Raise ConfigError, about `option`, for a name that is neither in `known` nor "auto" nor None."""
     if name not in (None, AUTO, *known):
         raise ConfigError(option, name, ", ".join([AUTO, *known]))
 

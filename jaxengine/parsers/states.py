@@ -17,7 +17,7 @@ class StateParser:
     _state: Callable[[str, int], int]
 
     def __init__(self, new_id: Iterable[str]):
-        """new_id: yields an id for each call."""
+        """Begin without events. new_id: yields ids, of which each call takes one as it starts."""
         self._out = Collector(new_id)
 
     def feed(self, text: str) -> list[Event]:

@@ -131,8 +131,8 @@ class PythonicToolParser:
         return self._out.finish()
 
     def _seek(self, text: str, at: int) -> int:
-        """Pass `text` from `at` on as content up to the word before calls; drop a word after calls that came alone;
-        return the position after what it read.
+        """Pass `text` from `at` on as content up to the word before calls; drop the word after calls if calls came
+        before it; return the position after what it read.
         """
         assert self._outside is not None
         plain, at, word = self._outside.read(text, at)

@@ -35,8 +35,8 @@ def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
 
 
 def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str]:
-    """Return the JSON types of the values that schemas at some places allow; of all of them together; only "string" if
-    they give none. document: in which references are looked up.
+    """Return the JSON types of the values that the schemas at these places name, all together; only "string" if they
+    name none. document: in which references are looked up.
     """
     found: set[str] = set()
     for place in places:

@@ -157,8 +157,8 @@ class InputProcessor:
         """Check a request, tokenize its text and return it prepared. Takes long for images that `make_ready` has not
         processed.
 
-        Counts the request, unless it is refused. prompt: embeddings too, with enable_prompt_embeds. request_id: None
-        for the number of the request; with n > 1 each of the n requests has its own, NUMBER_ID. options: None for the
+        Counts the request, once it is checked. prompt: embeddings too, with enable_prompt_embeds. request_id: None for
+        the number of the request; with n > 1 each of the n requests has its own, NUMBER_ID. options: None for the
         defaults.
 
         Raises:
@@ -348,8 +348,8 @@ class InputProcessor:
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> dict[str, Any]:
         """Return fields of scheduler.Request that the n requests made of one caller's request share, apart from its
-        options'. token_ids: of the prompt; bad_words: their token ids. Raises RequestError as TokenParams and steering
-        vectors are made.
+        options'. token_ids: of the prompt; bad_words: their token ids. Raises RequestError as
+        SamplingParams.token_params and steering_vectors.steered do.
         """
         room = self.config.max_model_len - len(token_ids)
         if (trace := params.trace_decode_token_ids) is not None:

@@ -19,7 +19,7 @@ class PairedProcessor:
     """
 
     def __init__(self, seeing: MediaProcessor, hearing: SoundProcessor):
-        """seeing: processor of images and videos; hearing: of sounds."""
+        """Store the processors: `seeing` of images and videos, `hearing` of sounds."""
         self.seeing, self.hearing = seeing, hearing
         self.modalities = (*seeing.modalities, *hearing.modalities)
         self.settings = f"{seeing.settings} {hearing.settings}"

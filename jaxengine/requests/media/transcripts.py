@@ -87,8 +87,8 @@ def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechP
 
 
 async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:
-    """Decode a sound file, given as its bytes, on a thread. param: the field with the file, for errors. Raises as
-    read_recording does.
+    """Decode a sound file, given as its bytes, on a thread. param: the field with the file, for errors. Raises
+    RequestError for a file that cannot be used, OverloadedError if too many wait.
     """
     (sound,) = (await media.reader.loader.load([MediaPart(AUDIO, data, param, param)]))[AUDIO]
     return sound
@@ -98,8 +98,8 @@ async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recordi
     """Decode a sound file, given as its bytes, and compute its spectrogram, both on threads. param: the field with the
     file, for errors.
 
-    Raises RequestError for a file that cannot be used, OverloadedError if too many wait; also RequestError for a model
-    that transcribes no sounds.
+    Raises RequestError for a file that cannot be used, and for a model that transcribes no sounds; OverloadedError if
+    too many wait.
     """
     processor, loader = sound_processor(media), media.reader.loader
     sound = await read_whole(media, data, param)
@@ -112,8 +112,8 @@ def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, t
     """Return the tokens that ask for a transcript. language: a code; None for a model of one language. timed: with
     timestamps. A model of English alone takes "en" too.
 
-    Raises RequestError for a language that the model does not have. task: "transcribe" or "translate", a key of
-    processor.tasks.
+    task: "transcribe" or "translate". Raises RequestError for a language that the model does not have, and for
+    translation by a model of English alone; KeyError for a task that it does not have.
     """
     if not processor.languages:
         if task != "transcribe" or language not in (None, "en"):

@@ -33,8 +33,8 @@ class Word(NamedTuple):
 
 
 def token_positions(alignment: np.ndarray) -> np.ndarray:
-    """alignment: f32[N, S], N and S >= 1. Return i64[N], the position of the sound at which each token begins, on the
-    path through f32[N, S] on which the sum is largest and neither tokens nor positions go back (dynamic time warping).
+    """Return i64[N], the position of the sound at which each token begins, on the path through `alignment`, f32[N, S],
+    N and S >= 1, on which the sum is largest and neither tokens nor positions go back (dynamic time warping).
 
     Sums are rounded to float32, and equal ones resolved, as in transformers.
     """
@@ -96,7 +96,8 @@ def group_words(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], language: str
 ) -> list[tuple[str, list[int]]]:
     """Return the words of a text, with spaces and punctuation, each with the numbers of its tokens. decode: turns
-    tokens into text; language: its code. Without spaces (Chinese, Japanese, ...) every character begins a word.
+    tokens into text; language: its code. A space or punctuation begins a word; in languages without spaces (Chinese,
+    Japanese, ...) every character does.
     """
     words: list[tuple[str, list[int]]] = []
     for text, members in _characters(decode, tokens):
@@ -110,7 +111,7 @@ def group_words(
 
 def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
     """Yield the shortest runs of tokens that are whole characters, or bytes that are none, with the tokens' numbers,
-    from 0. decode: turns tokens into text. Tokens at the end that are no whole character are left out.
+    from 0. decode: turns tokens into text.
     """
     whole, done, members = decode(tokens), 0, []
     for number in range(len(tokens)):
