@@ -174,7 +174,7 @@ def _json(shape: Callable[[Any], Any]) -> Callable[[str], Any]:
     """
 
     def read(text: str) -> Any:
-        """Return the value of the text, as `_json` says."""
+        """Return the JSON value of the text after `shape`. Raises argparse.ArgumentTypeError if either fails."""
         try:
             return shape(json.loads(text))
         except (ValueError, AttributeError, RecursionError):

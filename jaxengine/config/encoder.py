@@ -79,7 +79,7 @@ class EncoderOptions:
         """Return the cache's name ("kind"), what an API process and the engine's keep in it, and the limit of all its
         copies in bytes ("max_bytes").
 
-        num_api_processes: as of `mm_cache_kind`.
+        num_api_processes: processes besides the engine's.
         """
         kind = self.mm_cache_kind(num_api_processes)
         api, engine = _PLACES[kind]
@@ -159,7 +159,8 @@ def _most_encoded(
     chosen: Mapping[str, Any], tower: TowerConfig, sizes: Mapping[str, tuple[int, int]]
 ) -> tuple[int, int]:
     """Return the most (embeddings, patches) that a step encodes with a tower. Raises ConfigError for a limit below one
-    window of a sound, and for a model of images whose sizes have sounds alone. Arguments as of settle_encoder.
+    window of a sound, and for a model of images whose sizes have sounds alone. chosen: fields of ResolvedConfig, by
+    name; sizes: by modality, (embeddings, patches) of the largest item.
     """
     asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
     if tower.hears:

@@ -153,7 +153,7 @@ def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, in
 def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
     """Fetch an http or https address (`scheme`); return the body. Blocks for at most options.media_fetch_timeout
     seconds, and closes the connection. Raises MediaError for every failure: a forbidden or unknown host, a timeout, too
-    slow a server, and as `_body`.
+    slow a server, a status other than 200, and too much content.
     """
     host, port, path = _allowed_host(url, scheme, options)
     until = time.monotonic() + options.media_fetch_timeout

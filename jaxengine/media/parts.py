@@ -185,15 +185,17 @@ def _reader_of(part: Any) -> Callable[[Mapping[str, Any], str, str], _Read] | No
 
 
 def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read an image by address; each reader returns (modality, key, source) and raises RequestError for another form.
-    where: path of the part, param: field of the request, both for errors.
+    """Read an image by address, "image_url"; return (modality, key, source). Raises RequestError for another form or an
+    invalid detail. where: path of the part, param: field of the request, both for errors.
     """
     _check_detail(part, where, param)
     return IMAGE, "image_url", _address(part, "image_url", where, param)
 
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a part of the Responses API, as `_image_url`; also refuses file_id."""
+    """Read an image of the Responses API by "image_url"; return (modality, key, source). Raises RequestError for
+    another form, and if file_id is given. where: path of the part, param: field of the request, for errors.
+    """
     if part.get("file_id") is not None:
         text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"
         raise RequestError(text, param=param)
@@ -201,24 +203,32 @@ def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a video by address, as `_image_url`."""
+    """Read a video by address, "video_url"; return (modality, key, source). Raises RequestError for another form.
+    where: path of the part, param: field of the request, for errors.
+    """
     return VIDEO, "video_url", _address(part, "video_url", where, param)
 
 
 def _image(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a part of type "image", by `source`, `image` or `url`; else as `_image_url`."""
+    """Read an image by "source" (Anthropic's), "image" or "url"; return (modality, key, source). Raises RequestError
+    for another form, none or several. where: path of the part, param: field of the request, for errors.
+    """
     if part.get("source") is not None:
         return IMAGE, "source", _anthropic(part["source"], f"{where}.source", param)
     return IMAGE, *_object(part, ("image", "url"), where, param)
 
 
 def _image_pil(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a PIL image, as `_image_url`."""
+    """Read an image given as an object, "image_pil"; return (modality, key, source). Raises RequestError without one.
+    where: path of the part, param: field of the request, for errors.
+    """
     return IMAGE, *_object(part, ("image_pil",), where, param)
 
 
 def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read embeddings, unchecked, as `_image_url`."""
+    """Read "image_embeds", unchecked; return (modality, key, GivenEmbeds). Raises RequestError without them. where:
+    path of the part, param: field of the request, for errors.
+    """
     value = part.get(EMBEDS)
     if value is None:
         raise RequestError(f"{where} of type '{EMBEDS}' must have {EMBEDS}", param=param)
@@ -226,17 +236,23 @@ def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a part of type "video", by `video` or `url`, as `_image_url`."""
+    """Read a video by "video" or "url"; return (modality, key, source). Raises RequestError for none or both. where:
+    path of the part, param: field of the request, for errors.
+    """
     return VIDEO, *_object(part, ("video", "url"), where, param)
 
 
 def _audio_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a sound by address, as `_image_url`."""
+    """Read a sound by address, "audio_url"; return (modality, key, source). Raises RequestError for another form.
+    where: path of the part, param: field of the request, for errors.
+    """
     return AUDIO, "audio_url", _address(part, "audio_url", where, param)
 
 
 def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a sound in base64, which becomes a data URL, as `_image_url`; its format must be one of _FORMATS."""
+    """Read a sound in base64, which becomes a data URL; return (modality, key, source). Raises RequestError for another
+    form, and a format that is not in _FORMATS. where: path of the part, param: field of the request, for errors.
+    """
     given = part.get("input_audio")
     data = given.get("data") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(data, str) or not data:
@@ -249,7 +265,9 @@ def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a part of type "audio", by `audio` or `url`, as `_image_url`."""
+    """Read a sound by "audio" or "url"; return (modality, key, source). Raises RequestError for none or both. where:
+    path of the part, param: field of the request, for errors.
+    """
     return AUDIO, *_object(part, ("audio", "url"), where, param)
 
 

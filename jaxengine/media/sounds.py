@@ -61,8 +61,8 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
 
 
 def _decode(data: bytes, budget: SecondsBudget) -> Sound:
-    """Decode a file by its type. data: its bytes. Raises MediaError for other types and as the readers do; `budget` as
-    of read_sound.
+    """Decode a file by its type. data: its bytes. Raises MediaError for other types damage, more seconds than the
+    budget has, and no samples. budget: of the prompt, from which its seconds are taken.
     """
     name = sound_type(data)
     if name is None:
@@ -142,7 +142,8 @@ def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
     """Return samples f32[N] at RATE of a file of the type `name`, a key of _DEMUXERS, by PyAV. Their seconds are taken
     from the budget. They are resampled as they come: a small file may hold many at a high rate.
 
-    Raises MediaError without PyAV, for a damaged file, and as `_av_stream` and `_av_parts`.
+    Raises MediaError without PyAV, for a damaged file, no sound in it, a codec that is not allowed, and more seconds
+    than the budget has.
     """
     try:
         import av  # pyright: ignore[reportMissingImports]

@@ -49,9 +49,9 @@ def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Vid
 
 
 def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an opened container of the type `name`; other arguments as of decode_video. Raises MediaError for no video
-    or frame in it, a codec that is not allowed, too many or too large frames, fewer frames than announced, and after
-    MAX_SECONDS.
+    """Decode an opened container of the type `name`; options: limits and sampling; budget: from which the pixels of the
+    frames are taken. Raises MediaError for no video or frame in it, a codec that is not allowed, too many or too large
+    frames, fewer frames than announced, and after MAX_SECONDS.
     """
     if not container.streams.video:
         raise MediaError(f"is a {name} file without a video in it")

@@ -71,8 +71,9 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an animated image, frame by frame, to a video; arguments as of read_video. Raises MediaError for damage,
-    frames of several sizes, too many frames or pixels, and after the processor time of TimedFile.
+    """Decode an animated image, frame by frame, to a video; options: limits and sampling; budget: from which the pixels
+    of the frames are taken. Raises MediaError for damage, frames of several sizes, too many frames or pixels, and after
+    the processor time of TimedFile.
     """
     image, file = open_image(data, options)
     name = image.format or "animation"

@@ -79,7 +79,8 @@ def _forms(
     schema.
 
     known: forms found so far by the id of their schema, to which this adds. A schema that contains itself adds nothing
-    where it comes again. Raises as `argument_forms`.
+    where it comes again. Raises ValueError for too many alternatives or levels, UnresolvedError for a reference to
+    nowhere.
     """
     schema = place.schema
     if not isinstance(schema, Mapping):

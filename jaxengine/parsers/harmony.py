@@ -148,8 +148,8 @@ class HarmonyReader:
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """State between messages: text up to a word that begins a message is outside. Arguments and result as of
-        `_first`.
+        """State between messages: text up to a word that begins a message is outside. Reads `text` from `at`; returns
+        the position after what it read.
         """
         plain, at, word = self._begin.read(text, at)
         self._outside(plain)
@@ -169,8 +169,8 @@ class HarmonyReader:
         self._state = self._in_body
 
     def _in_header(self, text: str, at: int) -> int:
-        """State in a header, up to <|message|>; a header that is cut off or too long is outside text. Arguments and
-        result as of `_first`.
+        """State in a header, up to <|message|>; a header that is cut off or too long is outside text. Reads `text` from
+        `at`; returns the position after what it read.
         """
         plain, read, word = self._message.read(text[at : at + self._room], 0)
         self._header += [plain, word]
@@ -185,8 +185,8 @@ class HarmonyReader:
         return at + read
 
     def _in_body(self, text: str, at: int) -> int:
-        """State in a body, up to a word that ends the message or begins the next one. Arguments and result as of
-        `_first`.
+        """State in a body, up to a word that ends the message or begins the next one. Reads `text` from `at`; returns
+        the position after what it read.
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)

@@ -17,14 +17,14 @@ class MessageParser:
         self._late_end: LateEnd | None = None
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed. Without parsers all is content."""
+        """Read a piece of the output; return the events that are certain by now. Without parsers all is content."""
         events: list[Event] = [ContentDelta(text)] if text else []
         if self._reasoning is not None:
             events = self._reasoning.feed(text)
         return self._call_tools(events)
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish, of both parsers."""
+        """End the output and both parsers; return the events of text that was held back."""
         events = self._call_tools([] if self._reasoning is None else self._reasoning.finish())
         if self._tools is not None:
             events += self._without_late_end(self._tools.finish())

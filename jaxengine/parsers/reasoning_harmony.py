@@ -70,11 +70,11 @@ class HarmonyReasoningParser:
         self._said: set[type] = set()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         return self._events(self._reader.feed(text))
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         return self._events(self._reader.finish())
 
     def _events(self, parts: list[Part]) -> list[Event]:

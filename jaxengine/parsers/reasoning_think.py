@@ -125,12 +125,14 @@ class ThinkParser:
         self.late_ends: tuple[str, ...] = ()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         self._read(text)
         return self._take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: reasoning, or content if no reasoning was
+        opened.
+        """
         if self._state == self._first:
             (self._reasoning if self._inside else self._content).append(self._opening.held)
         elif self._state == self._thoughts:
@@ -164,8 +166,8 @@ class ThinkParser:
         return at
 
     def _thoughts(self, text: str, at: int) -> int:
-        """State in reasoning, up to a word that ends it (the answer follows) or may begin a call. Arguments and result
-        as of `_first`.
+        """State in reasoning, up to a word that ends it (the answer follows) or may begin a call. Reads `text` from
+        `at`; returns the position after what it read.
         """
         plain, at, word = self._end.read(text, at)
         self._reasoning.append(plain)
@@ -214,12 +216,14 @@ class ShownParser:
         self._before = before
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed. The first one has the opening word in front."""
+        """Read a piece of the output; return the events that are certain by now. The first piece gets the opening word
+        in front.
+        """
         before, self._before = self._before, ""
         return _events("", before + text)
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         return self.feed("")
 
 
@@ -238,15 +242,17 @@ class AnswerParser:
 
     @property
     def late_ends(self) -> tuple[str, ...]:
-        """Words of the inner parser, as ReasoningParser.late_ends."""
+        """Return the inner parser's words that end reasoning, if a call has ended it without one of them; else ()."""
         return self._inner.late_ends
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now, without the words around the
+        answer.
+        """
         return self._unwrap(self._inner.feed(text))
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         events = self._unwrap(self._inner.finish())
         held = self._opening.held if self._state == self._before else self._end.take()
         return events + _events("", held)

@@ -21,7 +21,7 @@ class StateParser:
         self._out = Collector(new_id)
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         self._read(text)
         return self._out.take()
 

@@ -57,12 +57,12 @@ class HarmonyToolParser:
         self._is_blank = True
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         self._read(self._reader.feed(text))
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         self._read(self._reader.finish())
         return self._out.finish()
 

@@ -47,7 +47,7 @@ class HermesToolParser(StateParser):
         self._call = self._new_call()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the rest of a call's arguments."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state == self._before_object:

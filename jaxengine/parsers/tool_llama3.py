@@ -51,7 +51,7 @@ class Llama3ToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back, as content."""
         if self._state == self._tag:
             self._out.content(_TAG[: self._num_of_tag])
         elif self._state == self._gap:

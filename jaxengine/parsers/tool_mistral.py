@@ -55,7 +55,7 @@ class MistralToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the rest of a call's arguments."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state in (self._after_marker, self._name):

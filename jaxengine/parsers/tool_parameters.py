@@ -108,7 +108,8 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
     """Yield Lark rules for calls, with the top rule `calls`. words: of the format. Arguments have the order of their
     schema.
 
-    A string is only constrained if its schema lists values. Raises ValueError as `argument_forms`.
+    A string is only constrained if its schema lists values. Raises ValueError for a schema with too many alternatives
+    or levels, UnresolvedError for a reference to nowhere.
     """
     line = literal("\n") if words.lines else ""
     forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
@@ -188,7 +189,9 @@ class ParameterToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the arguments of a call as far as
+        they came.
+        """
         if self._state == self._content:
             self._out.content(self._outside.take())
         elif self._state == self._section:

@@ -43,7 +43,8 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
     """Yield Lark rules for calls, with the top rule `calls`. Arguments have their schema's order; values are JSON.
 
     words: before and after the calls, "" for none; brackets: the calls are a list, otherwise one a line. Raises
-    ValueError for a name that is not a Python identifier, and as `argument_forms`.
+    ValueError for a name that is not a Python identifier, and for a schema with too many alternatives or levels;
+    UnresolvedError for a reference to nowhere.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -105,7 +106,7 @@ class PythonicToolParser:
         self._value = PythonScanner()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         at = 0
         while at < len(text):
             if self._state is _State.CONTENT:
@@ -123,7 +124,7 @@ class PythonicToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back, as content; text between calls is dropped."""
         if self._state is not _State.AFTER_CALL:
             self._release()
         if self._outside is not None:
@@ -201,7 +202,9 @@ class PythonicToolParser:
         return True
 
     def _read_word(self, char: str) -> bool:
-        """Read a character of a function's or parameter's name, or the one that ends it. Result as of `_read`."""
+        """Read a character of a function's or parameter's name, or the one that ends it. Returns False if the held text
+        and the character are no calls.
+        """
         if char.isidentifier() or char.isdigit() or (char == "." and self._state is _State.NAME):
             self._word.append(char)
             return True
@@ -224,7 +227,9 @@ class PythonicToolParser:
         return char == "="
 
     def _read_value(self, char: str) -> bool:
-        """Read a character of a value, or the one that ends it. Result as of `_read`."""
+        """Read a character of a value, or the one that ends it. Returns False if the held text and the character are no
+        calls.
+        """
         reading = self._value.read(char)
         if reading in (Reading.MORE, Reading.WRONG):
             return reading is Reading.MORE

@@ -128,8 +128,8 @@ class InputProcessor:
         """Return the prompt of a conversation, for `prepare`: its text, token ids and any images and videos.
 
         messages, multi_modal_data: from `media_reader.read`. mm_processor_kwargs: for the media. The other arguments
-        are as of Tokenizer.apply_chat_template. chat_template: None for the engine's option, or else the model's.
-        Raises the same errors as Tokenizer.apply_chat_template; RequestError also without a tokenizer.
+        are Tokenizer.apply_chat_template's. chat_template: None for the engine's option, or else the model's. Raises
+        RequestError, also without a tokenizer; OverloadedError if too many templates are being rendered.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -226,9 +226,9 @@ class InputProcessor:
     def _prepare_pooling(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
-        """Check and prepare a request to a pooling model, as `prepare` does; `params` of the result is then a
-        PoolingRecipe. Raises RequestError, also for a generating model and a prompt that is still longer than
-        max_model_len after it was cut.
+        """Check a request to a pooling model, tokenize it, count it and return it prepared, as `prepare` does for
+        others; `params` of the result is then a PoolingRecipe. Raises RequestError, also for a generating model and a
+        prompt that is still longer than max_model_len after it was cut.
         """
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)

@@ -395,8 +395,8 @@ class OutputProcessor:
     def _position(
         self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
     ) -> PositionLogprobs:
-        """Return the log-probabilities of the position that `row` of the scores has. count, given: as of
-        position_logprobs.
+        """Return the log-probabilities of the position that `row` of the scores has. count: likeliest tokens to list,
+        -1 for all; given: further (token id, logprob).
         """
         return position_logprobs(
             token_id,

@@ -62,7 +62,7 @@ def _terms(
     """Yield names of taps, a vector f32[D] that is added at each of them, and its scale.
 
     Equal entries are one, with their scales added up. known: taps of the engine; every: of the model. Raises
-    RequestError as `steered` does.
+    RequestError for taps and vectors that the engine or the model does not have.
     """
     scales: dict[tuple[str | None, bytes | str], float] = {}
     for entry in steer:

@@ -110,7 +110,7 @@ class AnswerStops:
 
     def _at_opening(self, text: str, counts: bool) -> str:
         """Read text until it is known whether the output begins with the opening word; return settled text. It holds
-        the pieces until then; counts: as of `feed`.
+        the pieces until then; counts: whether stop strings that end in `text` count.
         """
         assert self._opening is not None
         at, found = self._opening.read(text, 0)
@@ -130,7 +130,7 @@ class AnswerStops:
 
     def _in_reasoning(self, text: str, counts: bool) -> str:
         """Return text of the reasoning, which is settled, and search it for the words that end it, after which
-        `_before_answer` reads on. counts: as of `feed`.
+        `_before_answer` reads on. counts: whether stop strings that end in `text` count, once the answer begins.
         """
         found = [at for words in self._ends if (at := _end(words, text)) is not None]
         if not found:

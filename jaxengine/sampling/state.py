@@ -147,7 +147,9 @@ def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def set_bias_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
-    """Return the state with logit_bias[slots] replaced by rows f32[n, V]; see set_rows."""
+    """Return the state with logit_bias[slots] replaced by rows f32[n, V]; slots i32[n] >= 0: of two rows for one slot
+    the later counts, a slot >= R changes nothing.
+    """
     return state._replace(logit_bias=set_rows(state.logit_bias, slots, rows))
 
 

@@ -44,7 +44,8 @@ class _Renderer:
         self._process: WorkerProcess | None = None
 
     def render(self, message: Render) -> Rendered | Refused:
-        """Render a template and wait for the answer; in a new process if the old one has ended, or ends meanwhile.
+        """Render the message's template and wait for the answer; in a new process if the old one has ended, or ends
+        meanwhile.
 
         Raises TemplateFailure if the new one ends too, does not start within _START_SECONDS, or takes more than
         RENDER_SECONDS; these also kill the process.
@@ -61,7 +62,9 @@ class _Renderer:
         return answer
 
     def _ask(self, process: WorkerProcess, message: Render) -> Any:
-        """Send the message and wait for the answer as `_await`, for RENDER_SECONDS."""
+        """Send the message and wait for the answer; None if the process has ended. After RENDER_SECONDS kills it and
+        raises TemplateFailure.
+        """
         process.send(message)
         return self._await(process, RENDER_SECONDS)
 

@@ -97,7 +97,8 @@ class Tokenizer:
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False) -> Tokenizer:
-        """Read tokenizer.json or vocab.txt and related files (see hf_tokenizer). Raises ModelFileError.
+        """Read the tokenizer of the folder `path`: tokenizer.json, or a vocabulary alone, and related files (see
+        hf_tokenizer). Raises ModelFileError.
 
         lowers: whether texts are lower-cased before tokenization.
         """
@@ -118,21 +119,23 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode several texts in parallel, each as by `encode`. Raises the same errors."""
+        """Encode several texts in parallel, each as by `encode`: special tokens in a text become their ids,
+        add_special_tokens adds BOS/EOS. Raises RequestError as `encode` does.
+        """
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
     def encode_pair(self, text: str, other: str, type_step: int) -> list[int]:
         """Encode two texts as one prompt, joined by the special tokens that the tokenizer has for a pair.
 
-        A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises the errors of
-        `encode`.
+        A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises RequestError
+        as `encode` does.
         """
         (encoding,) = self._encodings([(text, other)], True)
         return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
 
     def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
-        """Return encodings of texts, or of pairs of texts, made in parallel; special: with special tokens. Raises the
-        errors of `encode`.
+        """Return encodings of texts, or of pairs of texts, made in parallel; special: with special tokens. Raises
+        RequestError for what is not a text, invalid Unicode, and text at which the tokenizer fails.
         """
         for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
@@ -184,7 +187,8 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """Return the prompt text of a conversation, to be encoded with add_special_tokens=False; see
-        chat_template.render_chat.
+        chat_template.render_chat. messages: dicts with role and content. add_generation_prompt: end with the beginning
+        of an answer; continue_final_message: end with the last message's text, not both. tools: JSON-schema dicts.
 
         chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:
         returns the text for "image", "video" or "audio" in templates that take only text; None for a text-only model.

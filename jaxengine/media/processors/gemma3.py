@@ -74,8 +74,8 @@ class Gemma3Processor(UnitProcessor):
         return (self.crop_size, self.crop_size * self.crops) if self.scans else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Return the image stretched to the square, then its crops if options ask for pan and scan, and (1, their
-        number). Raises RequestError.
+        """Return `picture`, uint8[H, W, 3], stretched to the square, then its crops if options ask for pan and scan,
+        and (1, their number). Raises RequestError.
         """
         parts = [picture]
         if boolean_option(options, "do_pan_and_scan", self.scans):
@@ -83,8 +83,8 @@ class Gemma3Processor(UnitProcessor):
         return [self.pixels.resized(part, self.side, self.side) for part in parts], (1, len(parts))
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image: its embeddings between marks and blank lines; with crops, each part after a
-        sentence.
+        """Return the tokens of an image (`item`): its embeddings between marks and blank lines; with crops, each part
+        after a sentence.
         """
         rows = self.tower.unit // self.tower.merge
         end = self.token_id("eoi_token_index", "eoi_token_id")
@@ -102,7 +102,8 @@ class Gemma3Processor(UnitProcessor):
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
         """Merge newlines around images with those next to them in the prompt, as the tokenizer would.
 
-        Arguments and results as of UnitProcessor.joined; a merged token belongs to the image.
+        Returns the new token ids and owners. owners: for each token the number of its image in the prompt, -1 for the
+        prompt's own; a merged token belongs to the image.
         """
         out: list[int] = []
         out_owners: list[int] = []

@@ -100,7 +100,10 @@ class Gemma4Processor(GridProcessor):
         return (_BUDGET,)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Resize and cut an image or a video's frames, as MediaProcessor.process; the option is max_soft_tokens."""
+        """Resize and cut an image or a video's frames, for the tower. value: uint8[H, W, 3] or frames.Video; options:
+        max_soft_tokens alone; most: limit of patches. Raises RequestError for other options and values, more patches,
+        and extreme aspect ratios.
+        """
         check_options(options, self.option_names())
         frames = value if modality == "image" else getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 3 if modality == "image" else 4)
@@ -123,8 +126,8 @@ class Gemma4Processor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest item, as MediaProcessor.largest: one line of embeddings, as many as the budget, of each
-        frame.
+        """Return the largest item, with patches f32[P, 0]: the budget's embeddings in one line, or an image of `size`,
+        (height, width) in pixels, after resizing; LARGEST_FRAMES times for a video.
         """
         budget, merge = self.sizes[modality].budget, self.tower.spatial_merge_size
         height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)
@@ -144,14 +147,16 @@ class Gemma4Processor(GridProcessor):
         return found
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid, as GridProcessor.grid_of; one line of num_rows embeddings if it is not given."""
+        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
+        it is not given. Raises RequestError if it does not make num_rows.
+        """
         # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the tokens of `_shown` in the place of each placeholder. Raises RequestError, also for another number of
-        items.
+        """Put the tokens of `_shown` in the place of each placeholder. items: by modality, in the order of the prompt.
+        Raises RequestError for another number of items, and a video without a tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)

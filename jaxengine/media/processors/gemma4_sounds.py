@@ -32,9 +32,9 @@ _APART = 2
 def gemma4(
     folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
-    """Return the processor of Gemma4ForConditionalGeneration for the towers that it is served with. Arguments are those
-    of the processors' classes. One of each kind of tower gives a PairedProcessor. Raises ModelFileError,
-    ModelConfigError.
+    """Return the processor of Gemma4ForConditionalGeneration for the towers that it is served with. folder: of the
+    checkpoint; config_json: content of its config.json; model_config: of the model; tokenizer: None without one. One of
+    each kind of tower gives a PairedProcessor. Raises ModelFileError, ModelConfigError.
     """
     towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
     found: list[Any] = []

@@ -55,14 +55,16 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return tuple(shown[:: self.tower.temporal_patch_size].tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """Return the size, as Qwen2VLProcessor.resized_size, with bounds over all frames; an image counts as those of
-        one patch.
+        """Return (height, width) in pixels after resizing, with bounds over all num_frames; an image counts as the
+        frames of one patch. Raises RequestError for an extreme aspect ratio.
         """
         depth = self.tower.temporal_patch_size
         return resized_frames(depth if modality == "image" else num_frames, height, width, bounds, self.factor, depth)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return the height and width in pixels of the largest frames, as `widest` of each one's share of the bound."""
+        """Return the height and width in pixels of the largest frames, the squarest with about their share of
+        bounds.most; an image's is that of the frames of one patch.
+        """
         return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:

@@ -63,8 +63,8 @@ class GridProcessor:
         """Cut frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
         patch colour by colour and frame by frame.
 
-        H and W must be multiples of `factor`. seconds: as in Processed. The last frame is repeated to fill a temporal
-        patch.
+        H and W must be multiples of `factor`. seconds: of each temporal step of a video, () for none. The last frame is
+        repeated to fill a temporal patch.
         """
         tower = self.tower
         patch, depth, merge = tower.patch_size, tower.temporal_patch_size, tower.spatial_merge_size
@@ -79,7 +79,8 @@ class GridProcessor:
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
         """Reorder patches of a grid, given row by row of merged patches, for the tower.
 
-        patches: f32 [number of patches, features]. grid: (time, height, width) in patches. seconds: as in Processed.
+        patches: f32 [number of patches, features]. grid: (time, height, width) in patches. seconds: of each temporal
+        step of a video, () for none. Returns their columns and rows, too.
         """
         tower = self.tower
         order, window = self.order(grid)

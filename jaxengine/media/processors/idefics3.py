@@ -62,8 +62,8 @@ class Idefics3Processor(UnitProcessor):
         return (edge, edge) if self.splits else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Scale an image to the longest edge and up to whole tiles; return its tiles, then the whole if there are
-        several, and (rows, columns). Raises RequestError for an invalid option.
+        """Scale an image, `picture` uint8[H, W, 3], to the longest edge and up to whole tiles; return its tiles, then
+        the whole if there are several, and (rows, columns). Raises RequestError for an invalid option.
         """
         edge, side, resize = self.edge(options, self.longest_edge), self.side, self.pixels.resized
         height, width = picture.shape[:2]
@@ -85,8 +85,8 @@ class Idefics3Processor(UnitProcessor):
         return [*by_tile, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image: each tile after its row and column, lines ended by line breaks, then the
-        whole.
+        """Return the tokens of an image (`item`): each tile after its row and column, lines ended by line breaks, then
+        the whole.
         """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid

@@ -88,7 +88,10 @@ class InternVLProcessor(UnitProcessor):
         return self.video_id if modality == "video" else self.placeholder_id()
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image as UnitProcessor.process, and a video's frames as one tile each."""
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one tile a frame. options:
+        mm_processor_kwargs; most: limit of patches. Raises RequestError for unknown options, other values, strips, and
+        more patches.
+        """
         if modality == "image":
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
@@ -96,13 +99,15 @@ class InternVLProcessor(UnitProcessor):
         return self._processed(self._cut(units), 1, len(units))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest item, as MediaProcessor.largest; of a video LARGEST_FRAMES frames, whatever the size."""
+        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; of videos one of
+        LARGEST_FRAMES frames, whatever the size.
+        """
         if modality == "image":
             return super().largest(modality, size)
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of a video: each frame's number and its embeddings between marks."""
+        """Return the tokens of a video (`item`): each frame's number and its embeddings between marks."""
         each = self.tower.unit // self.tower.merge
         pieces = []
         for frame in range(item.num_rows // each):
@@ -117,8 +122,8 @@ class InternVLProcessor(UnitProcessor):
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Resize an image to the nearest tiling; return its tiles, then the whole if there are several, and (rows,
-        columns). Raises RequestError for an invalid option.
+        """Resize an image, `picture` uint8[H, W, 3], to the nearest tiling; return its tiles, then the whole if there
+        are several, and (rows, columns). Raises RequestError for an invalid option.
         """
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
@@ -131,7 +136,7 @@ class InternVLProcessor(UnitProcessor):
         return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image: its embeddings between two marks."""
+        """Return the tokens of an image (`item`): its embeddings between two marks."""
         return [*self.start, *[self.image_id] * item.num_rows, *self.end]
 
 

@@ -131,8 +131,9 @@ class KimiK25Processor(KimiVLProcessor):
         return self.video if modality == "video" else super().placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, or a video's frames with the time of each chunk. Raises RequestError, also for a day or
-        more.
+        """Preprocess an image, or a video's frames with the time of each chunk. value: uint8[H, W, 3] or frames.Video;
+        options: max_patches alone; most: limit of patches. Raises RequestError for others, more patches, and a video of
+        a day or more.
         """
         if modality != "video":
             return super().process(modality, value, options, most)
@@ -147,14 +148,17 @@ class KimiK25Processor(KimiVLProcessor):
         return self.padded(modality, frames, self.frame_pixels, limit, most, tuple(seconds.tolist()))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest image, or a video of LARGEST_FRAMES frames, as MediaProcessor.largest."""
+        """Return the largest image, or a video of LARGEST_FRAMES frames, with patches f32[P, 0]. size: (height, width)
+        in pixels before scaling; None for the largest.
+        """
         if modality != "video":
             return super().largest(modality, size)
         return self.largest_of(LARGEST_FRAMES, self.frame_limit, size)
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order and windows of the tower's rows, as GridProcessor.order: grid: (time, height, width) in
-        patches. Within a chunk, the rows at one position of all of its frames follow each other.
+        """Return the order of the tower's rows, as indexes into the item's rows line by line, and the window of each,
+        0; int [rows]. grid: (time, height, width) in patches. Within a chunk, the rows at one position of all of its
+        frames follow each other.
         """
         time, cells, most = grid[0], grid[1] * grid[2] // self.tower.merge, self.tower.most_frames
         rows = np.arange(time * cells).reshape(time, cells)
@@ -171,8 +175,8 @@ class KimiK25Processor(KimiVLProcessor):
         return {**found, "segment": chunk, "frame": np.where(frames > 1, frame + 1, 0), "frames": frames}
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
-        """Reorder patches as GridProcessor.processed; the frames of a chunk share its embeddings, those of
-        the first.
+        """Reorder patches f32[P, features] of a grid, (time, height, width) in patches, for the tower; the frames of a
+        chunk share its embeddings, those of the first.
         """
         found = super().processed(patches, grid, seconds)
         cells = grid[1] * grid[2] // self.tower.merge
@@ -182,8 +186,8 @@ class KimiK25Processor(KimiVLProcessor):
         return found._replace(rows=rows, num_rows=-(-grid[0] // self.tower.most_frames) * cells)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the chunks of each item in the place of its placeholder. Raises RequestError, also for another number of
-        items.
+        """Put the chunks of each item in the place of its placeholder. items: by modality, in the order of the prompt.
+        Raises RequestError for another number of items, and a video without a tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -224,8 +228,9 @@ class KimiK25Processor(KimiVLProcessor):
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return sizes as KimiVLProcessor.scaled; an image with a side that is too long is scaled down, not refused.
-        height, width: in pixels; limit: of patches. Raises RequestError for an extreme aspect ratio.
+        """Return (height, width) in pixels of an image after scaling, and after padding; one with a side that is too
+        long is scaled down, not refused. height, width: in pixels; limit: of patches. Raises RequestError for an
+        extreme aspect ratio.
         """
         check_ratio(height, width)
         patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size

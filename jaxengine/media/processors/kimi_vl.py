@@ -83,7 +83,9 @@ class KimiVLProcessor(GridProcessor):
         return (self.option,)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, as MediaProcessor.process; the option is `option`, the limit of patches."""
+        """Preprocess an image, uint8[H, W, 3], for the tower. options: `option` alone, the limit of patches to which it
+        is scaled; most: limit of patches. Raises RequestError for others, more patches, and extreme sizes.
+        """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         limit = integer_option(options, self.option, self.limit, MOST_PATCHES)
@@ -101,7 +103,7 @@ class KimiVLProcessor(GridProcessor):
         """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them, and cut them into patches.
 
         modality: for errors; pixels: the transform; most: see jaxengine.media.processor.check_room. Raises RequestError
-        as `scaled` and check_room do. seconds: as in Processed.
+        as `scaled` and check_room do. seconds: of each chunk of a video, () for none.
         """
         (height, width), (padded_height, padded_width) = self.scaled(frames.shape[1], frames.shape[2], limit)
         self.check_room(modality, len(frames), padded_height, padded_width, most)
@@ -111,12 +113,12 @@ class KimiVLProcessor(GridProcessor):
         return self.cut(pixels.normalized(whole), seconds)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest image, or one of this size in pixels, as MediaProcessor.largest."""
+        """Return the largest image, or one of `size`, (height, width) in pixels, with patches f32[P, 0]."""
         return self.largest_of(1, self.limit, size)
 
     def largest_of(self, num_frames: int, limit: int, size: tuple[int, int] | None) -> Processed:
-        """Return the largest item of so many frames. limit: of patches of each. patches are f32[P, 0]. size: as of
-        `largest`.
+        """Return the largest item of so many frames. limit: of patches of each. patches are f32[P, 0]. size: (height,
+        width) in pixels before scaling; None for the largest.
         """
         if size is not None:
             _, (height, width) = self.scaled(*size, limit)
@@ -126,8 +128,8 @@ class KimiVLProcessor(GridProcessor):
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its item has embeddings. Raises RequestError for another number
-        of items.
+        """Repeat each placeholder as often as its item has embeddings. items: by modality, in the order of the prompt.
+        Raises RequestError for another number of items.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -137,7 +139,9 @@ class KimiVLProcessor(GridProcessor):
         return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return the grid, as GridProcessor.grid_of; one line of num_rows embeddings if it is not given."""
+        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
+        it is not given. Raises RequestError if it does not make num_rows.
+        """
         # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))

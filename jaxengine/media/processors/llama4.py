@@ -71,8 +71,8 @@ class Llama4Processor(UnitProcessor):
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Fit an image into the best tiling, padded with black; return its tiles, then the whole if there are several,
-        and (rows, columns). Raises RequestError for an invalid option.
+        """Fit an image, `picture` uint8[H, W, 3], into the best tiling, padded with black; return its tiles, then the
+        whole if there are several, and (rows, columns). Raises RequestError for an invalid option.
         """
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
@@ -94,8 +94,8 @@ class Llama4Processor(UnitProcessor):
         return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image: its tiles line by line with separators, if there are several, and
-        the whole.
+        """Return the tokens of an image (`item`): its tiles line by line with separators, if there are several, and the
+        whole.
         """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid

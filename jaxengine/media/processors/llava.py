@@ -53,8 +53,8 @@ class LlavaProcessor(UnitProcessor):
         return self.side, self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Return the image, padded, resized and cropped as the settings say, as the one square, and (1, 1); options are
-        ignored.
+        """Return `picture`, uint8[H, W, 3], padded, resized and cropped as the settings say, as the one square, and (1,
+        1); options are ignored.
         """
         del options
         if self.pads:
@@ -70,7 +70,7 @@ class LlavaProcessor(UnitProcessor):
         return [middle(resized, self.side) if self.crops else resized], (1, 1)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the placeholder once for each embedding."""
+        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
         return [self.image_id] * item.num_rows
 
 

@@ -67,8 +67,8 @@ class LlavaNextProcessor(LlavaProcessor):
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Fit an image into the best tiling with black margins; return the whole, cropped to a square, then the tiles,
-        and (rows, columns).
+        """Fit an image, `picture` uint8[H, W, 3], into the best tiling with black margins; return the whole, cropped to
+        a square, then the tiles, and (rows, columns).
         """
         del options
         side, (height, width) = self.side, picture.shape[:2]
@@ -86,8 +86,9 @@ class LlavaNextProcessor(LlavaProcessor):
         return [middle(whole, side), *tiles], (rows, columns)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image as UnitProcessor.process; rows leave out black margins, and number the newline after each
-        line.
+        """Preprocess an image, uint8[H, W, 3], in tiles for the tower; rows leave out black margins, and number the
+        newline after each line. most: limit of patches. Raises RequestError for any option, other values, strips, and
+        more patches.
         """
         made = super().process(modality, value, options, most)
         grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit

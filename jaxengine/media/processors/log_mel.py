@@ -24,8 +24,8 @@ _FLOOR, _RANGE = 1e-10, 8.0
 
 
 def read_features(folder: Path, num_bins: int) -> ConfigFields:
-    """Return a checkpoint's settings of spectrograms, as `required_features`: those of this module and `num_bins` mel
-    bins are the only ones allowed. folder: of the checkpoint. Raises ModelFileError for others.
+    """Return a checkpoint's settings of spectrograms, empty without any: those of this module and `num_bins` mel bins
+    are the only ones allowed. folder: of the checkpoint. Raises ModelFileError for others.
     """
     wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
     return required_features(folder, **wanted, dither=0.0)

@@ -32,7 +32,9 @@ class PairedProcessor:
         return self.of(modality).placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an item by its modality's processor. For sounds the options are only checked."""
+        """Preprocess an item by its modality's processor. For sounds the options are only checked, as those of images.
+        most: limit of patches. Raises RequestError as that processor does.
+        """
         if modality == AUDIO:
             self.seeing.with_options(options)
             options = {}
@@ -50,7 +52,8 @@ class PairedProcessor:
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Expand images first, then sounds among what became of the prompt. Only for models without M-RoPE.
 
-        token_ids, items, result and errors as of MediaProcessor.expand.
+        items: by modality, in the order of the prompt. Raises RequestError for another number of placeholders than of
+        items.
         """
         seen = self.seeing.expand(token_ids, items)
         heard = self.hearing.expand(seen.token_ids, items)

@@ -69,8 +69,8 @@ class PixtralProcessor(GridProcessor):
         return ("size",)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Resize an image and cut it into patches, as MediaProcessor.process; the option is `size`, its
-        longest edge.
+        """Resize an image, uint8[H, W, 3], and cut it into patches for the tower. options: `size` alone, its longest
+        edge; most: limit of patches. Raises RequestError for others, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -85,14 +85,16 @@ class PixtralProcessor(GridProcessor):
         return self.cut(self.pixels.normalized(self.pixels.resized(value, height, width)[None]))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return a square of the longest edge, or an item of this size in pixels, as MediaProcessor.largest."""
+        """Return a square of the longest edge, or an image of `size`, (height, width) in pixels, with patches f32[P,
+        0].
+        """
         height, width = self._resized_size(*(size or (self.longest, self.longest)), self.longest)
         grid = 1, height // self.tower.patch_size, width // self.tower.patch_size
         return self.processed(np.empty((int(np.prod(grid)), 0), np.float32), grid)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put lines of placeholders, each ended by a mark, in the place of each image's. Raises RequestError, also
-        without a tokenizer or for another number of items.
+        """Put lines of placeholders, each ended by a mark, in the place of each image's. items: by modality, in the
+        order of the prompt. Raises RequestError for another number of items, and for images without a tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)

@@ -116,8 +116,9 @@ class Qwen2VLProcessor(GridProcessor):
         return _OPTIONS
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Resize and cut an image or a video's frames, as MediaProcessor.process; options are bounds of their
-        pixels.
+        """Resize and cut an image or a video's frames, for the tower. value: uint8[H, W, 3] or frames.Video; options:
+        bounds of their pixels, min_pixels, max_pixels or size; most: limit of patches. Raises RequestError for others,
+        more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         if modality == "image":
@@ -161,8 +162,8 @@ class Qwen2VLProcessor(GridProcessor):
         return high, wide
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest item, or one of this size in pixels, as MediaProcessor.largest; a video has LARGEST_FRAMES
-        frames.
+        """Return the largest item, or one of `size`, (height, width) in pixels, with patches f32[P, 0]; a video has
+        LARGEST_FRAMES frames.
         """
         frames, bounds = LARGEST_FRAMES if modality == "video" else 1, self.sizes[modality].bounds
         if size is not None:
@@ -195,8 +196,9 @@ class Qwen2VLProcessor(GridProcessor):
         return high * self.factor, units // high * self.factor
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its item has embeddings, and compute M-RoPE positions. Raises
-        RequestError for another number of items, and for a video that lasts too long.
+        """Repeat each placeholder as often as its item has embeddings, and compute M-RoPE positions. items: by
+        modality, in the order of the prompt. Raises RequestError for another number of items, and for a video that
+        lasts too long.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -224,8 +226,8 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
     """
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the tower's rows, sorted by attention window, and the window of each, as
-        GridProcessor.order.
+        """Return the order of the tower's rows, as indexes into the item's rows line by line, sorted by attention
+        window, and the window of each, int [rows]. grid: (time, height, width) in patches.
         """
         merge, side = self.tower.spatial_merge_size, self.tower.window_size // self.tower.spatial_merge_size
         time, rows, columns = grid[0], grid[1] // merge, grid[2] // merge

@@ -34,20 +34,23 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return tuple(((shown[:, 0] + shown[:, -1]) / 2).tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """Return the size, as Qwen2VLProcessor.resized_size; of a video with bounds over all frames."""
+        """Return (height, width) in pixels after resizing, within bounds of an image's pixels or of those of all
+        num_frames of a video. Raises RequestError for an extreme aspect ratio.
+        """
         if modality == "image":
             return super().resized_size(modality, num_frames, height, width, bounds)
         return resized_frames(num_frames, height, width, bounds, self.factor, self.tower.temporal_patch_size)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return the height and width in pixels of the largest frames, as `widest`; frames of a video share
-        its bound.
+        """Return the height and width in pixels of the largest frames, the squarest with at most bounds.most; the
+        num_frames of a video share it.
         """
         return self.widest(bounds.most if modality == "image" else bounds.most // num_frames)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the tokens of `_steps` in the place of each placeholder, and compute M-RoPE positions. Raises
-        RequestError, also for another number of items.
+        """Put the tokens of `_steps` in the place of each placeholder, and compute M-RoPE positions. items: by
+        modality, in the order of the prompt. Raises RequestError for another number of items, and a video without a
+        tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)

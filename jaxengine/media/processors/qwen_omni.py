@@ -40,7 +40,9 @@ class Qwen2_5OmniImages(Qwen2_5VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps, as `_times`."""
+        """Return the temporal M-RoPE positions of an item's steps, in whole numbers, in proportion to seconds; 0 for a
+        single step. Raises RequestError for a video that lasts too long.
+        """
         return _times(item, self.per_second)
 
 
@@ -62,7 +64,9 @@ class Qwen3OmniImages(Qwen2VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps, as `_times`."""
+        """Return the temporal M-RoPE positions of an item's steps, in whole numbers, in proportion to seconds; 0 for a
+        single step. Raises RequestError for a video that lasts too long.
+        """
         return _times(item, self.per_second)
 
 
@@ -85,8 +89,8 @@ class Qwen3OmniSounds(Qwen3SoundProcessor):
     """Processor of the sounds of Qwen3-Omni: one that is shorter than a chunk is not filled up."""
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return columns and rows, as Qwen3SoundProcessor.placed; in a single chunk frames after the sound have the
-        column `cut`.
+        """Return one column, i32[1, num_frames], 0 within the sound and after it -1, or the tower's `cut` in a single
+        chunk, and the rows, i32, -1 where there is no embedding.
         """
         columns, rows = super().placed(sound, num_frames)
         return (np.where(columns < 0, self.tower.cut, columns) if num_frames == self.chunk else columns), rows
@@ -96,21 +100,23 @@ class OmniProcessor(PairedProcessor):
     """Both processors of a model with M-RoPE, in which sounds have the positions of tokens."""
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds. As
-        MediaProcessor.expand, with M-RoPE positions.
+        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds. M-RoPE
+        positions are computed, too. Raises RequestError for another number of placeholders than of items.
         """
         return self.seeing.expand(token_ids, items)
 
 
 def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen2.5-Omni for the towers that it is served with. Arguments and errors are those of the
-    processors' classes.
+    """Return the processor of Qwen2.5-Omni for the towers that it is served with. folder: of the checkpoint;
+    config_json: content of its config.json; tokenizer: None without one. Raises ModelFileError, ModelConfigError.
     """
     return _processor(Qwen2_5OmniImages, Qwen2_5OmniSounds, folder, config_json, model_config, tokenizer)
 
 
 def qwen3_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen3-Omni; arguments and errors as of qwen2_5_omni."""
+    """Return the processor of Qwen3-Omni; folder: of the checkpoint; config_json: content of its config.json;
+    tokenizer: None without one. Raises ModelFileError, ModelConfigError.
+    """
     return _processor(Qwen3OmniImages, Qwen3OmniSounds, folder, config_json, model_config, tokenizer)
 
 
@@ -148,7 +154,7 @@ def _per_second(config_json: Mapping[str, Any]) -> float:
 
 def _times(item: Processed, per_second: float) -> np.ndarray:
     """Return the temporal M-RoPE position of each step of an item, i64[grid[0]], rounded down: 0 for a single step.
-    per_second: positions a second. Raises RequestError as whole_times.
+    per_second: positions a second. Raises RequestError for a video that lasts too long.
     """
     if len(item.seconds) < 2:
         return np.zeros(item.grid[0], np.int64)

@@ -78,7 +78,10 @@ class SmolVLMProcessor(Idefics3Processor):
         return _VIDEO if modality == "video" else super().placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image as Idefics3Processor, or a video's frames as one square each, with their times."""
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one square a frame, with their times.
+        options: mm_processor_kwargs; most: limit of patches. Raises RequestError for unknown options, other values,
+        strips, more patches, and too long a video.
+        """
         if modality == "image":
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
@@ -88,7 +91,9 @@ class SmolVLMProcessor(Idefics3Processor):
         return self._processed(self._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest item, as MediaProcessor.largest; of a video LARGEST_FRAMES frames, whatever the size."""
+        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; of videos one of
+        LARGEST_FRAMES frames, whatever the size.
+        """
         if modality == "image":
             return super().largest(modality, size)
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})

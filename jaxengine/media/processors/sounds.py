@@ -97,8 +97,8 @@ class SoundProcessor:
         return f"{begin}{self.tokenizer.convert_ids_to_tokens([self.token_id])[0]}{end}"
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Compute a sound's spectrogram, filled up to whole chunks. Raises RequestError for options, other values, and
-        a sound that is too short or long.
+        """Return the item of a Sound (`value`): its spectrogram, filled up to whole chunks. most: limit of patches,
+        None for none. Raises RequestError for options, other values, and a sound that is too short or long.
         """
         check_options(options, ())
         if modality != AUDIO or not isinstance(value, Sound):
@@ -137,8 +137,8 @@ class SoundProcessor:
         return item.num_rows + len(self.marks)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its sound has embeddings, with marks around them. Raises RequestError for
-        another number of sounds.
+        """Repeat each placeholder as often as its sound has embeddings, with marks around them. items: by modality, in
+        the order of the prompt. Raises RequestError for another number of sounds.
         """
         ids, found = np.asarray(token_ids, np.int64), items.get(AUDIO, ())
         at = self.found(token_ids)

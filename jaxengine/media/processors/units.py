@@ -161,7 +161,9 @@ class UnitProcessor:
         )
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Cut an image into units and those into patches, as MediaProcessor.process."""
+        """Cut an image, uint8[H, W, 3], into units and those into patches. options: of option_names; most: limit of
+        patches. Raises RequestError for others, strips, and more patches.
+        """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         check_ratio(*value.shape[:2])
@@ -172,8 +174,8 @@ class UnitProcessor:
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
         """Check a video and return its frames, uint8 [N, H, W, 3], of each of which a unit is to be made.
 
-        Arguments as of MediaProcessor.process; `value` may also be the frames alone. Raises RequestError for unknown
-        options, a value without frames, strips, and more than `most` patches.
+        value: frames.Video, or the frames alone. options: mm_processor_kwargs; most: None for no limit. Raises
+        RequestError for unknown options, a value without frames, strips, and more than `most` patches.
         """
         check_options(options, self.option_names())
         frames = getattr(value, "frames", value)
@@ -199,8 +201,8 @@ class UnitProcessor:
         return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the pieces of each item in the place of its placeholder, and adjust the tokens by `joined`. Raises
-        RequestError for another number of items.
+        """Put the pieces of each item in the place of its placeholder, and adjust the tokens by `joined`. items: by
+        modality, in the order of the prompt. Raises RequestError for another number of items.
         """
         wanted = {self.placeholder_id_of(modality): modality for modality in self.in_tokens}
         for token, modality in wanted.items():

@@ -41,8 +41,9 @@ class WhisperProcessor:
     modalities: tuple[str, ...] = (AUDIO,)
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. Arguments as of the other processors; tokenizer None: no `previous` or
-        `no_speech`. Raises ModelFileError for settings that are invalid or not the tower's.
+        """Read the checkpoint's settings. folder: of the checkpoint; config_json: content of its config.json;
+        model_config: with the tower's sizes; tokenizer None: no `previous` or `no_speech`. Raises ModelFileError for
+        settings that are invalid or not the tower's.
         """
         tower: Any = model_config.tower
         self.num_frames, self.num_bins = tower.unit, tower.num_features
