@@ -186,8 +186,8 @@ def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    """Return the options in a YAML file of at most 1 MiB; empty for an empty file. Raises ConfigError for a file that
-    cannot be read, is larger, or holds anything but options by name.
+    """Return the options, by name, in the YAML file `path` of at most 1 MiB; empty for an empty file. Raises
+    ConfigError for a file that cannot be read, is larger, or holds anything but options by name.
     """
     import yaml
 

@@ -59,8 +59,8 @@ def check_lora(options: LoraOptions, nnodes: int) -> None:
 
 
 def check_lora_model(options: LoraOptions, pools: bool) -> None:
-    """Raise ConfigError if adapters are enabled and the model does not support them. pools: whether it is a pooling
-    model.
+    """Raise ConfigError if adapters are enabled (options.enable_lora) and the model does not support them. pools:
+    whether it is a pooling model.
     """
     if options.enable_lora and pools:
         raise ConfigError.because("enable_lora", "adapters of pooling models are not supported", "leave it False")

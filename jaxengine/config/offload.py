@@ -46,8 +46,9 @@ class KVTransferConfig:
 
     @staticmethod
     def read(value: Any) -> KVTransferConfig:
-        """Return the record of a dict or its JSON text. A record is returned as it is; one of its own fields as a dict
-        is read, too. Raises ConfigError, which names the field, for everything that is not done.
+        """Return the record of vLLM's kv_transfer_config, a dict or its JSON text. A record is returned as it is; one
+        of its own fields as a dict is read, too. Raises ConfigError, which names the field, for everything that is not
+        done.
         """
         if isinstance(value, KVTransferConfig):
             return value

@@ -361,7 +361,7 @@ class GrammarWorker:
             self._fail(key, reason)
 
     def _fail(self, key: int, reason: str) -> None:
-        """Forget a sequence and keep its failure for `take`."""
+        """Forget a sequence and keep its failure, with this reason, for `take`. Raises KeyError for an unknown key."""
         self._taken.append(GrammarFailure(key, self._sequences.pop(key).compiled, reason))
 
     def _kill(self) -> None:

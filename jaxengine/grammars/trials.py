@@ -172,7 +172,9 @@ class GrammarTrials:
                 self._try(client, candidate)
 
     def _try(self, client: str, candidate: _Candidate) -> None:
-        """Begin to compile a grammar, in an idle process or a new one, for `client`, which has no other meanwhile."""
+        """Begin to compile a candidate's grammar, in an idle process or a new one, for `client`, which has no other
+        meanwhile.
+        """
         trial = next((each for each in self._trials if each.candidate is None), None)
         if trial is None:
             trial = _Trial(WorkerProcess(worker.__name__, worker.Answer), time.monotonic())
@@ -233,8 +235,8 @@ class GrammarTrials:
         self._trials.remove(trial)
 
     def _learn(self, candidate: _Candidate, reason: str | None, seconds: float) -> None:
-        """Remember the verdict on a grammar, and give it to the keys that wait for it. Of more than _MAX_REMEMBERED the
-        oldest is forgotten.
+        """Remember the verdict on a candidate's grammar: the reason against it, None for none, and the seconds it took;
+        give it to the keys that wait for it. Of more than _MAX_REMEMBERED the oldest is forgotten.
         """
         self._known[candidate.digest] = reason, seconds, time.monotonic()
         if len(self._known) > _MAX_REMEMBERED:

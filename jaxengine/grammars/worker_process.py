@@ -163,7 +163,9 @@ class Matchers:
     """
 
     def __init__(self, start: Start):
-        """Read the tokenizer. Raises an error of llguidance for one that cannot be used."""
+        """Read the tokenizer of `start`; no sequence is open. Raises an error of llguidance for one that cannot be
+        used.
+        """
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 start.tokenizer, n_vocab=start.vocab_size, eos_token=start.eos_token_ids
@@ -237,7 +239,9 @@ class Matchers:
         return Mask(message.key, False, num_tokens, forced, words, guessed, time.perf_counter() - start)
 
     def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
-        """Close a sequence and return the Failed with the error's text, at most _MAX_REASON characters."""
+        """Close a sequence and return the Failed with the error's text, at most _MAX_REASON characters. opened: whether
+        it answers an Open.
+        """
         self.close(key)
         reason = (str(error) or type(error).__name__).replace(*_ADVICE)
         return Failed(key, opened, reason[:_MAX_REASON])

@@ -38,13 +38,14 @@ _FORWARDED = "-._~!$&'()*+,;=:@/?%"
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme of an address, in lower case; "" if it has none."""
+    """Return the scheme of an address (`url`), in lower case; "" if it has none."""
     found = _SCHEME.match(url)
     return found[1].lower() if found else ""
 
 
 def fetch(url: str, options: MediaOptions) -> bytes:
-    """Fetch an address and return its content. Blocks; the network for at most options.media_fetch_timeout seconds.
+    """Fetch the address `url`, of the scheme data, http, https or file, and return its content. Blocks; the network for
+    at most options.media_fetch_timeout seconds.
 
     Raises MediaError for an address that is not allowed, does not answer, or has too much content.
     """
@@ -95,7 +96,9 @@ def read_data(url: str, limit: int) -> bytes:
 
 
 def _from_base64(text: bytes) -> bytes:
-    """Decode base64 as found in URLs: white space is ignored, padding is optional. Raises binascii.Error."""
+    """Return the bytes of base64 as found in URLs: white space is ignored, padding is optional. Raises
+    binascii.Error.
+    """
     size = base64_pieces.PIECE_BYTES
     text = b"".join([text[at : at + size].translate(None, b" \t\r\n\f") for at in range(0, len(text), size)])
     return base64_pieces.decode(text + b"=" * (-len(text) % 4))
@@ -183,7 +186,7 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
 
 
 def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
-    """Return the headers of the request."""
+    """Return the headers of the request for a host; the port is named unless it is the scheme's own."""
     named = f"[{host}]" if ":" in host else host
     return {
         "Host": named if port == _PORTS[scheme] else f"{named}:{port}",
@@ -319,7 +322,7 @@ class _TlsSocket(_Timed, ssl.SSLSocket):
 
 
 def _secured(sock: _Socket, host: str) -> _TlsSocket:
-    """Wrap the connection in TLS and verify the certificate for `host`; the deadline stays.
+    """Return the connection `sock` wrapped in TLS, its certificate verified for `host`; the deadline stays.
 
     Raises OSError, of which ssl.SSLError and TimeoutError are some.
     """

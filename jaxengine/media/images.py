@@ -188,7 +188,9 @@ def to_rgb(
 
 
 def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Decode an image file, as read_image does."""
+    """Return the pixels of an image file, uint8 [H, W, 3] RGB and upright, taken from the budget. Raises MediaError for
+    one that is damaged or exceeds the limits of options or budget.
+    """
     image, _ = open_image(data, options)
     budget.take(image.width * image.height)
     return to_rgb(image, options.background)
@@ -251,8 +253,8 @@ def _check_tiff(image: Any, options: MediaOptions) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Return the width and height in pixels from the first chunk of a WebP file (RFC 9649); missing bytes are read as
-    0.
+    """Return the width and height in pixels from the first chunk of a WebP file, `data` (RFC 9649); missing bytes are
+    read as 0.
 
     A chunk of an unknown kind is read as VP8, so that its sizes may be any.
     """

@@ -46,7 +46,8 @@ class Expanded(NamedTuple):
 
 
 def check_room(modality: str, num_patches: int, most: int | None) -> None:
-    """Raise RequestError for an item with more patches than `most`, the tower's largest call; None for no limit.
+    """Raise RequestError for an item of the modality if num_patches is more than `most`, the tower's largest call; None
+    for no limit.
 
     A processor calls this before it computes patches, as a small image may be resized to a large one.
     """

@@ -133,8 +133,8 @@ class BeamSearch:
         eos_token_ids: Sequence[int],
         max_model_len: int,
     ):
-        """Begin with one beam, the prompt. max_model_len: limit of prompt and output; with no room left, `prompts` is
-        [] at once.
+        """Begin with one beam, the prompt's token ids. eos_token_ids: tokens that end a beam. max_model_len: limit of
+        prompt and output; with no room left, `prompts` is [] at once.
         """
         self._params = params
         self._eos = frozenset(eos_token_ids)

@@ -87,8 +87,8 @@ class IncrementalDetokenizer:
         return new
 
     def _take(self, text: str, check_stop: bool) -> str | None:
-        """Pass decoded text through the search for stop strings, and keep what is settled; return the stop string or
-        None.
+        """Pass decoded text through the search for stop strings, and keep what is settled; return the stop string that
+        has ended the text, or None. check_stop: whether one that ends in this text counts.
         """
         if self._stop is None:
             self._settle(text)
@@ -126,8 +126,8 @@ class _WindowDecoder:
     """Decoder for other vocabularies: the text of a window of ids with the new one, minus the text without it."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, join_added: bool, tail_ids: Sequence[int]):
-        """Begin with the window of tail_ids, the prompt's last. join_added: adjacent added tokens get no space between
-        them.
+        """Begin with the window of tail_ids, the prompt's last. skip_special_tokens: special tokens add nothing.
+        join_added: adjacent added tokens get no space between them.
         """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()

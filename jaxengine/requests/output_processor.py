@@ -341,7 +341,9 @@ class OutputProcessor:
         return group.flat_prompt_logprobs
 
     def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Stop tracking a sequence, and end its output for these reasons."""
+        """Stop tracking a sequence, end its output for these reasons, and count one less as running. Raises KeyError if
+        it is not tracked.
+        """
         del self._sequences[sequence.request.tag]
         sequence.finish(reason, stop_reason)
         sequence.group.num_running -= 1

@@ -94,7 +94,7 @@ class PoolingProcessor:
         self._by_id[prepared.request_id] = self._by_tag[request.tag] = followed
 
     def running(self, request_id: str) -> list[Request]:
-        """Return the request as a list, [] if it has ended or is unknown."""
+        """Return the request of this id as a list, [] if it has ended or is unknown."""
         followed = self._by_id.get(request_id)
         return [] if followed is None else [followed.request]
 

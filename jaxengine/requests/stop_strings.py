@@ -27,7 +27,9 @@ class _Automaton:
         return matched + (self.pattern[matched] == char)
 
     def read(self, char: str) -> bool:
-        """Read a character; return whether it completes the pattern. After a match only `go_on` may be called."""
+        """Read the next character of the text; return whether it completes the pattern. After a match only `go_on` may
+        be called.
+        """
         self.matched = self._after(self.matched, char)
         return self.matched == len(self.pattern)
 

@@ -243,8 +243,8 @@ def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | No
 
 
 def _only_rows(token_ids: jax.Array, num_words: int) -> jax.Array:
-    """Return masks u32[S, W] that each allow one token, given as its column on this device i32[S]; none if it is
-    another device's column.
+    """Return masks u32[S, W] of W = num_words that each allow one token, token_ids i32[S] counted from this device's
+    first column; none where that is another device's.
     """
     words = jnp.arange(num_words, dtype=jnp.int32) == (token_ids >> 5)[:, None]
     return jnp.where(words, jnp.uint32(1) << (token_ids & 31).astype(jnp.uint32)[:, None], jnp.uint32(0))

@@ -71,7 +71,8 @@ def partition(rows: Any, vocab: Any) -> SamplingState:
 
 
 def mask_words(vocab_size: int) -> int:
-    """Return the number of packed int32 in a row of `SamplingState.token_mask`, padded to whole lane tiles.
+    """Return the number of packed int32 in a row of `SamplingState.token_mask` for a vocabulary of this size, padded to
+    whole lane tiles.
 
     An array whose rows are not whole tiles is stored by columns on a TPU, and transposed where rows are read.
     """
@@ -121,8 +122,8 @@ def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, tok
 
 
 def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """Return a scatter's index arrays, i32[S] each; a single row gets a second one that names no slot, because XLA:CPU
-    copies the whole operand of a one-row scatter.
+    """Return a scatter's index arrays, i32[S] each; a single row gets a second one with the slot num_slots, which is
+    dropped, because XLA:CPU copies the whole operand of a one-row scatter.
     """
     if slots.shape[0] > 1:
         return [slots, *others]

@@ -43,7 +43,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def parse(source: str) -> nodes.Template:
-    """Parse a template to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
+    """Parse a template, Jinja source, to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
     return _environment().parse(source)
 
 
@@ -117,7 +117,7 @@ def _raise_exception(message: Any) -> None:
 
 
 def _strftime_now(form: str) -> str:
-    """Return the local time in a format of strftime."""
+    """Return the local time by a format string of strftime, `form`."""
     return datetime.now().strftime(form)
 
 
@@ -128,6 +128,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return the value as JSON, with the arguments of json.dumps but non-ASCII characters unescaped by default."""
+    """Return the value as JSON, as json.dumps with these arguments; by default non-ASCII characters are not escaped. It
+    is the templates' filter `tojson`.
+    """
     # Jinja's own filter escapes for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

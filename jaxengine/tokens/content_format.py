@@ -69,7 +69,9 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """Return the names of variables that hold a message's content, by name or by assignment."""
+    """Return the names of a template's variables that hold a message's content: "content", and those that are assigned
+    it.
+    """
     names = {_CONTENT}
     # Assignments may chain; a few rounds are enough.
     for _ in range(3):
@@ -80,7 +82,8 @@ def _content_names(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression of a template is a message's content, or a selection of its parts.
+    """Whether an expression of a template (`node`) is a message's content: a name, attribute or key for it, a slice or
+    filter of one, or a conditional with one.
 
     names: variables that hold a content.
     """

@@ -16,7 +16,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_cut_json(text: str) -> Any:
-    """Parse a value; of a truncated one, everything except a last piece that is meaningless alone.
+    """Return the JSON value that `text` is; of a truncated one, everything except a last piece that is meaningless
+    alone.
 
     Raises ValueError for invalid JSON, numbers that are not finite and unpaired surrogates; RecursionError for values
     nested too deeply.
@@ -67,7 +68,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _finite(digits: str) -> float:
-    """Return the float that is written; raise ValueError for one that is too large."""
+    """Return the float that `digits` is; raise ValueError for one that is too large."""
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits[:40]} is too large for a number")

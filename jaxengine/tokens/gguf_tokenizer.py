@@ -245,7 +245,8 @@ _MODELS: dict[str | None, Callable[[_Parts], Tokenizer]] = {
 
 
 def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
-    """Return the special token ids in GGUF metadata, checked against its vocabulary. Raises ModelFileError.
+    """Return the special token ids in GGUF metadata (`values`, by key), checked against its vocabulary. Raises
+    ModelFileError.
 
     path: of the file, for errors.
     """
@@ -264,7 +265,8 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
 
 def chat_template_of(values: Mapping[str, Any], path: str) -> str | dict[str, str] | None:
     """Return the file's chat template, Jinja source; sources by name, the first "default", for a file with several;
-    None if it has none. Raises ModelFileError if one is not a text.
+    None if it has none. values: the file's metadata by key; path: for errors. Raises ModelFileError if one is not a
+    text.
     """
     named = {key: value for key, value in values.items() if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")}
     for key, template in named.items():

@@ -50,7 +50,8 @@ ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
 def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dict[str, str] | None]:
-    """Read the tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError.
+    """Read a folder's tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError for
+    files that are missing, invalid or contradict each other.
 
     The template is chat_template.jinja if present, else the configuration's; None without either. Further ids that end
     an answer are those of generation_config.json.
@@ -207,7 +208,9 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path
 
 
 def _check_ids(entries: Any, path: Path) -> None:
-    """Raise ModelFileError unless `entries` is a dict whose keys are decimal token ids."""
+    """Raise ModelFileError unless `entries` is a dict whose keys are decimal token ids. path: of the file, for the
+    error.
+    """
     if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
         raise ModelFileError(path, "must map token ids to tokens", ADDED_TOKENS)
 
@@ -231,8 +234,8 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
 
 
 def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
-    """Return the eos_token_id of generation_config.json, one or a list; () without it. Raises ModelFileError for ids
-    outside the vocabulary, and for more than MAX_TURN_ENDS.
+    """Return the eos_token_id of the folder's generation_config.json, one or a list; () without it. Raises
+    ModelFileError for ids outside the vocabulary, and for more than MAX_TURN_ENDS.
     """
     value = (read_object(folder, GENERATION) or {}).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -263,8 +266,8 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
 
 
 def _content(entry: Any, path: Path, key: str) -> str:
-    """Return the text of a token that is given as text, or as an object with "content". Raises ModelFileError for
-    neither.
+    """Return the text of a token that an entry gives as text, or as an object with "content". path, key: where it
+    stands, for errors. Raises ModelFileError for neither.
     """
     content = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(content, str) or not content:

@@ -53,13 +53,13 @@ def packed(text: str) -> bytes:
 
 
 def unpacked(raw: bytes) -> str:
-    """Decode what `packed` has encoded."""
+    """Return the text that `packed` has encoded, lone surrogates included."""
     return raw.decode("utf-8", "surrogatepass")
 
 
 def render(message: Render) -> Answer:
-    """Render a template and return the answer. A template's other errors become Refused. Raises MemoryError, after
-    which the worker must end.
+    """Render the message's template and return the answer, Rendered or Refused. A template's other errors become
+    Refused. Raises MemoryError, after which the worker must end.
     """
     try:
         return Rendered(packed(chat_sandbox.render(unpacked(message.source), json.loads(unpacked(message.variables)))))

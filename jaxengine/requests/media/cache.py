@@ -80,7 +80,9 @@ class MediaCache(Protocol):
         ...
 
     def get(self, digest: bytes) -> Processed | None:
-        """Return the item, with or without pixels (`without_pixels`), or None if it must be preprocessed."""
+        """Return the item stored under `digest`, with or without pixels (`without_pixels`), or None if it must be
+        preprocessed.
+        """
         ...
 
     def put(self, digest: bytes, item: Processed) -> None:

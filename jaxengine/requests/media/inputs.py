@@ -202,8 +202,8 @@ class MediaInputs:
         return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
     def _embedded(self, given: Embeds) -> Processed:
-        """Make an item of embeddings that the request brings, f32[n, size], without preprocessing. Raises RequestError
-        for a size other than the tower's and for a grid that does not fit n.
+        """Return an item of the embeddings that the request brings (`given`), f32[n, size], without preprocessing.
+        Raises RequestError for a size other than the tower's and for a grid that does not fit n.
         """
         count, size = given.values.shape
         if size != self._row_size:
@@ -219,8 +219,8 @@ class MediaInputs:
         return next((tower for tower in self._towers if tower.hears == (modality == AUDIO)), self._towers[0])
 
     def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
-        """Raise RequestError for an image or video with more patches or embeddings than the encoder has room for.
-        Sounds are not checked here, and the patches of given embeddings (is_embedded) neither.
+        """Raise RequestError for an image or video (`found`, of this modality) with more patches or embeddings than the
+        encoder has room for. Sounds are not checked here, and the patches of given embeddings (is_embedded) neither.
         """
         config = self._config
         if self._tower(modality).hears:  # by its processor
@@ -251,7 +251,7 @@ def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[T
     """Return the engine's media options, with max_audio_seconds lowered, to at least 1, to what a prompt has room for:
     what is too long is then not decoded to its end.
 
-    The options are returned unchanged without a tower of sounds.
+    config: the engine's, returned unchanged without a tower of sounds. processor: the model's.
     """
     tower = next((tower for tower in towers if tower.hears), None)
     if tower is None:

@@ -57,7 +57,9 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
 
 
 def check_embedded(params: Any) -> None:
-    """Raise RequestError for sampling parameters that need the prompt's token ids, of which embeddings have none."""
+    """Raise RequestError for sampling parameters (`params`) that need the prompt's token ids, of which embeddings have
+    none.
+    """
     rows = {name: row.neutral for name, row in ROWS.items() if row.reads_prompt}
     for name, neutral in {"prompt_logprobs": None, **rows}.items():
         if (value := getattr(params, name)) != neutral:
@@ -88,7 +90,9 @@ def _read(value: Any, options: MediaOptions) -> np.ndarray:
 
 
 def _media(values: np.ndarray, size: int) -> Media:
-    """Return the Media of a prompt of embeddings f32[n, E], an item for each page of `size` tokens."""
+    """Return the Media of a prompt of embeddings, values f32[n, E]: an item for each page of `size` tokens, the last
+    one maybe shorter.
+    """
     items = []
     for first in range(0, len(values), size):
         rows = values[first : first + size]

@@ -129,7 +129,7 @@ def _have_discriminator(branches: list[Any]) -> bool:
 
 
 def _constant(rule: Any) -> str | None:
-    """Return the string that a schema's `const` demands; None without one."""
+    """Return the string that the `const` of a schema (`rule`) demands; None without one."""
     found = rule.get("const") if isinstance(rule, dict) else None
     return found if isinstance(found, str) else None
 
@@ -153,12 +153,12 @@ def _resolved(reference: Any, root: Any) -> Any:
 
 
 def _listed(schema: dict[str, Any], word: str) -> list[Any]:
-    """Return the list under a keyword, [] for other values."""
+    """Return the list under the keyword `word` of a schema; [] for other values and without it."""
     found = schema.get(word)
     return found if isinstance(found, list) else []
 
 
 def _named(schema: dict[str, Any], word: str) -> list[Any]:
-    """Return the values of the object under a keyword, [] for other values."""
+    """Return the values of the object under the keyword `word` of a schema; [] for other values and without it."""
     found = schema.get(word)
     return list(found.values()) if isinstance(found, dict) else []

@@ -237,8 +237,8 @@ def _few(owner: str, name: str, value: Any) -> Any:
 
 
 def _choices(value: Any) -> tuple[str, ...]:
-    """Return the field `choice` as a tuple. Raises RequestError for an empty or repeated string, and too many or too
-    long ones.
+    """Return the field `choice`, a list or tuple of 1 to MAX_CHOICES different texts, as a tuple. Raises RequestError
+    for an empty or repeated string, and too many or too long ones.
     """
     allowed = f"a list of 1 to {MAX_CHOICES} different strings, none of them empty"
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES:

@@ -76,7 +76,7 @@ LLAMA3 = Ranks(
 
 
 def is_tiktoken(source: bytes) -> bool:
-    """Whether the content of a file is tiktoken's: its first line is a token and a rank."""
+    """Whether the content of a file (`source`) is tiktoken's: its first line is a token and a rank."""
     return _LINE.fullmatch(source[: source.find(b"\n")].rstrip()) is not None
 
 
@@ -101,8 +101,8 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
 
 
 def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
-    """Return the tokens, as bytes, by rank. Raises ModelFileError unless the content has 256 to MAX_TOKENS lines, with
-    distinct tokens and the ranks from 0 on.
+    """Return the tokens in a file's content (`source`), as bytes, by rank. Raises ModelFileError unless the content has
+    256 to MAX_TOKENS lines, with distinct tokens and the ranks from 0 on.
     """
     lines = source.split()
     size = len(lines) // 2
