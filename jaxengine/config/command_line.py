@@ -83,7 +83,7 @@ def flag_of(name: str) -> str:
 
 
 def destination(cls: type, name: str) -> str:
-    """Return the attribute of the parsed arguments that holds the value of a field of `cls`.
+    """Return the attribute of the parsed arguments that holds the value of a field of `cls`, CLASS.NAME.
 
     Two dataclasses on one parser may share a field name (`seed`) if only one of them adds its flag.
     """

@@ -121,7 +121,9 @@ class CompilationConfig:
 
 
 def _mode(value: Any) -> Any:
-    """Return the number of a mode given by name or number; another value is returned unchanged."""
+    """Return the number of a mode given by a name of CompilationMode or CompilationLevel, or as a member; another value
+    is returned unchanged.
+    """
     if isinstance(value, str):
         value = {mode.name: mode for kind in (CompilationLevel, CompilationMode) for mode in kind}.get(value, value)
     return int(value) if isinstance(value, IntEnum) else value

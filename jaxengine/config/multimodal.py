@@ -78,7 +78,9 @@ class MediaOptions:
     max_audio_seconds: int = MAX_AUDIO_SECONDS
 
     def mm_limit(self, modality: str) -> int:
-        """Return how many items of a modality one prompt may have."""
+        """Return how many items of a modality one prompt may have: 0 with language_model_only, MAX_ITEMS if no limit is
+        given.
+        """
         return 0 if self.language_model_only else self._limits(modality).get("count", MAX_ITEMS)
 
     def mm_size(self, modality: str) -> tuple[int, int] | None:

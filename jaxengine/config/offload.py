@@ -166,7 +166,9 @@ class KVOffloadOptions:
 
     @property
     def kv_offloading_bytes(self) -> int:
-        """Bytes of host memory for pages outside of the devices; 0 for none."""
+        """Bytes of host memory for pages outside of the devices, by kv_transfer_config or else kv_offloading_size; 0
+        for none.
+        """
         if self.kv_transfer_config is not None:
             return self.kv_transfer_config.cpu_bytes_to_use
         return int((self.kv_offloading_size or 0) * _GIB)

@@ -141,7 +141,8 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
 def _check_types(content: Sequence[Any], where: str) -> None:
     """Raise RequestError for a part of a message's content of a type that no model here takes, such as a file.
 
-    where: path of the content in the request, for the message.
+    where: path of the content in the request, for the message. Parts that are no mappings, or whose type is no text,
+    are not checked.
     """
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -61,7 +61,7 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
 
 
 def _decode(data: bytes, budget: SecondsBudget) -> Sound:
-    """Decode a file by its type. data: its bytes. Raises MediaError for other types damage, more seconds than the
+    """Decode a file by its type. data: its bytes. Raises MediaError for other types, damage, more seconds than the
     budget has, and no samples. budget: of the prompt, from which its seconds are taken.
     """
     name = sound_type(data)

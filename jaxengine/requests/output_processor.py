@@ -290,7 +290,8 @@ class OutputProcessor:
 
     def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
         """Return the outputs for callers of these sequences, which changed at time `now`; set the times of their
-        requests, and forget requests that have ended.
+        requests, and forget requests that have ended. A stream gets one for each sequence that is not waiting for more
+        tokens; a request with FINAL_ONLY one with all n, at its end.
         """
         outputs = []
         # Several of a request's n may have ended together: only the last of them reports that all have.
@@ -365,7 +366,9 @@ class OutputProcessor:
         )
 
     def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
-        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence."""
+        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence, add its own to the
+        sum, and append the numbers of return_sampling_mass if requested.
+        """
         params = sequence.group.params
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
         assert count is not None

@@ -32,7 +32,8 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Check messages and return copies without empty keys. Raises RequestError(param="messages").
+    """Check messages, a list or tuple of at least one, and return copies without keys of None. Raises
+    RequestError(param="messages").
 
     Contents become texts, except that those with parts of MEDIA_TYPES stay lists of parts.
     """
@@ -91,7 +92,9 @@ def _merged(instructions: Sequence[Message], others: Sequence[Message]) -> list[
 
 
 def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
-    """Yield what `ways_to_write` says of missing contents and arguments, the instructions as they are."""
+    """Yield variants of checked messages: arguments of calls as objects, then as given; in each, a missing content as
+    `template` seems to expect it (None or no key), then as "". Without calls or missing contents there is one.
+    """
     none_first = _ASKS_FOR_NONE.search(template) is not None
     contents: tuple[Mapping[str, Any], ...] = ({"content": None} if none_first else {}, {"content": ""})
     calls = (_with_objects, lambda call: call)

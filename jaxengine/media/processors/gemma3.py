@@ -59,7 +59,9 @@ class Gemma3Processor(UnitProcessor):
         return ("do_pan_and_scan", _CROPS, _CROP_SIZE, _RATIO)
 
     def placeholder_id(self) -> int:
-        """Return the token before an image. Raises ModelConfigError."""
+        """Return the token that stands for an image in a prompt, boi_token_index of config.json, which also comes
+        before its embeddings. Raises ModelConfigError.
+        """
         return self.token_id("boi_token_index", "boi_token_id")
 
     @property

@@ -102,8 +102,8 @@ class KimiVLProcessor(GridProcessor):
     ) -> Processed:
         """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them, and cut them into patches.
 
-        modality: for errors; pixels: the transform; most: see jaxengine.media.processor.check_room. Raises RequestError
-        as `scaled` and check_room do. seconds: of each chunk of a video, () for none.
+        modality: for errors; pixels: the transform; most: limit of all patches, None for none. Raises RequestError for
+        more, and for extreme sizes. seconds: of each chunk of a video, () for none.
         """
         (height, width), (padded_height, padded_width) = self.scaled(frames.shape[1], frames.shape[2], limit)
         self.check_room(modality, len(frames), padded_height, padded_width, most)

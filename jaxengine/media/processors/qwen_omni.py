@@ -130,7 +130,8 @@ def _processor(
 ) -> MediaProcessor:
     """Return the processor of the towers that model_config has: of both, or the only one's own.
 
-    images, sounds: classes of the two. Other arguments are those of the classes.
+    images, sounds: classes of the two. folder: of the checkpoint; config_json: its config.json, whose thinker_config
+    counts first; tokenizer: None without one. Raises ModelFileError, ModelConfigError.
     """
     thinker = {**_IDS, **config_json, **(config_json.get("thinker_config") or {})}
     # Qwen2.5-Omni calls them otherwise.

@@ -81,7 +81,7 @@ def find_words(
 
 def _bare(text: str) -> str:
     """Return a text without white space and punctuation (Unicode's categories P) at its ends; the sign or point of a
-    number that begins it stays.
+    number that begins it stays. "" if nothing else is left.
     """
     whole = text.strip()
     kept = [at for at, each in enumerate(whole) if not (each.isspace() or unicodedata.category(each).startswith("P"))]
@@ -124,7 +124,9 @@ def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _with_next(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Return the words, with each mark of punctuation joined to the word that it belongs to."""
+    """Return the words, (text, numbers of tokens), with opening marks of punctuation joined to the word after them, and
+    closing ones to the word before.
+    """
     joined: list[tuple[str, list[int]]] = []
     for text, members in reversed(words):
         last = joined[-1] if joined else None

@@ -135,7 +135,7 @@ def _longest_of(texts: Sequence[str]) -> str:
 
 
 def _of(types: Sequence[int], *wanted: int) -> list[int]:
-    """Return the indices of the wanted types, ascending."""
+    """Return the indices in `types` of those wanted, ascending."""
     return [at for at, kind in enumerate(types) if kind in wanted]
 
 
