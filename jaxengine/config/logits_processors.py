@@ -64,7 +64,7 @@ def source_file(processor: type) -> Path | None:
 
 def processors_digest(names: Sequence[str]) -> str | None:
     """Return a digest of the current code of the processors with these names; None, with a logged warning, if none can
-    be computed.
+    be computed. Raises ConfigError for a class that cannot be imported.
     """
     try:
         return code_digest(processor_classes(names))

@@ -269,7 +269,8 @@ def _tunnel(sock: _Socket, address: str, port: int) -> None:
     """Ask the proxy that a socket is connected to for a connection to an IP address and port (RFC 9110, 9.3.6), and
     wait for the answer.
 
-    Raises MediaError for another status than 200 and for no HTTP, OSError.
+    Raises MediaError for another status than 200 and for no HTTP; OSError, and TimeoutError after the deadline of the
+    socket.
     """
     target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())

@@ -46,8 +46,8 @@ def convert_image_mode(
 
 def encode_image_url(image: Image.Image, *, image_mode: str | None = "RGB", format: str = "PNG") -> str:
     """Return the data: URL of an image, for `image_url` of a message. image_mode: its mode, as of convert_image_mode;
-    None keeps it. format: of the file, by Pillow's name. Raises KeyError for an unknown one, OSError for one that
-    cannot hold the mode.
+    None keeps it. format: of the file, by Pillow's name. Raises MediaError as convert_image_mode does, KeyError for an
+    unknown one, OSError for one that cannot hold the mode.
     """
     converted = image if image_mode is None else convert_image_mode(image, image_mode)
     file = io.BytesIO()

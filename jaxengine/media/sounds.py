@@ -228,7 +228,7 @@ def _checked_rate(rate: Any) -> int:
 
 def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget) -> Sound:
     """Return samples f32[N] at `rate` as a Sound, resampled to RATE; take their seconds from the budget. Raises
-    MediaError.
+    MediaError for more seconds than it has, no samples, and samples that are not finite.
     """
     budget.take(len(samples) / rate)
     return _checked(resampled(samples, rate, RATE))

@@ -68,16 +68,18 @@ class ThinkFormat:
         return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after for such an output as in `open`; never None here: even after an end word in
-        the prompt, an output may begin with an opening word. calls: whether a parser of tool calls follows.
+        """Return the fields of stop_after for such an output as in `open`: reasoning_end, and reasoning_begin, None if
+        it begins inside reasoning. Never None here: even after an end word in the prompt, an output may begin with an
+        opening word. calls: whether a parser of tool calls follows.
         """
         inside = self._begins_inside(prompt, continued)
         ends = (*self.ends, *(self.calls if calls else ()))
         return {"reasoning_end": ends, "reasoning_begin": None if inside else self.begins}
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words for such an output as in `open`; never None here: reasoning may always be
-        opened.
+        """Return the fields of thinking_words for such an output as in `open`: reasoning_end, the end words and those
+        around calls; reasoning_begin, None if it begins inside reasoning; closing, the end word. Never None here:
+        reasoning may always be opened.
         """
         begin = None if self._begins_inside(prompt, continued) else self.begins[0]
         return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": self.ends[0]}

@@ -106,7 +106,7 @@ class PythonicToolParser:
         self._value = PythonScanner()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now."""
+        """Read a piece of the output; return the events that are certain by now; a call is sent when it is closed."""
         at = 0
         while at < len(text):
             if self._state is _State.CONTENT:

@@ -277,6 +277,8 @@ class SectionToolParser(StateParser):
             self._out.content(between)
 
     def _reject(self, text: str) -> None:
-        """Write the held words and this text, which are no call, as content."""
+        """Write the held words and this text, which are no call, as content, and return to the state outside
+        of calls.
+        """
         self._out.content("".join(self._held) + text)
         self._state = self._content

@@ -95,7 +95,9 @@ class InputProcessor:
 
     @cached_property
     def _processors(self) -> list[type[LogitsProcessor]]:
-        """Return the classes of the engine's logits processors; kept."""
+        """Return the classes of the engine's logits processors; kept. Raises ConfigError for one that cannot be
+        imported.
+        """
         return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -377,8 +379,8 @@ class InputProcessor:
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """Return the seed of output `number` of the request counted as `index`: it differs per request and output, and
-        is equal in every run with the same engine seed.
+        """Return the seed, 64 bits, of output `number` of the request counted as `index`: it differs per request and
+        output, and is equal in every run with the same engine seed.
         """
         origin = f"/{self._origin}" if self._origin else ""
         digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
@@ -454,7 +456,8 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
     """Return the InputProcessor for an engine of this model; needs no device. Reads the tokenizer and the media
     processor. origin: see InputProcessor.
 
-    Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer.
+    Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer or
+    media processor, ModelConfigError for an invalid configuration of the latter.
     """
     try:
         SamplingParams(**source.generation_defaults)

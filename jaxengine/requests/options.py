@@ -88,7 +88,8 @@ def session_key(owner: str, session: str | None) -> str:
 def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
     """Return the options of each of `count` prompts. priority, client: for all or one per prompt, None for none.
 
-    loras: names of adapters, one per prompt. Raises RequestError if the numbers of values and prompts differ.
+    loras: names of adapters, one per prompt. Raises RequestError if the number of priorities or clients is not `count`,
+    ValueError for that of loras.
     """
     priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
     several = isinstance(client, Sequence) and not isinstance(client, str)

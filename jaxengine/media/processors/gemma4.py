@@ -127,7 +127,8 @@ class Gemma4Processor(GridProcessor):
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return the largest item, with patches f32[P, 0]: the budget's embeddings in one line, or an image of `size`,
-        (height, width) in pixels, after resizing; LARGEST_FRAMES times for a video.
+        (height, width) in pixels, after resizing; LARGEST_FRAMES times for a video. Raises RequestError for an extreme
+        size.
         """
         budget, merge = self.sizes[modality].budget, self.tower.spatial_merge_size
         height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)

@@ -117,8 +117,8 @@ class KimiVLProcessor(GridProcessor):
         return self.largest_of(1, self.limit, size)
 
     def largest_of(self, num_frames: int, limit: int, size: tuple[int, int] | None) -> Processed:
-        """Return the largest item of so many frames. limit: of patches of each. patches are f32[P, 0]. size: (height,
-        width) in pixels before scaling; None for the largest.
+        """Return the largest item of so many frames. limit: of patches of each. patches are f32[P, 0]. Raises
+        RequestError for an extreme size. size: (height, width) in pixels before scaling; None for the largest.
         """
         if size is not None:
             _, (height, width) = self.scaled(*size, limit)

@@ -86,7 +86,7 @@ class PixtralProcessor(GridProcessor):
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return a square of the longest edge, or an image of `size`, (height, width) in pixels, with patches f32[P,
-        0].
+        0]. Raises RequestError for an extreme size.
         """
         height, width = self._resized_size(*(size or (self.longest, self.longest)), self.longest)
         grid = 1, height // self.tower.patch_size, width // self.tower.patch_size

@@ -163,7 +163,7 @@ class Qwen2VLProcessor(GridProcessor):
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return the largest item, or one of `size`, (height, width) in pixels, with patches f32[P, 0]; a video has
-        LARGEST_FRAMES frames.
+        LARGEST_FRAMES frames. Raises RequestError for an extreme size.
         """
         frames, bounds = LARGEST_FRAMES if modality == "video" else 1, self.sizes[modality].bounds
         if size is not None:

@@ -236,8 +236,8 @@ class MediaInputs:
 
 
 def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
-    """Pad an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and rows with
-    -1.
+    """Return an item padded to a multiple of the tower's unit, at which every item begins: patches with 0, columns and
+    rows with -1.
     """
     missing = -len(item.patches) % tower.unit
     return item._replace(
