@@ -74,7 +74,7 @@ def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     that is not given is left out.
 
     options: of the engine. Raises ConfigError for a layer or a tap that the model does not have, a layer named twice,
-    and an engine that cannot return them.
+    and a pooling model.
     """
     found: dict[str, tuple[Any, ...]] = {}
     if options[TAPS] is not None:

@@ -89,8 +89,8 @@ class EncoderOptions:
 
 
 def check_encoder(options: EncoderOptions) -> None:
-    """Raise ConfigError, which names the option, for a value that is not allowed, or that this system does
-    not support.
+    """Raise ConfigError, which names the option, for a mode or cache type that does not exist, numbers out of range,
+    and "shm" on a system without memfd_create.
     """
     if options.mm_encoder_tp_mode not in TP_MODES:
         raise ConfigError("mm_encoder_tp_mode", options.mm_encoder_tp_mode, ", ".join(TP_MODES))
@@ -115,7 +115,8 @@ def settle_encoder(
     """Return num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of ResolvedConfig,
     by name.
 
-    The result is empty without a tower. Raises ConfigError for options that the tower does not allow.
+    The result is empty without a tower. Raises ConfigError for several nodes, no chunked prefill, too small steps for
+    an item that may not be split, and, on a TPU, a tower whose items see themselves in both directions.
 
     chosen: the other fields of ResolvedConfig, by name; platform: of the kernels. sizes: by modality, (embeddings,
     patches) of the largest item

@@ -289,7 +289,7 @@ class EngineConfig(
         pictures: `sizes` of settle_encoder; a model with a vision tower needs them.
 
         Raises:
-          ConfigError: values contradict each other or the model.
+          ConfigError: values contradict each other, the model or the platform, or `fit` is set.
         """
         refuse_fit(self.fit)
         longest, vocab_size = model.max_position_embeddings, model.vocab_size

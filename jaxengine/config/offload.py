@@ -225,8 +225,9 @@ def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str 
 
 
 def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for an engine whose pages cannot be kept outside of its devices, and for a folder that cannot
-    be written. options: of the engine, resolved. Nothing is raised if no pages are kept.
+    """Raise ConfigError for an engine whose pages cannot be kept outside of its devices (without prefix caching, with a
+    draft model or returned experts, a pooling model, one without keys and values), and for a folder that cannot be
+    written. options: of the engine, resolved. Nothing is raised if no pages are kept.
     """
     transfer = options[_NAME]
     if options["kv_offloading_size"] is None and transfer is None:

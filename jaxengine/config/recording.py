@@ -84,8 +84,9 @@ def check_recording(options: RecordOptions) -> None:
 
 
 def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for an engine whose steps cannot be recorded, and for a folder, of steps or of the trace, that
-    cannot be written.
+    """Raise ConfigError for an engine whose steps cannot be recorded (of a pooling model, one with a tower, without
+    keys and values or with unequal pages; with adapters, drafts, processors, steering, trace replay, stages or nodes),
+    and for a folder, of steps or of the trace, that cannot be written.
 
     options: of the engine.
     """

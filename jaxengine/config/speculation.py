@@ -181,8 +181,9 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if drafts cannot be verified on this model or engine. options: fields of
-    EngineConfig by name.
+    """Raise ConfigError if drafts are asked for and cannot be verified: a model that pools or keeps states, several
+    nodes, steps of one token; for drafts by a model also stages, a tower, layers that free the keys it needs, another
+    split, and "mtp" without its layer. options: fields of EngineConfig by name.
     """
     if options[NAME] is None:
         return
@@ -219,7 +220,9 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
 
 
 def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if the model `draft` cannot propose drafts for `model`."""
+    """Raise ConfigError if the model `draft` cannot propose drafts for `model`: another vocabulary, or it pools, has a
+    tower or keeps states.
+    """
     if draft.vocab_size != model.vocab_size:
         what = f"has a vocabulary of {draft.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
     elif draft.pooler is not None:
@@ -235,7 +238,9 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
 
 
 def check_head(head: Eagle3Config, model: ModelConfig) -> None:
-    """Raise ConfigError for an EAGLE-3 head that was made for another model than `model`."""
+    """Raise ConfigError for an EAGLE-3 head that was made for another model than `model`: another hidden size or
+    vocabulary, layers that are not there or not ascending, or a model with several hidden states a token.
+    """
     last = model.num_layers
     if head.target_size != model.hidden_size:
         what = f"reads hidden states of {head.target_size} numbers, and {model.architecture} has {model.hidden_size}"

@@ -53,7 +53,7 @@ def settle_steering(options: Mapping[str, Any], model: ModelConfig) -> dict[str,
     """Return {"steer": names} for a model, one name for each tap; empty without the option.
 
     options: of the engine. Raises ConfigError for a tap that the model does not have or to which no vector can be
-    added, and for an engine that cannot add any.
+    added, for a pooling model, several pipeline stages, and steering_vectors without steer.
     """
     if options[TAPS] is None:
         if options[VECTORS]:

@@ -111,8 +111,8 @@ def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
 
 
 def _entry(name: str, value: Any) -> Steer:
-    """Return one entry of `steer`, a Steer or a dict of its fields, as a Steer with its vector as f32 bytes. scale is 1
-    if missing. Raises RequestError, which names `name`, for unknown keys, a missing vector, a scale above 1e20 in size,
+    """Return one entry of `steer`, a Steer or a dict of its fields, as a Steer with its vector as f32 bytes. A missing
+    scale is 1. Raises RequestError, which names `name`, for unknown keys, a missing vector, a scale above 1e20 in size,
     and numbers without `at`.
     """
     if isinstance(value, (list, tuple)) and len(value) == len(_KEYS):  # a Steer, also one from a message
