@@ -136,8 +136,8 @@ def settle_names(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_task(task: Any) -> dict[str, str]:
-    """Return `runner` and `convert`, as far as vLLM's earlier option `task` determines them. Raises ConfigError for an
-    unknown task.
+    """Return `runner` and `convert`, as far as vLLM's earlier option `task` determines them; {} for None and "auto".
+    Raises ConfigError for an unknown task.
     """
     by_task: dict[str, dict[str, str]] = {
         "auto": {},

@@ -230,7 +230,7 @@ class GrammarWorker:
             self._open(key)
 
     def _open(self, key: int) -> None:
-        """Have the process compile a sequence's grammar and take the tokens so far."""
+        """Have the process compile a sequence's grammar and take the tokens so far; its key is queued as compiling."""
         sequence = self._sequences[key]
         sequence.opened = False
         if not self._compiling:

@@ -75,7 +75,7 @@ def check_source(url: str, options: MediaOptions) -> None:
 
 
 def read_data(url: str, limit: int) -> bytes:
-    """Decode a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
+    """Return the bytes of a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
     head = _DATA.match(url)
     if head is None:
         raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")

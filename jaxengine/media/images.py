@@ -112,7 +112,9 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises MediaError for more, and for a file that cannot be read."""
+    """Return the bytes of a regular file of at most `limit` bytes. Raises MediaError for more, and for a file that
+    cannot be read.
+    """
     try:
         descriptor, size = open_regular(path)
         with open(descriptor, "rb") as file:

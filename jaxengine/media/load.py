@@ -136,7 +136,7 @@ class MediaLoader:
 
     def _read(self, part: MediaPart, source: Any, budget: _Budget) -> Any:
         """Decode `source`, the part's own or what was fetched from it; an address (data:, file:) is read first. budget:
-        of the prompt. Raises RequestError.
+        of the prompt. Raises RequestError, which names the part, for media that cannot be used.
         """
         try:
             if isinstance(source, str):

@@ -47,7 +47,7 @@ class PoolingRecipe:
 
     def finish(self, vectors: np.ndarray) -> np.ndarray:
         """Compute the answer f32[..., dimensions] (f32[..., N] if dimensions is None) from the model's vectors f32[...,
-        N].
+        N]: cut first, then the activation over the last axis, computed in float64.
         """
         kept = vectors[..., : self.dimensions].astype(np.float64)
         if self.activation == NORMALIZE:
@@ -104,7 +104,9 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def recipe(self, model: PoolingModel) -> PoolingRecipe:
-        """Return how the answer is computed. Raises RequestError for parameters that this model does not support."""
+        """Return how the answer is computed, with the model's own values for what was not given. Raises RequestError
+        for tasks and parameters that this model does not support, and for switches that contradict each other.
+        """
         for name in _SWITCHES:
             if getattr(self, name) not in (None, True, False):
                 raise _refuse(name, getattr(self, name), "True, False or None")
