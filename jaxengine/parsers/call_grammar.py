@@ -23,7 +23,7 @@ class CallGrammar:
       many: whether an answer may contain several calls.
       token_id: returns the id of a word that is a single added token of the vocabulary, else None. A grammar cannot
         match such a token as text.
-      json: returns the body of a rule for values of a schema.
+      json: returns the body of a rule for values of a schema; may raise RequestError for a schema that cannot be used.
     """
 
     functions: Mapping[str, Schema]
@@ -41,7 +41,10 @@ class CallGrammar:
         return f"{rule} ({literal(separator)} {rule})*" if self.many else rule
 
     def arguments(self) -> Iterator[str]:
-        """Yield rules arguments_0, arguments_1, ... for the arguments as JSON, in the order of `functions`."""
+        """Yield rules arguments_0, arguments_1, ... for the arguments as JSON, in the order of `functions`.
+
+        Raises as `json` does.
+        """
         for number, schema in enumerate(self.functions.values()):
             yield f"arguments_{number}: {self.json(schema)}"
 

@@ -21,6 +21,8 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n") -> Iterator[str]:
     """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call; space: text inside of the
     words.
+
+    Raises as calls.json does.
     """
     between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")

@@ -20,6 +20,8 @@ _KEYS = ("arguments", "parameters")
 def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Iterator[str]:
     """Yield Lark rules for a list of calls, with the top rule `calls`. begins: words before the list; end: the word
     after it, "" for none.
+
+    Raises as calls.json does.
     """
     closing = calls.word(end) if end else ""
     yield f'calls: {calls.word(begins[0])} "[" {calls.listed("call", ", ")} "]" {closing}'

@@ -26,7 +26,7 @@ _START = re.compile(r"[<{\[]")
 def grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules for one or several calls, with the top rule `calls`, without text around them.
 
-    Raises UnresolvedError for a reference of a schema to nowhere.
+    Raises UnresolvedError for a reference of a schema to nowhere, and as calls.json does.
     """
     yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
     # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.

@@ -24,7 +24,10 @@ _MAX_NAME = 256
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yield Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS]."""
+    """Yield Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS].
+
+    Raises as calls.json does.
+    """
     begin = calls.word(_BEGIN)
     yield from calls.arguments()
     if calls.token_id(_ARGS) is None:

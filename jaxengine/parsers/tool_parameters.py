@@ -109,7 +109,7 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
     schema.
 
     A string is only constrained if its schema lists values. Raises ValueError for a schema with too many alternatives
-    or levels, UnresolvedError for a reference to nowhere.
+    or levels, UnresolvedError for a reference to nowhere, and as calls.json does.
     """
     line = literal("\n") if words.lines else ""
     forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]

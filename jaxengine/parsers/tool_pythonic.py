@@ -44,7 +44,7 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
 
     words: before and after the calls, "" for none; brackets: the calls are a list, otherwise one a line. Raises
     ValueError for a name that is not a Python identifier, and for a schema with too many alternatives or levels;
-    UnresolvedError for a reference to nowhere.
+    UnresolvedError for a reference to nowhere, and as calls.json does.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):

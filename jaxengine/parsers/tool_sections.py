@@ -98,7 +98,10 @@ KIMI_K2 = SectionWords(
 
 
 def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
-    """Yield Lark rules for one section of calls, with the top rule `calls`. words: of the format."""
+    """Yield Lark rules for one section of calls, with the top rule `calls`. words: of the format.
+
+    Raises as calls.json does.
+    """
     opening, closing = map(calls.word, words.section)
     yield f"calls: {opening} {'call+' if calls.many else 'call'} {closing}"
     kind = [calls.word(word) for word in words.kind]
