@@ -38,7 +38,9 @@ class BundleOptions:
 
 
 def check_bundle(config: Any) -> None:
-    """Raise ConfigError for options that contradict `bundle`. config: an EngineConfig."""
+    """Raise ConfigError for options that contradict `bundle` (enforce_eager, fit, nnodes > 1, max_model_len "auto",
+    record_steps), a key file without one, and an empty name. config: an EngineConfig.
+    """
     if config.bundle is None:
         if config.bundle_key_file is not None:
             raise ConfigError.because("bundle_key_file", "bundle_key_file is given, but no bundle", "give bundle, too")

@@ -32,12 +32,15 @@ TAPS, NAME = "capture", "capture_layers"
 
 
 def read_capture(value: Any) -> tuple[str, ...]:
-    """Return the names in the option `capture` as given: a list of names, or text with commas. Raises ConfigError."""
+    """Return the names in the option `capture` as given: a list of names, or text with commas. Raises ConfigError for
+    others, and for names that no model has.
+    """
     return read_tap_names(TAPS, value)
 
 
 def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
-    """Return the names in the value of an option that names taps, which some model could have. Raises ConfigError.
+    """Return the names in the value of an option that names taps, a list of names or text with commas, which some model
+    could have. Raises ConfigError for others.
 
     option: its name, for errors.
     """
@@ -54,7 +57,7 @@ def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
 def read_capture_layers(value: Any) -> tuple[int, ...]:
     """Return the layers in the option `capture_layers` as given: a list of integers, or text like "0,5,-1".
 
-    Raises ConfigError.
+    An array of integers counts as a list. Raises ConfigError for others and for none.
     """
     numbers: Any = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str):
@@ -71,7 +74,7 @@ def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     that is not given is left out.
 
     options: of the engine. Raises ConfigError for a layer or a tap that the model does not have, a layer named twice,
-    and an engine that cannot return them.
+    and a pooling model.
     """
     found: dict[str, tuple[Any, ...]] = {}
     if options[TAPS] is not None:
@@ -106,8 +109,8 @@ def check_captured(names: Iterable[str], config: Any) -> None:
 
 
 def hidden_state_taps(layers: tuple[int, ...], num_layers: int) -> tuple[Tap, ...]:
-    """Return the taps that give the hidden states of `layers`, counted as transformers does: the last one is taken
-    after the final norm.
+    """Return the taps that give the hidden states of `layers`, counted as transformers does: layer num_layers is taken
+    after the final norm, others are the residual stream before that layer.
     """
     return tuple(Tap(FINAL_NORM, 0) if layer == num_layers else Tap(RESIDUAL, layer) for layer in layers)
 

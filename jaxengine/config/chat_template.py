@@ -50,4 +50,5 @@ def _read(path: Path) -> str:
 
 
 def _is_template(text: str) -> bool:
+    """Whether a text has template braces."""
     return "{{" in text or "{%" in text

@@ -29,7 +29,8 @@ def add_options(
     names: Sequence[str] | None = None,
     short: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Add a flag for each field of the dataclass `cls`; if `names` is given, only for these, in their order.
+    """Add to `parser` a flag for each field of the dataclass `cls`, with help from its docstring; if `names` is given,
+    only for these, in their order.
 
     title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
     how many values its flag takes, "words" of one of integers which words stand for some. `given_options` reads the
@@ -50,20 +51,23 @@ def add_options(
 
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """Return the values of the fields of `cls` that were given on the command line, by field; others are absent."""
+    """Return the values of the fields of `cls` that were given on the command line, by field; others are absent. args:
+    parsed by a parser of add_options.
+    """
     prefix = destination(cls, "")
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def positive_int(text: str) -> int:
-    """Parse an integer of at least 1. Raises argparse.ArgumentTypeError."""
+    """Return the integer of at least 1 that a text of ASCII digits is. Raises argparse.ArgumentTypeError for others."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def output_file(text: str) -> str:
-    """Return a file's name if the file can be written; otherwise raise argparse.ArgumentTypeError.
+    """Return a file's name (`text`) if the file, or its folder if there is none yet, can be written; otherwise raise
+    argparse.ArgumentTypeError.
 
     Checked before the minutes or hours that computing its content may take.
     """
@@ -74,12 +78,12 @@ def output_file(text: str) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field: `max_model_len` -> `--max-model-len`."""
+    """Return the flag of a field by its name: `max_model_len` -> `--max-model-len`."""
     return "--" + name.replace("_", "-")
 
 
 def destination(cls: type, name: str) -> str:
-    """Return the attribute of the parsed arguments that holds the value of a field of `cls`.
+    """Return the attribute of the parsed arguments that holds the value of a field of `cls`, CLASS.NAME.
 
     Two dataclasses on one parser may share a field name (`seed`) if only one of them adds its flag.
     """
@@ -94,7 +98,7 @@ def class_texts(cls: type) -> dict[str, str]:
 
 
 def field_texts(docstring: str) -> dict[str, str]:
-    """Map each field to its text in the docstring's `Attributes:` section."""
+    """Map each field to its text, on one line, in the docstring's `Attributes:` section; {} without one."""
     # From Python 3.13 on the compiler takes the indentation away.
     section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {2}(\w+): ", section, flags=re.MULTILINE)
@@ -102,7 +106,7 @@ def field_texts(docstring: str) -> dict[str, str]:
 
 
 def _help(text: str, default: Any) -> str:
-    """Return the help of a flag: its text and its default, if there is one to show."""
+    """Return the help of a flag: its text and its default, if there is one to show; percent signs are doubled."""
     shown = default is not None and not dataclasses.is_dataclass(default) and default not in ((), dataclasses.MISSING)
     # argparse expands percent signs.
     return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
@@ -145,8 +149,8 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _whole(text: str, words: Mapping[str, int]) -> int:
-    """Parse an integer, a size such as "4k", or one of `words`, which stands for its number. Raises
-    argparse.ArgumentTypeError.
+    """Return the integer that a text means: an integer, a size such as "4k", or one of `words`, which stands for its
+    number. Raises argparse.ArgumentTypeError.
     """
     if text in words:
         return words[text]
@@ -157,6 +161,7 @@ def _whole(text: str, words: Mapping[str, int]) -> int:
 
 
 def _int_list(text: str) -> tuple[int, ...]:
+    """Return the integers of a text such as 1,2,3. Raises argparse.ArgumentTypeError for others."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -169,6 +174,7 @@ def _json(shape: Callable[[Any], Any]) -> Callable[[str], Any]:
     """
 
     def read(text: str) -> Any:
+        """Return the JSON value of the text after `shape`. Raises argparse.ArgumentTypeError if either fails."""
         try:
             return shape(json.loads(text))
         except (ValueError, AttributeError, RecursionError):

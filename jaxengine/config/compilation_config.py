@@ -50,6 +50,9 @@ class CompilationConfig:
     level: InitVar[int | None] = None
 
     def __post_init__(self, level: int | None):
+        """Check and normalise the fields; `level` takes the place of `mode`. Raises ConfigError, which names
+        the field.
+        """
         if level is not None:
             if self.mode is not None and _mode(self.mode) != _mode(level):
                 raise ConfigError("compilation_config.level", level, f"as mode, which is {self.mode!r}, or absent")
@@ -70,7 +73,7 @@ class CompilationConfig:
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
         """Return a CompilationConfig as it is; otherwise one for a dict of its fields, a mode, or None for the
-        defaults. Raises ConfigError.
+        defaults. Raises ConfigError for other values, unknown fields, and fields that are not allowed.
         """
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
@@ -118,7 +121,9 @@ class CompilationConfig:
 
 
 def _mode(value: Any) -> Any:
-    """Return the number of a mode given by name or number; another value is returned unchanged."""
+    """Return the number of a mode given by a name of CompilationMode or CompilationLevel, or as a member; another value
+    is returned unchanged.
+    """
     if isinstance(value, str):
         value = {mode.name: mode for kind in (CompilationLevel, CompilationMode) for mode in kind}.get(value, value)
     return int(value) if isinstance(value, IntEnum) else value

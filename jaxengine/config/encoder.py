@@ -79,7 +79,7 @@ class EncoderOptions:
         """Return the cache's name ("kind"), what an API process and the engine's keep in it, and the limit of all its
         copies in bytes ("max_bytes").
 
-        num_api_processes: as of `mm_cache_kind`.
+        num_api_processes: processes besides the engine's.
         """
         kind = self.mm_cache_kind(num_api_processes)
         api, engine = _PLACES[kind]
@@ -89,7 +89,9 @@ class EncoderOptions:
 
 
 def check_encoder(options: EncoderOptions) -> None:
-    """Raise ConfigError for a value that is not allowed, or that this system does not support."""
+    """Raise ConfigError, which names the option, for a mode or cache type that does not exist, numbers out of range,
+    and "shm" on a system without memfd_create.
+    """
     if options.mm_encoder_tp_mode not in TP_MODES:
         raise ConfigError("mm_encoder_tp_mode", options.mm_encoder_tp_mode, ", ".join(TP_MODES))
     for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
@@ -113,9 +115,11 @@ def settle_encoder(
     """Return num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of ResolvedConfig,
     by name.
 
-    The result is empty without a tower. Raises ConfigError for options that the tower does not allow.
+    The result is empty without a tower. Raises ConfigError for several nodes, no chunked prefill, too small steps for
+    an item that may not be split, and, on a TPU, a tower whose items see themselves in both directions.
 
-    chosen: the other fields of ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item
+    chosen: the other fields of ResolvedConfig, by name; platform: of the kernels. sizes: by modality, (embeddings,
+    patches) of the largest item
       that requests may contain; at least one, unused without a tower.
     """
     tower = model.tower
@@ -156,7 +160,8 @@ def _most_encoded(
     chosen: Mapping[str, Any], tower: TowerConfig, sizes: Mapping[str, tuple[int, int]]
 ) -> tuple[int, int]:
     """Return the most (embeddings, patches) that a step encodes with a tower. Raises ConfigError for a limit below one
-    window of a sound. Arguments as of settle_encoder.
+    window of a sound, and for a model of images whose sizes have sounds alone. chosen: fields of ResolvedConfig, by
+    name; sizes: by modality, (embeddings, patches) of the largest item.
     """
     asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
     if tower.hears:

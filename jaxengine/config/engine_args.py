@@ -55,20 +55,20 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return EngineArgs of the engine options among parsed arguments, ignoring a program's own.
-        Raises ConfigError.
+        """Return EngineArgs of the engine options among parsed arguments, ignoring a program's own. Raises ConfigError
+        for values that are not allowed.
         """
         names = _FIELDS.keys() | vllm_options.NAMES
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def engine_options(args: EngineConfig) -> dict[str, Any]:
-    """Return the options in EngineArgs or an EngineConfig as keyword arguments of `LLM`."""
+    """Return all fields of EngineArgs or an EngineConfig, by name, as keyword arguments of `LLM`."""
     return {name: getattr(args, name) for name in _FIELDS}
 
 
 def _default(name: str) -> Any:
-    """Return the value that an option has when it is not given on the command line."""
+    """Return the value that an option, of EngineConfig or vLLM's, has when it is not given on the command line."""
     if name in _FIELDS:
         return _FIELDS[name].default or None if isinstance(_FIELDS[name].default, tuple) else _FIELDS[name].default
     return vllm_options.NOT_BUILT.get(name, (False if vllm_options.is_switch(name) else None,))[0]

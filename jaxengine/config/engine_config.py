@@ -266,6 +266,7 @@ class EngineConfig(
     disable_log_stats: bool = False
 
     def __post_init__(self):
+        """Read each field into its stored form, and check all. Raises ConfigError, which names the option."""
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, self._read(field))
         check_options(self)
@@ -276,7 +277,7 @@ class EngineConfig(
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """Return a config of keyword options. Raises ConfigError, which names the option, for an unknown or
-        unimplemented one.
+        unimplemented one, and for a value that is not allowed. Earlier names are translated.
         """
         return cls(**chosen_options({field.name for field in dataclasses.fields(cls)}, options))
 
@@ -288,7 +289,7 @@ class EngineConfig(
         pictures: `sizes` of settle_encoder; a model with a vision tower needs them.
 
         Raises:
-          ConfigError: values contradict each other or the model.
+          ConfigError: values contradict each other, the model or the platform, or `fit` is set.
         """
         refuse_fit(self.fit)
         longest, vocab_size = model.max_position_embeddings, model.vocab_size

@@ -41,7 +41,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """Add flags for all fields of EngineConfig except the model, or only for `names`.
+    """Add flags to `parser` for all fields of EngineConfig except the model, or only for `names`.
 
     With all fields vLLM's other options are accepted too, to be refused or explained by EngineConfig.from_options;
     --help does not list them. If hf_overrides is one of `names`, so are its short forms for rope.
@@ -88,7 +88,7 @@ def add_model(
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a positional argument, which may also be a prompt, names a model: it ends in .gguf, has the form
+    """Whether a positional argument (`word`), which may also be a prompt, names a model: it ends in .gguf, has the form
     org/name, or is a folder with a config.json.
     """
     if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
@@ -99,7 +99,7 @@ def looks_like_model(word: str) -> bool:
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Add the flag --config, which `with_config_file` reads."""
+    """Add the flag --config to `parser`; `with_config_file` reads it before parsing."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -141,8 +141,8 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """Return the words with underscores in flag names replaced by hyphens, but not in the keys of `--OPTION.key`: vLLM
-    accepts both.
+    """Return the words `argv` with underscores in flag names replaced by hyphens, but not in the keys of
+    `--OPTION.key`: vLLM accepts both. Words from "--" on are not changed.
     """
     words = list(argv)
     for at, word in enumerate(words):
@@ -175,7 +175,9 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
-    """Return the destinations of the options that `words` contain; empty if they do not form a complete command."""
+    """Return the destinations of the options that `words` contain; empty if they do not form a complete command. Prints
+    nothing. parser: of the command; words: without its name.
+    """
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             return set(vars(parser.parse_known_args(words)[0]))
@@ -184,7 +186,9 @@ def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    """Return the options in a YAML file of at most 1 MiB; empty for an empty file. Raises ConfigError."""
+    """Return the options, by name, in the YAML file `path` of at most 1 MiB; empty for an empty file. Raises
+    ConfigError for a file that cannot be read, is larger, or holds anything but options by name.
+    """
     import yaml
 
     try:

@@ -35,7 +35,9 @@ class ConfigError(ValueError):
 
 
 def json_object(option: str, value: Any) -> Mapping[str, Any]:
-    """Return the value of an option that is a mapping, or a JSON object as text. Raises ConfigError."""
+    """Return the value of an option that is a mapping, or a JSON object as text. Raises ConfigError, which names the
+    option, for others.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -24,7 +24,9 @@ def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) 
 
     options: of the engine, with all defaults filled in. platform: of its kernels.
 
-    Raises ConfigError for an engine whose results would differ in bits from the trainer's.
+    Raises ConfigError for an engine whose results would differ in bits from the trainer's: not on a CPU, split over
+    devices, with adapters, drafts, captures or steering, for models that pool, see, select or compress keys or are
+    quantised, and for another KV dtype or page size.
     """
     if not options[NAME]:
         return {}

@@ -11,7 +11,8 @@ def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
     """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, sounds,
     snapshots, adapters, stored pages, their events and ages.
 
-    Options of drafts depend on grammars too, so the engine's own extensions make them.
+    Options of drafts depend on grammars too, so the engine's own extensions make them. The modules of the chosen
+    extensions are imported.
     """
     options: list[ExtensionOptions] = []
     if config.num_encoder_rows and config.attends_to_sounds:

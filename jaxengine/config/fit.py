@@ -21,7 +21,7 @@ class FitOptions:
 
 
 def check_fit(fit: bool, nnodes: int) -> None:
-    """Raise ConfigError for `fit` with several processes, each of which would have to choose the same."""
+    """Raise ConfigError for `fit` with several processes (nnodes > 1), each of which would have to choose the same."""
     if fit and nnodes > 1:
         raise ConfigError("fit", True, f"False with nnodes {nnodes}: `jaxengine plan` says which sizes to give")
 

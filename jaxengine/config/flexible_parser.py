@@ -66,7 +66,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse vLLM's spellings, otherwise as argparse's parse_known_args does; --help=WORD prints help and ends the
-        program.
+        program. Returns (namespace, words that are not known). args: None for sys.argv's.
 
         A parser with subcommands leaves the words of a subcommand to its parser.
         """
@@ -82,7 +82,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def help_about(self, word: str) -> str:
-        """Return the text of `--help=WORD`; end the program with an error if nothing matches."""
+        """Return the text of `--help=WORD`; end the program with an error (SystemExit) if nothing matches."""
         if word in ("all", "page"):
             return self.format_help()
         groups = self._groups()
@@ -170,7 +170,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def names_of(action: argparse.Action) -> list[str]:
-    """Return the flags of an option without their --no- forms, its usual flag last; of a positional
+    """Return the flags of an option (`action`) without their --no- forms, its usual flag last; of a positional
     argument, its name.
     """
     return [name for name in action.option_strings if not name.startswith("--no-")] or [action.dest]

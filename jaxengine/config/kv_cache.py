@@ -60,12 +60,16 @@ def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: i
 
 
 def is_coded(kv_cache_dtype: str) -> bool:
-    """Whether pages hold codes whose scales are fixed per layer and KV head."""
+    """Whether pages of this kv_cache_dtype, the option's value, hold codes whose scales are fixed per layer and KV
+    head.
+    """
     return kv_cache_dtype in _CODES
 
 
 def check_scales(kv_cache_dtype: str, scales: str) -> None:
-    """Raise ConfigError if scales are given for keys and values that are not codes, or that have a scale per token."""
+    """Raise ConfigError if kv_cache_scales (`scales`) is given for keys and values that are not codes, or that have a
+    scale per token.
+    """
     if scales != AUTO and not is_coded(kv_cache_dtype):
         own = "takes them from each token" if kv_cache_dtype in _PER_TOKEN else "has no scales"
         allowed = f"{AUTO!r} where kv_cache_dtype is {kv_cache_dtype!r}, which {own}"

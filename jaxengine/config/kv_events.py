@@ -45,7 +45,9 @@ class KVEventsConfig:
 
     @staticmethod
     def read(value: Any) -> KVEventsConfig | None:
-        """Return the record of a dict or its JSON text; None for None. Raises ConfigError, which names the field."""
+        """Return the record of a dict or its JSON text; None for None, a record as it is. Raises ConfigError, which
+        names the field, for others, unknown fields and values that are not allowed.
+        """
         if value is None or isinstance(value, KVEventsConfig):
             return value
         value = json_object(_OPTION, value)
@@ -62,6 +64,7 @@ class KVEventsConfig:
 
 
 def _is_address(value: Any) -> bool:
+    """Whether a value is a tcp:// address with a port from 1 to 65535, or an ipc:// one."""
     if not isinstance(value, str):
         return False
     tcp = _TCP.fullmatch(value)
@@ -69,6 +72,7 @@ def _is_address(value: Any) -> bool:
 
 
 def _is_count(most: int) -> Callable[[Any], bool]:
+    """Return a check whether a value is an int from 1 to `most`."""
     return lambda value: type(value) is int and 1 <= value <= most
 
 

@@ -69,10 +69,12 @@ class KVHandover:
 
 
 def _is_number(low: float, high: float, kinds: tuple[type, ...]) -> Callable[[Any], bool]:
+    """Return a check whether a value is of one of these types and from `low` to `high`, both included."""
     return lambda value: type(value) in kinds and low <= value <= high
 
 
 def _one_of(*allowed: str) -> tuple[Callable[[Any], bool], str]:
+    """Return a check whether a value is among those allowed, and their list as text."""
     return lambda value: value in allowed, ", ".join(allowed)
 
 
@@ -98,7 +100,8 @@ IN_EXTRA = ("transport", "shared_storage_path", "kv_lease_duration")
 def read_handover(top: Mapping[str, Any], extra: Mapping[str, Any]) -> KVHandover:
     """Return the record of vLLM's fields. Raises ConfigError, which names the field, for a value that is not allowed.
 
-    top: kv_transfer_config; extra: its kv_connector_extra_config. Their names have been checked.
+    top: kv_transfer_config; extra: its kv_connector_extra_config. Their names have been checked. kv_role must be given;
+    the folder must be given with transport "folder" alone.
     """
     given = {name: top[name] for name in AT_TOP if top.get(name) is not None}
     given |= {name: extra[name] for name in IN_EXTRA if extra.get(name) is not None}

@@ -14,6 +14,8 @@ def given_length(max_model_len: int | None) -> int | None:
 
 
 def check_length(max_model_len: int | None, nnodes: int) -> None:
-    """Raise ConfigError for a length that several processes would have to find out."""
+    """Raise ConfigError if max_model_len is to be found out ("auto", -1) and the engine has several processes (nnodes >
+    1).
+    """
     if max_model_len == AUTO_LENGTH and nnodes > 1:
         raise ConfigError("max_model_len", "auto", f"a number with nnodes {nnodes}, of which each must know it")

@@ -43,13 +43,15 @@ def read_processors(value: Any) -> Any:
 
 
 def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """Return the classes of these names. Raises ConfigError for one that cannot be imported."""
+    """Return the classes of these names. Imports the modules of those that were not given as classes. Raises
+    ConfigError for one that cannot be imported.
+    """
     return [_GIVEN[name] if name in _GIVEN else _imported(name) for name in names]
 
 
 def source_file(processor: type) -> Path | None:
-    """Return the file that contains all of a processor's code; None for a class made in a function or
-    without a file.
+    """Return the file that contains all of a processor's code (a class); None for a class made in a function or without
+    a file.
     """
     if "<locals>" in processor.__qualname__:
         return None
@@ -62,7 +64,7 @@ def source_file(processor: type) -> Path | None:
 
 def processors_digest(names: Sequence[str]) -> str | None:
     """Return a digest of the current code of the processors with these names; None, with a logged warning, if none can
-    be computed.
+    be computed. Raises ConfigError for a class that cannot be imported.
     """
     try:
         return code_digest(processor_classes(names))
@@ -72,8 +74,8 @@ def processors_digest(names: Sequence[str]) -> str | None:
 
 
 def _name_of(each: Any) -> str:
-    """Return a class's name, module:Class, and remember the class under it; a text is returned unchanged. Raises
-    ConfigError for other values.
+    """Return the name of a class (`each`), module:Class, and remember the class under it; a text is returned unchanged.
+    Raises ConfigError for other values.
     """
     if isinstance(each, str):
         return each
@@ -85,7 +87,9 @@ def _name_of(each: Any) -> str:
 
 
 def _imported(name: str) -> type[LogitsProcessor]:
-    """Import the class named module:Class. Raises ConfigError if that fails or it is not a LogitsProcessor."""
+    """Import the class `name`, module:Class, and return it. Raises ConfigError if it cannot be found or is not a
+    LogitsProcessor; errors of the module's own code pass.
+    """
     module, _, qualname = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -40,7 +40,9 @@ class LoraOptions:
 
 
 def check_lora(options: LoraOptions, nnodes: int) -> None:
-    """Raise ConfigError for values that are not allowed, alone or together. nnodes: processes of the engine."""
+    """Raise ConfigError for ranks and numbers out of range, for sizes without enable_lora, and for adapters with
+    several processes. nnodes: processes of the engine.
+    """
     if options.max_lora_rank not in RANKS:
         raise ConfigError("max_lora_rank", options.max_lora_rank, ", ".join(map(str, RANKS)))
     if not 1 <= options.max_loras <= MAX_LORAS:
@@ -57,8 +59,8 @@ def check_lora(options: LoraOptions, nnodes: int) -> None:
 
 
 def check_lora_model(options: LoraOptions, pools: bool) -> None:
-    """Raise ConfigError if adapters are enabled and the model does not support them. pools: whether it is a pooling
-    model.
+    """Raise ConfigError if adapters are enabled (options.enable_lora) and the model does not support them. pools:
+    whether it is a pooling model.
     """
     if options.enable_lora and pools:
         raise ConfigError.because("enable_lora", "adapters of pooling models are not supported", "leave it False")

@@ -78,7 +78,9 @@ class MediaOptions:
     max_audio_seconds: int = MAX_AUDIO_SECONDS
 
     def mm_limit(self, modality: str) -> int:
-        """Return how many items of a modality one prompt may have."""
+        """Return how many items of a modality one prompt may have: 0 with language_model_only, MAX_ITEMS if no limit is
+        given.
+        """
         return 0 if self.language_model_only else self._limits(modality).get("count", MAX_ITEMS)
 
     def mm_size(self, modality: str) -> tuple[int, int] | None:
@@ -108,9 +110,11 @@ class MediaOptions:
 
 
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
-    """Return limit_mm_per_prompt as a dict of "count", "width" and "height", as far as given, for each modality.
+    """Return limit_mm_per_prompt, a dict, its JSON or image=2,video=0, as a dict of "count", "width" and "height", as
+    far as given, for each modality.
 
-    A number stands for a count. Raises ConfigError.
+    A number stands for a count. Raises ConfigError for other modalities, keys and numbers, and a width or a height
+    alone.
     """
     name = "limit_mm_per_prompt"
     limits: dict[str, dict[str, int]] = {}
@@ -152,7 +156,9 @@ def _pairs(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _read_domains(value: Any) -> tuple[str, ...]:
-    """Normalise host names for comparison: lower case, no trailing dot, IDNA-encoded. Raises ConfigError."""
+    """Return host names (a list or tuple) normalised for comparison: lower case, no trailing dot, IDNA-encoded. Raises
+    ConfigError for what is not names of hosts.
+    """
     name = "allowed_media_domains"
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
         raise ConfigError(name, value, "a list of hosts")
@@ -165,7 +171,9 @@ def _read_domains(value: Any) -> tuple[str, ...]:
 
 
 def _read_io(value: Any) -> dict[str, dict[str, Any]]:
-    """Return media_io_kwargs as a dict of options for reading files, by modality. Raises ConfigError."""
+    """Return media_io_kwargs as a dict of options for reading files, by modality. value: a dict or its JSON. Raises
+    ConfigError for other modalities, options and values.
+    """
     name = "media_io_kwargs"
     chosen: dict[str, dict[str, Any]] = {}
     for modality, given in _pairs(name, value).items():
@@ -180,22 +188,26 @@ def _read_io(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _read_colour(name: str, value: Any) -> list[int]:
+    """Return three numbers from 0 to 255. Raises ConfigError, which names `name`, for others."""
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise ConfigError(name, value, "three numbers from 0 to 255, red, green and blue")
     return [_whole(name, each, 0, 255) for each in value]
 
 
 def _read_mode(name: str, value: Any) -> str:
+    """Return "RGB". Raises ConfigError for other modes."""
     if value != "RGB":
         raise ConfigError(name, value, "'RGB'")
     return value
 
 
 def _read_num_frames(name: str, value: Any) -> int:
+    """Return -1 or a number from 1 to MAX_FRAMES. Raises ConfigError for others."""
     return value if type(value) is int and value == -1 else _whole(name, value, 1, MAX_FRAMES)
 
 
 def _read_fps(name: str, value: Any) -> float:
+    """Return -1, or a number above 0 up to 1000. Raises ConfigError for others."""
     if type(value) not in (int, float) or not (value == -1 or 0 < value <= 1000):
         raise ConfigError(name, value, "-1, or more than 0 and at most 1000")
     return value
@@ -208,11 +220,14 @@ _IO: dict[str, dict[str, Callable[[str, Any], Any]]] = {
 
 
 def _read_kwargs(value: Any) -> dict[str, Any]:
+    """Return mm_processor_kwargs, a dict or its JSON, as a dict. Raises ConfigError for others."""
     return dict(_pairs("mm_processor_kwargs", value))
 
 
 def _read_folder(value: Any) -> str:
-    """Return allowed_local_media_path, an absolute path or "". Raises ConfigError."""
+    """Return allowed_local_media_path, an absolute path or "". Raises ConfigError for others; whether it is there is
+    not checked.
+    """
     name = "allowed_local_media_path"
     if not isinstance(value, str):
         raise ConfigError(name, value, "a folder, or '' for none")
@@ -222,13 +237,16 @@ def _read_folder(value: Any) -> str:
 
 
 def _read_seconds(value: Any) -> float:
+    """Return media_fetch_timeout as a float, 0.1 to 3600 seconds. Raises ConfigError for others."""
     if type(value) not in (int, float) or not 0.1 <= value <= 3600:
         raise ConfigError("media_fetch_timeout", value, "0.1 to 3600 seconds")
     return float(value)
 
 
 def _read_proxy(value: Any) -> str:
-    """Return media_proxy without a final slash; "" for none. Raises ConfigError, which does not repeat credentials."""
+    """Return media_proxy without a final slash; "" for none. Raises ConfigError, which does not repeat credentials, for
+    other than http://HOST:PORT.
+    """
     allowed = "http://HOST:PORT, or '' for none"
     if not isinstance(value, str):
         raise ConfigError("media_proxy", value, allowed)
@@ -239,9 +257,12 @@ def _read_proxy(value: Any) -> str:
 
 
 def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
-    """Return a reader of an option that is an integer from `least` to `most`, or a size such as "4k"."""
+    """Return a reader of an option that is an integer from `least` to `most`, or a size such as "4k"; the reader raises
+    ConfigError for others.
+    """
 
     def read(value: Any) -> int:
+        """Return the value as an int. Raises ConfigError."""
         if isinstance(value, str):
             try:
                 value = read_size(value)
@@ -253,6 +274,9 @@ def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int:
+    """Return a whole number from `least` to `most` as an int. Raises ConfigError, which names the option, for
+    others.
+    """
     value = whole_number(plain(value))
     if type(value) is not int or not least <= value <= most:
         raise ConfigError(name, value, f"a whole number, {least} to {most}")

@@ -46,8 +46,9 @@ class KVTransferConfig:
 
     @staticmethod
     def read(value: Any) -> KVTransferConfig:
-        """Return the record of a dict or its JSON text. Raises ConfigError, which names the field, for everything that
-        is not done.
+        """Return the record of vLLM's kv_transfer_config, a dict or its JSON text. A record is returned as it is; one
+        of its own fields as a dict is read, too. Raises ConfigError, which names the field, for everything that is not
+        done.
         """
         if isinstance(value, KVTransferConfig):
             return value
@@ -81,7 +82,9 @@ class KVTransferConfig:
 
 
 def _as_vllm(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a KVTransferConfig's fields in vLLM's form. Raises ConfigError for a handover that is none."""
+    """Return a KVTransferConfig's fields, given by name, in vLLM's form. Raises ConfigError for a handover that is
+    none.
+    """
     size, handover = record["cpu_bytes_to_use"], record["handover"]
     if handover is None:
         extra = {name: record[name] for name in ("cpu_bytes_to_use", "eviction_policy", "store_threshold")}
@@ -127,8 +130,8 @@ def _check(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _number(name: str, value: Any, least: int, most: int) -> int:
-    """Return a number of kv_transfer_config as an int. Raises ConfigError unless it is whole and from `least` to
-    `most`.
+    """Return the field `name` of kv_transfer_config as an int. Raises ConfigError unless it is whole and from `least`
+    to `most`.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most or value != int(value):
@@ -163,7 +166,9 @@ class KVOffloadOptions:
 
     @property
     def kv_offloading_bytes(self) -> int:
-        """Bytes of host memory for pages outside of the devices; 0 for none."""
+        """Bytes of host memory for pages outside of the devices, by kv_transfer_config or else kv_offloading_size; 0
+        for none.
+        """
         if self.kv_transfer_config is not None:
             return self.kv_transfer_config.cpu_bytes_to_use
         return int((self.kv_offloading_size or 0) * _GIB)
@@ -182,7 +187,8 @@ class KVOffloadOptions:
 
 
 def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str | None) -> None:
-    """Raise ConfigError for values that are not allowed, alone or together.
+    """Raise ConfigError for values that are not allowed, alone or together: among them sizes given twice, a folder
+    without host memory, a handover over TCP without a key file, and several processes.
 
     nnodes: processes of the engine. cluster_key_file: of the engine.
     """
@@ -219,8 +225,9 @@ def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str 
 
 
 def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for an engine whose pages cannot be kept outside of its devices, and for a folder that cannot
-    be written. options: of the engine, resolved.
+    """Raise ConfigError for an engine whose pages cannot be kept outside of its devices (without prefix caching, with a
+    draft model or returned experts, a pooling model, one without keys and values), and for a folder that cannot be
+    written. options: of the engine, resolved. Nothing is raised if no pages are kept.
     """
     transfer = options[_NAME]
     if options["kv_offloading_size"] is None and transfer is None:

@@ -8,7 +8,9 @@ from jaxengine.config.errors import ConfigError
 
 
 def read_layers(layers: Any, num_stages: int) -> tuple[int, ...]:
-    """Return pipeline_layers as a tuple, one number for each of `num_stages` stages. Raises ConfigError."""
+    """Return pipeline_layers as a tuple, one number for each of `num_stages` stages. Raises ConfigError for others than
+    integers of at least 1, and another number of them.
+    """
     listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
     if not listed or len(layers) != num_stages:
         raise ConfigError("pipeline_layers", layers, f"{num_stages} integers of at least 1, one for each stage")

@@ -35,7 +35,8 @@ class Platform:
     keeps_tables: bool = True
 
     def seqs_of(self, is_causal: bool, max_num_batched_tokens: int) -> int:
-        """Return the default of max_num_seqs for a model, by whether its tokens see only those before them.
+        """Return the default of max_num_seqs for a model, by whether its tokens see only those before them (is_causal):
+        if not, an eighth of max_num_batched_tokens if that is more.
 
         An encoder computes a whole text in one step: with fewer texts than this, short ones would leave steps half
         empty.

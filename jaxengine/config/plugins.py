@@ -14,7 +14,9 @@ _MODULE = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)*")
 
 
 def read_plugins(value: Any) -> tuple[str, ...]:
-    """Return the option's value as a tuple of distinct names, files as absolute paths. Raises ConfigError."""
+    """Return the option's value as a tuple of distinct names, files as absolute paths. value: one name or Path, or a
+    list of them. Raises ConfigError for others; nothing is looked up.
+    """
     values = [value] if isinstance(value, str | Path) else value
     if not isinstance(values, Sequence) or not all(isinstance(each, str | Path) for each in values):
         raise ConfigError(OPTION, value, "a list of modules' names and of .py files")
@@ -27,6 +29,7 @@ def is_file_name(name: str) -> bool:
 
 
 def _name_of(name: str) -> str:
+    """Return a file's absolute path, or a module's name. Raises ConfigError for a text that is neither."""
     if is_file_name(name):
         return str(Path(name).expanduser().absolute())
     if not _MODULE.fullmatch(name):

@@ -63,6 +63,7 @@ class PoolerConfig:
     dimensions: int | None = None
 
     def __post_init__(self):
+        """Raise ConfigError, which names the field, for values that are not allowed."""
         for name, allowed in (("task", _TASKS), ("pooling_type", POOLING_TYPES)):
             value = getattr(self, name)
             if value is not None and value not in allowed:
@@ -74,7 +75,9 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig | None:
-        """Return the config for a dict of vLLM's fields, None for None. Raises ConfigError."""
+        """Return the config for a dict of vLLM's fields, of which earlier names are translated; None for None, a config
+        as it is. Raises ConfigError for unknown fields, fields given twice, and values that are not supported.
+        """
         if value is None or isinstance(value, cls):
             return value
         name = "pooler_config"
@@ -98,7 +101,7 @@ class PoolerConfig:
 
 def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
     """Return the dict of config.json's fields that the option hf_overrides gives, None for None; which fields exist is
-    checked against the model's files later. Raises ConfigError.
+    checked against the model's files later. Raises ConfigError for what is not a dict with texts as keys.
     """
     if value is None:
         return None
@@ -133,8 +136,8 @@ def settle_names(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_task(task: Any) -> dict[str, str]:
-    """Return `runner` and `convert`, as far as vLLM's earlier option `task` determines them. Raises ConfigError for an
-    unknown task.
+    """Return `runner` and `convert`, as far as vLLM's earlier option `task` determines them; {} for None and "auto".
+    Raises ConfigError for an unknown task.
     """
     by_task: dict[str, dict[str, str]] = {
         "auto": {},

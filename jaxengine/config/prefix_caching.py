@@ -17,7 +17,8 @@ _OPTIONS = ("enable_prefix_caching", "num_state_snapshots", "enable_chunked_pref
 
 
 def settle_snapshots(options: Mapping[str, Any], model: ModelConfig, max_num_seqs: int) -> dict[str, Any]:
-    """Return enable_prefix_caching and num_state_snapshots with defaults filled in, as a dict.
+    """Return enable_prefix_caching and num_state_snapshots with defaults filled in, as a dict; prefix caching is off
+    for models that are not causal, and for those with states of which none is kept (logged).
 
     options: fields of EngineConfig by name. max_num_seqs: its resolved value. Raises ConfigError for a number of
     snapshots on a model without recurrent states, or without prefix caching and chunked prefill.

@@ -29,6 +29,7 @@ class ProfilerConfig:
     profiler: str = "jax"
 
     def __post_init__(self):
+        """Check the fields, and make profiler_dir absolute. Raises ConfigError."""
         if self.profiler != "jax":
             raise ConfigError(f"{_OPTION}.profiler", self.profiler, "jax (others do not see XLA's programs)")
         if not isinstance(self.profiler_dir, (str, os.PathLike)) or not str(self.profiler_dir):
@@ -41,7 +42,8 @@ class ProfilerConfig:
         """Return the config for a dict of its fields or of vLLM's; None (no profiling) for None and for a dict that
         sets nothing.
 
-        Raises ConfigError.
+        Fields of vLLM's that are False or 0 are ignored. Raises ConfigError for unknown fields, no folder, and two
+        different ones.
         """
         value = plain(value)
         if value is None or isinstance(value, cls):

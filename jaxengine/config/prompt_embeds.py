@@ -13,7 +13,8 @@ _NAME = "enable_prompt_embeds"
 
 def settle_prompt_embeds(chosen: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return num_encoder_rows of ResolvedConfig, by name, for an engine whose prompts may be embeddings; empty for
-    others. Raises ConfigError for a model or options that do not allow it.
+    others. Raises ConfigError for a model that has a tower, pools or whose layers read token ids, and with drafts,
+    several nodes, record_steps or rl_exact.
 
     chosen: the other fields of ResolvedConfig, by name.
     """

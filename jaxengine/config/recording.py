@@ -65,7 +65,7 @@ class RecordOptions:
 
 
 def check_recording(options: RecordOptions) -> None:
-    """Raise ConfigError for values that are not allowed, alone or together."""
+    """Raise ConfigError for values that are not allowed, and for details of recorded steps without record_steps."""
     if options.kernel_proof not in PROOFS:
         raise ConfigError("kernel_proof", options.kernel_proof, ", ".join(PROOFS))
     for name, most in (("record_steps_limit", 10**8), ("record_steps_bytes", 2**60)):
@@ -84,7 +84,9 @@ def check_recording(options: RecordOptions) -> None:
 
 
 def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for an engine whose steps cannot be recorded, and for a folder that cannot be written.
+    """Raise ConfigError for an engine whose steps cannot be recorded (of a pooling model, one with a tower, without
+    keys and values or with unequal pages; with adapters, drafts, processors, steering, trace replay, stages or nodes),
+    and for a folder, of steps or of the trace, that cannot be written.
 
     options: of the engine.
     """

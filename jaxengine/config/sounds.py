@@ -19,8 +19,11 @@ _USUALLY_TOGETHER = 4
 def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platform) -> dict[str, Any]:
     """Return num_encoder_rows, max_encoder_patches and attends_to_sounds of ResolvedConfig, by name.
 
-    Each slot can have a sound of its own; encoder_cache_size gives another number. chosen: the other fields of
-    ResolvedConfig, by name. Raises ConfigError for options that a decoder with cross-attention does not support.
+    Each slot can have a sound of its own; encoder_cache_size gives another number. A step encodes at most
+    max_num_batched_encoder_tokens sounds, 1 on CPUs and 4 elsewhere if that is None. chosen: the other fields of
+    ResolvedConfig, by name; model: with a tower of sounds; platform: of the kernels. Raises ConfigError for stages,
+    nodes, adapters, drafts, logits processors, embeddings, a tower split by items, and another KV dtype than the
+    model's.
     """
     tower = model.tower
     assert tower is not None

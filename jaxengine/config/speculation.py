@@ -71,8 +71,9 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """Return the config for a dict of vLLM's fields, or of another config's fields; None for None. Raises
-        ConfigError.
+        """Return the config for a dict of vLLM's fields, or of another config's fields; None for None, a config as it
+        is. Raises ConfigError for unknown fields, fields that the method does not have, and values that are missing or
+        not allowed.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -145,7 +146,9 @@ class SpeculativeConfig:
 
 
 def _read_streams(given: Any) -> tuple[int, ...]:
-    """Return the field `streams`, which another config's dict may have, as a tuple. Raises ConfigError."""
+    """Return the field `streams`, which another config's dict may have, as a tuple. Raises ConfigError for others than
+    a list of integers.
+    """
     if not isinstance(given, list | tuple) or any(type(each) is not int for each in given):
         raise ConfigError(f"{NAME}.streams", given, "whole numbers, or nothing: the head says them")
     return tuple(given)
@@ -155,7 +158,8 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the flat ones, including vLLM's earlier speculative_model, replaced by
     speculative_config.
 
-    Raises ConfigError.
+    Raises ConfigError, whose param is the flat option, for one that is given twice or next to speculative_config, and
+    as SpeculativeConfig.read does.
     """
     flat = {name: options[name] for name in FLAT if options.get(name) is not None}
     settled = {name: value for name, value in options.items() if name not in FLAT}
@@ -177,8 +181,9 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if drafts cannot be verified on this model or engine. options: fields of
-    EngineConfig by name.
+    """Raise ConfigError if drafts are asked for and cannot be verified: a model that pools or keeps states, several
+    nodes, steps of one token; for drafts by a model also stages, a tower, layers that free the keys it needs, another
+    split, and "mtp" without its layer. options: fields of EngineConfig by name.
     """
     if options[NAME] is None:
         return
@@ -215,7 +220,9 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
 
 
 def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if the model `draft` cannot propose drafts for `model`."""
+    """Raise ConfigError if the model `draft` cannot propose drafts for `model`: another vocabulary, or it pools, has a
+    tower or keeps states.
+    """
     if draft.vocab_size != model.vocab_size:
         what = f"has a vocabulary of {draft.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
     elif draft.pooler is not None:
@@ -231,7 +238,9 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
 
 
 def check_head(head: Eagle3Config, model: ModelConfig) -> None:
-    """Raise ConfigError for an EAGLE-3 head that was made for another model than `model`."""
+    """Raise ConfigError for an EAGLE-3 head that was made for another model than `model`: another hidden size or
+    vocabulary, layers that are not there or not ascending, or a model with several hidden states a token.
+    """
     last = model.num_layers
     if head.target_size != model.hidden_size:
         what = f"reads hidden states of {head.target_size} numbers, and {model.architecture} has {model.hidden_size}"
@@ -250,7 +259,8 @@ def _method(model: Any, method: Any) -> str:
     """Return the name of the drafting method: the given one; else, as in earlier vLLM versions, "ngram" for a model
     named "[ngram]" and "draft_model" for another model.
 
-    Raises ConfigError.
+    model, method: as given, None for none. Raises ConfigError for an unknown method, none, and one whose model is
+    missing.
     """
     if method == "eagle":
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"

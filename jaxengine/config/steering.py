@@ -33,12 +33,16 @@ class SteeringOptions:
 
 
 def read_steer(value: Any) -> tuple[str, ...]:
-    """Return the tap names in the option `steer` as given. Raises ConfigError."""
+    """Return the tap names in the option `steer` as given, a list or text with commas. Raises ConfigError for names
+    that no model has.
+    """
     return read_tap_names(TAPS, value)
 
 
 def read_steering_vectors(value: Any) -> dict[str, str]:
-    """Return the option `steering_vectors` as given as a dict from name to file. Raises ConfigError."""
+    """Return the option `steering_vectors` as given as a dict from name to file. "~" in files is expanded; they are not
+    opened. Raises ConfigError for others.
+    """
     named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
     if not named or not all(isinstance(path, (str, Path)) for path in value.values()):
         raise ConfigError(VECTORS, value, 'a dict such as {"calm": "calm.gguf"}, from name to a GGUF file')
@@ -49,7 +53,7 @@ def settle_steering(options: Mapping[str, Any], model: ModelConfig) -> dict[str,
     """Return {"steer": names} for a model, one name for each tap; empty without the option.
 
     options: of the engine. Raises ConfigError for a tap that the model does not have or to which no vector can be
-    added, and for an engine that cannot add any.
+    added, for a pooling model, several pipeline stages, and steering_vectors without steer.
     """
     if options[TAPS] is None:
         if options[VECTORS]:

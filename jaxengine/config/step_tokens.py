@@ -26,8 +26,8 @@ def rank_tokens(tokens: int, asked: int | None, num_ranks: int, max_model_len: i
     """Return the limit of tokens in a step of one of `num_ranks` replicas that split a batch of `tokens`: an equal
     share, but without chunks at least a whole prompt (max_model_len).
 
-    asked, chunks: as in step_tokens. Raises ConfigError if the number was asked for and its share holds no whole
-    prompt.
+    asked: max_num_batched_tokens as given, or None; chunks: enable_chunked_prefill. Raises ConfigError if the number
+    was asked for and its share holds no whole prompt.
     """
     share = -(-tokens // num_ranks)
     if chunks or share >= max_model_len:

@@ -41,6 +41,9 @@ class StructuredOutputsConfig:
     lenient: bool = False
 
     def __post_init__(self):
+        """Raise ConfigError for values that are not allowed; log a backend other than "auto" and "guidance", which
+        changes nothing.
+        """
         if self.backend not in BACKENDS:
             raise ConfigError("structured_outputs_config.backend", self.backend, ", ".join(BACKENDS))
         if self.backend not in ("auto", "guidance"):
@@ -57,7 +60,9 @@ class StructuredOutputsConfig:
 
     @classmethod
     def read(cls, value: Any) -> StructuredOutputsConfig:
-        """Return the config for a dict of fields, vLLM's or ours, or None for the defaults. Raises ConfigError."""
+        """Return the config for a dict of fields, vLLM's or ours, or None for the defaults. A config is returned as it
+        is. Raises ConfigError for unknown fields and values that are not supported.
+        """
         if value is None or isinstance(value, cls):
             return value or cls()
         name = "structured_outputs_config"

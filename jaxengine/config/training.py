@@ -33,7 +33,8 @@ class TrainingOptions:
 
 
 def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for an option that has no meaning for the model, or that the engine does not support.
+    """Raise ConfigError for one of TrainingOptions with a pooling model, and for returned experts of a model without
+    any or with rl_exact.
 
     options: of the engine.
     """

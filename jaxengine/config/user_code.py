@@ -43,7 +43,9 @@ class UnknownCodeError(Exception):
 
 
 def code_digest(roots: Iterable[Any]) -> str:
-    """Return the digest, in hexadecimal, of classes, functions and all that they read. Raises UnknownCodeError."""
+    """Return the SHA-256, in hexadecimal, of `roots`, classes and functions, and of all that they read. Raises
+    UnknownCodeError for a value that cannot be read.
+    """
     walk = _Walk()
     for root in roots:
         walk.add(root, f"{getattr(root, '__qualname__', root)}")
@@ -132,10 +134,13 @@ class _Walk:
         return self._hash.hexdigest()
 
     def _write(self, text: str) -> None:
+        """Add text to the hash."""
         self._hash.update(text.encode("utf-8", "surrogatepass"))
 
     def _visit(self, value: Any, name: str) -> None:
-        """Write what a value that was not met before is, and queue what it refers to. Raises UnknownCodeError."""
+        """Write what a value that was not met before is (`name`, for errors), and queue what it refers to. Raises
+        UnknownCodeError.
+        """
         if isinstance(value, _FUNCTION_LIKE):
             self._write(str(type(value).__name__))
             if isinstance(value, types.MethodType):
@@ -224,8 +229,8 @@ class _Walk:
                 self.add(vars(module)[each], f"{module.__name__}.{each}", read)
 
     def _object(self, value: Any, name: str) -> None:
-        """Write an array's content, or an object's class and attributes. Raises UnknownCodeError for an object without
-        readable attributes.
+        """Write an array's content, or an object's class and attributes. name: of the value, for errors. Raises
+        UnknownCodeError for an object without readable attributes.
         """
         kind = type(value)
         self._write(f"{kind.__module__}.{kind.__qualname__}")
@@ -245,7 +250,9 @@ class _Walk:
             self._attributes(value, name)
 
     def _attributes(self, value: Any, name: str) -> None:
-        """Queue an object's class, slots and attributes. Raises UnknownCodeError for an object that has neither."""
+        """Queue an object's class, slots and attributes. name: of the object, for errors. Raises UnknownCodeError for
+        an object that has neither.
+        """
         slots = [slot for base in type(value).__mro__ for slot in _slots_of(base) if hasattr(value, slot)]
         if not hasattr(value, "__dict__") and not slots:
             raise UnknownCodeError(f"the value of {name}, of type {type(value).__qualname__}, cannot be read")

@@ -63,8 +63,8 @@ def whole_number(value: Any) -> Any:
 
 
 def dtype_name(value: Any) -> Any:
-    """Return the name of a dtype given as "half", "float", or an object of jax, numpy or torch; other values are
-    unchanged.
+    """Return the name of a dtype given as "half" (float16), "float" (float32), or an object of jax, numpy or torch;
+    other values are unchanged.
     """
     if not isinstance(value, str):
         try:

@@ -214,7 +214,9 @@ WITHOUT_EFFECT = NAMES - EARLIER
 
 
 def is_switch(name: str) -> bool:
-    """Whether the option is switched on or off on the command line without a value."""
+    """Whether the option of vLLM's `name` is switched on or off on the command line without a value; False for unknown
+    ones.
+    """
     return isinstance(NOT_BUILT.get(name, (None,))[0], bool) or name in _HARMLESS_SWITCHES.split()
 
 
@@ -240,8 +242,8 @@ def settle(name: str, value: Any) -> None:
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a value has no effect: vLLM's default or another one that changes nothing, None, empty, or False for an
-    option that is not on by default.
+    """Whether a value of the option `name` has no effect: vLLM's default or another one that changes nothing, None,
+    empty, or False for an option that is not on by default.
     """
     if value is None or (value is False and name not in _ON):
         return True

@@ -119,7 +119,9 @@ class GrammarWorker:
 
     @property
     def process(self) -> WorkerProcess | None:
-        """Return the process that computes masks; a different one after a restart, None while there is none."""
+        """Return the process that computes masks (to be waited for); a different one after a restart, None while there
+        is none.
+        """
         return self._process
 
     @property
@@ -138,7 +140,9 @@ class GrammarWorker:
         return not self.awaits and (self._process is None or not (self._compiling or self._masking))
 
     def launch(self) -> None:
-        """Start the process, unless it runs, so that the first sequence waits less."""
+        """Start the process, unless it runs, so that the first sequence waits less. Does nothing without an
+        end-of-sequence token.
+        """
         if self._process is None and self._has_end:
             self._launch()
 
@@ -170,7 +174,7 @@ class GrammarWorker:
             self._send_advance(key, list(token_ids))
 
     def close(self, key: int) -> None:
-        """End a sequence; `take` returns nothing of it any more."""
+        """End a sequence; nothing more is recorded of it. Ignores unknown keys."""
         if self._sequences.pop(key, None) is not None and self._process is not None:
             self._send(Close(key))
 
@@ -205,7 +209,7 @@ class GrammarWorker:
         return taken
 
     def shutdown(self) -> None:
-        """End the process; every sequence is forgotten."""
+        """Kill the process; every sequence is forgotten."""
         self._sequences.clear()
         self._kill()
 
@@ -226,7 +230,7 @@ class GrammarWorker:
             self._open(key)
 
     def _open(self, key: int) -> None:
-        """Have the process compile a sequence's grammar and take the tokens so far."""
+        """Have the process compile a sequence's grammar and take the tokens so far; its key is queued as compiling."""
         sequence = self._sequences[key]
         sequence.opened = False
         if not self._compiling:
@@ -236,13 +240,14 @@ class GrammarWorker:
         self._send(Open(key, sequence.kind, sequence.text, sequence.options, tokens, trace))
 
     def _send_advance(self, key: int, tokens: list[int]) -> None:
-        """Have the process take tokens and compute the masks after them and after each of the sequence's drafts."""
+        """Have the process take tokens, and compute the masks after them and after each token of the guess."""
         if not self._masking:
             self._masking_since = time.monotonic()
         self._masking.append(key)
         self._send(Advance(key, tokens, list(self._sequences[key].guess)))
 
     def _send(self, message: worker.Order) -> None:
+        """Send a message to the process, which must exist."""
         assert self._process is not None
         self._process.send(message)
 
@@ -264,7 +269,10 @@ class GrammarWorker:
         self._lose()
 
     def _handle(self, message: worker.Answer) -> None:
-        """Record one answer of the process; a mask that is due, or a failure, is kept for `take`."""
+        """Record one answer of the process, Ready, a mask or a failure; a mask that is due, or a failure, is kept for
+        `take`. Answers for closed sequences are dropped. Tokens that came while a grammar was compiled again are sent
+        now.
+        """
         now = time.monotonic()
         if isinstance(message, Ready):
             self._is_ready, self._num_lost_starts, self._compiling_since = True, 0, now
@@ -332,7 +340,7 @@ class GrammarWorker:
         self._replace(dict.fromkeys(guilty, "twice ended the process that worked on it"))
 
     def _replace(self, guilty: dict[int, str]) -> None:
-        """End the process, fail the guilty sequences, given by key with a reason, and start another process if any
+        """Kill the process, fail the guilty sequences, given by key with a reason, and start another process if any
         sequence is left. Keys of closed sequences are ignored.
         """
         self._kill()
@@ -344,16 +352,20 @@ class GrammarWorker:
             self._launch()
 
     def _give_up(self, reason: str) -> None:
-        """End the process and fail all sequences; the next sequence that is opened starts another process."""
+        """Kill the process and fail all sequences with this reason; the next sequence that is opened starts another
+        process.
+        """
         self._kill()
         self._num_lost_starts = 0
         for key in list(self._sequences):
             self._fail(key, reason)
 
     def _fail(self, key: int, reason: str) -> None:
+        """Forget a sequence and keep its failure, with this reason, for `take`. Raises KeyError for an unknown key."""
         self._taken.append(GrammarFailure(key, self._sequences.pop(key).compiled, reason))
 
     def _kill(self) -> None:
+        """Kill the process, if there is one."""
         if self._process is not None:
             self._process.kill()
         self._process = None

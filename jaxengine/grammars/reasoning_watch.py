@@ -29,14 +29,19 @@ class Vocabulary(Protocol):
 
 
 class _Words:
-    """Search for consecutive words with anything between them."""
+    """Search for consecutive words with anything between them.
+
+    words: at least one, found in this order; bytes of one may come in several pieces.
+    """
 
     def __init__(self, words: Sequence[str]):
         self._words = [word.encode() for word in reversed(words)]
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Read more bytes of the text; return the bytes after the last word once that has been found, None before."""
+        """Read more bytes of the text; return the bytes after the last word once that has been found, None before. Not
+        to be called after that.
+        """
         text = self._tail + data
         while self._words:
             word = self._words[-1]
@@ -58,6 +63,7 @@ class ReasoningWatch:
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
+        """Begin before the first token. vocabulary: the tokenizer."""
         self._vocabulary = vocabulary
         self._begin = grammar.reasoning_begin
         self._num_begun = 0
@@ -88,7 +94,9 @@ class ReasoningWatch:
         return max(0, self._budget.num_tokens - self._num_read) + len(self._begin) - self._num_begun
 
     def forced(self) -> int | None:
-        """Return the only token that may be taken now; None if there is a choice."""
+        """Return the only token that may be taken now, the next one of the budget's closing words once the budget is
+        used up; else None.
+        """
         budget = self._budget
         if budget is None or self._num_begun < len(self._begin) or self._num_read < budget.num_tokens:
             return None
@@ -114,7 +122,7 @@ class ReasoningWatch:
         which the grammar's text begins.
 
         These are the token itself if it does not open the reasoning, or the text after the end word in it, tokenized
-        anew; () if there is none.
+        anew; () if there is none. token_id: the next token of the output.
         """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):
@@ -137,6 +145,7 @@ class ReasoningWatch:
         return self._encode(rest) if rest else ()
 
     def _encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of a text without special tokens; () if the tokenizer fails at it."""
         try:
             return self._vocabulary.encode(text, add_special_tokens=False)
         except RequestError:  # of a tokenizer that fails at the text of its own tokens
@@ -144,5 +153,5 @@ class ReasoningWatch:
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:
-    """Whether a mask in packed int32 allows a token."""
+    """Whether a mask i32[num_words] allows token_id: bit t % 32 of word t / 32 stands for token t."""
     return bool(mask.view(np.uint8)[token_id // 8] >> token_id % 8 & 1)

@@ -72,7 +72,8 @@ class _Known:
         return offset < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
-        """Advance by the next token that the request got; return whether the mask after it is known.
+        """Advance by the next token that the request got (it is kept in `taken`); return whether the mask after it is
+        known.
 
         If False, this object still describes the position before the token.
         """
@@ -183,8 +184,8 @@ class RequestMasks:
     def advance(self, request: Request, token_id: int, guess: Guess = lambda request, num_output: None) -> None:
         """Record a token that a masked, unfinished request got, and start the next mask unless it is known.
 
-        guess: called with the request and its number of output tokens, returns the drafts that a step in flight has
-        after these, along which masks are computed, too; None for no drafts.
+        guess: called with the request and its number of output tokens, which returns the drafts that a step in flight
+        has after these, along which masks are computed, too; None for no drafts.
         """
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
@@ -206,7 +207,8 @@ class RequestMasks:
             self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
     def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Record a token of a request that reasons: its grammar may begin with this token, or after it.
+        """Record a token of a request that reasons: its grammar may begin with this token, or after it; then the
+        request is no longer watched.
 
         guess: as in `advance`, called when the grammar begins.
         """
@@ -229,7 +231,7 @@ class RequestMasks:
             self._begun.append(first)
 
     def _go_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Record another token of the grammar's text, and start the next mask if it is not known.
+        """Record another token, token_id, of the grammar's text, and start the next mask if it is not known.
 
         guess: as in `advance`; with drafts the mask is computed in any case. A text that has come to its end is
         reported by the next `take`.
@@ -270,7 +272,7 @@ class RequestMasks:
 
     def row(self, request: Request, num_output: int) -> np.ndarray | None:
         """Return the mask i32[num_words] of the tokens that the request may take after num_output tokens of output,
-        where it is known (`has`); None for every token.
+        where it is known (`has`); None for every token. Raises KeyError for a request without a known mask.
         """
         known = self._known[request]
         rest = known.forced[max(0, self._place(request, num_output)) :]
@@ -336,14 +338,14 @@ class RequestMasks:
             worker.wait_for(keys, end - time.monotonic())
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most `seconds`, until `take` may have something to return."""
+        """Wait, at most `seconds`, until `take` may have something to return; at once if it has."""
         workers = (self.worker, self._slow)
         processes = [worker.process for worker in workers if worker.process is not None] + self._trials.processes
         if not (self._begun or self._free or self._trials.has_news) and not any(worker.has_news for worker in workers):
             wait_for_any(processes, seconds)
 
     def shutdown(self) -> None:
-        """End the processes."""
+        """Kill the processes. Requests stay until they are dropped."""
         for each in (self._trials, self.worker, self._slow):
             each.shutdown()
 
@@ -351,7 +353,8 @@ class RequestMasks:
         """Return what has become known since the last call, of requests that were not dropped; does not wait.
 
         ready: a mask has come, or the request is FREE; ended: the grammar allows nothing more (an error before
-        min_tokens) or fails; refused: the grammar cannot be used.
+        min_tokens) or fails; refused: the grammar cannot be used. Opens the grammars that have passed their trial, and
+        counts masks and their seconds.
         """
         free, self._free = self._free, []
         events = MaskEvents([request for request in free if request in self._keys], [], [])
@@ -387,7 +390,7 @@ class RequestMasks:
         return events
 
     def _only(self, token_id: int) -> np.ndarray:
-        """Return the mask that allows only this token."""
+        """Return a new mask i32[num_words] that allows only token_id."""
         words = np.zeros(self._num_words, np.int32)
         words.view(np.uint8)[token_id // 8] = 1 << token_id % 8
         return words
@@ -424,7 +427,7 @@ class RequestMasks:
         return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
-        """Add a failed request to the events: as ended if it has run, else as refused."""
+        """Add a failed request to `events`: as ended if it has run, else as refused."""
         message = f"structured_outputs cannot be used: {failure.reason}"
         if failure.compiled:
             events.ended.append(MaskEnd(request, FinishReason.ERROR, message))

@@ -111,7 +111,8 @@ class GrammarTrials:
         return [trial.process for trial in self._trials if trial.candidate]
 
     def add(self, key: int, client: str, kind: str, text: str, options: Mapping[str, Any]) -> None:
-        """Queue a grammar for trial in the client's turn, without waiting; `take` returns the verdict.
+        """Queue a grammar for trial in the client's turn, without waiting; `take` returns the verdict, at once if it is
+        known. A client's equal grammars are tried once.
 
         key: the caller's, used once. kind, text, options: as of worker_process.compile_grammar.
         """
@@ -138,7 +139,7 @@ class GrammarTrials:
         self._verdicts = [verdict for verdict in self._verdicts if verdict.key != key]
 
     def take(self) -> list[Verdict]:
-        """Return the verdicts that have become known since the last call; does not wait."""
+        """Return the verdicts that have become known since the last call, and begin the next trials; does not wait."""
         for trial in list(self._trials):
             self._look_after(trial)
         self._begin()
@@ -146,7 +147,7 @@ class GrammarTrials:
         return verdicts
 
     def shutdown(self) -> None:
-        """End the processes; every key is forgotten."""
+        """Kill the processes; every key is forgotten, verdicts on grammars are remembered."""
         for trial in self._trials:
             trial.process.kill()
         self._trials.clear()
@@ -171,7 +172,9 @@ class GrammarTrials:
                 self._try(client, candidate)
 
     def _try(self, client: str, candidate: _Candidate) -> None:
-        """Begin to compile a grammar, in an idle process or a new one."""
+        """Begin to compile a candidate's grammar, in an idle process or a new one, for `client`, which has no other
+        meanwhile.
+        """
         trial = next((each for each in self._trials if each.candidate is None), None)
         if trial is None:
             trial = _Trial(WorkerProcess(worker.__name__, worker.Answer), time.monotonic())
@@ -227,17 +230,23 @@ class GrammarTrials:
         self._learn(candidate, reason, time.monotonic() - trial.since)
 
     def _end(self, trial: _Trial) -> None:
+        """Kill a trial's process, and keep the trial no longer."""
         trial.process.kill()
         self._trials.remove(trial)
 
     def _learn(self, candidate: _Candidate, reason: str | None, seconds: float) -> None:
+        """Remember the verdict on a candidate's grammar: the reason against it, None for none, and the seconds it took;
+        give it to the keys that wait for it. Of more than _MAX_REMEMBERED the oldest is forgotten.
+        """
         self._known[candidate.digest] = reason, seconds, time.monotonic()
         if len(self._known) > _MAX_REMEMBERED:
             self._known.popitem(last=False)
         self._verdicts += [Verdict(key, reason, seconds) for key in candidate.keys]
 
     def _judge(self, keys: list[int], digest: bytes) -> bool:
-        """Give these keys the verdict on their grammar (`digest`) if that is known; return whether it is."""
+        """Give these keys the verdict on their grammar (`digest`) if that is known; return whether it is. A refusal
+        older than _FORGIVEN_SECONDS is forgotten.
+        """
         if digest not in self._known:
             return False
         reason, seconds, when = self._known[digest]

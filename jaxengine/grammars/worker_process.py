@@ -146,7 +146,7 @@ def compile_grammar(kind: str, text: str, options: Any) -> str:
 
     kind "json": text is a schema, options are llguidance's for it, unused by the others; "regex"; "choice": a JSON list
     of strings; "grammar", and any other: Lark or GBNF. Raises ValueError for a "choice" that is no JSON and for GBNF
-    that cannot be parsed.
+    that cannot be parsed; TypeError for a "choice" that is no list of strings.
     """
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
@@ -163,6 +163,9 @@ class Matchers:
     """
 
     def __init__(self, start: Start):
+        """Read the tokenizer of `start`; no sequence is open. Raises an error of llguidance for one that cannot be
+        used.
+        """
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 start.tokenizer, n_vocab=start.vocab_size, eos_token=start.eos_token_ids
@@ -190,7 +193,8 @@ class Matchers:
             self._matchers.pop(key, None)
 
     def open(self, message: Open) -> Mask | Failed:
-        """Compile a sequence's grammar, unless a recent one was the same, and compute the first mask.
+        """Compile a sequence's grammar, unless a recent one was the same, and compute the first mask, after
+        message.tokens. A failed sequence is closed.
 
         Returns Failed if the grammar cannot be used or does not allow the trace, or the sequence has been closed.
         """
@@ -210,8 +214,9 @@ class Matchers:
         return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
-        """Take tokens and compute the next mask; return Failed if the grammar does not allow them, or the sequence has
-        been closed.
+        """Take message.tokens and compute the next mask, with looks_ahead also the tokens that must follow and the
+        masks along message.guess. Returns Failed, and closes the sequence, if the grammar does not allow the tokens or
+        the sequence has been closed.
 
         others_wait: other messages were waiting when the last one was answered, so that looking ahead gets no more
         time.
@@ -234,13 +239,16 @@ class Matchers:
         return Mask(message.key, False, num_tokens, forced, words, guessed, time.perf_counter() - start)
 
     def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
+        """Close a sequence and return the Failed with the error's text, at most _MAX_REASON characters. opened: whether
+        it answers an Open.
+        """
         self.close(key)
         reason = (str(error) or type(error).__name__).replace(*_ADVICE)
         return Failed(key, opened, reason[:_MAX_REASON])
 
     def _compile(self, message: Open) -> llguidance.LLMatcher:
-        """Return the matcher of a grammar at its beginning, compiled unless it is among the last 16. Raises
-        ValueError.
+        """Return the matcher of the message's grammar at its beginning, to be copied, compiled unless it is among the
+        last 16. Raises ValueError for one that cannot be used.
         """
         name = repr((message.kind, message.text, message.options))
         matcher = self._cached.pop(name, None)
@@ -254,7 +262,8 @@ class Matchers:
         return matcher
 
     def _next(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> bytes:
-        """Return the mask after `tokens`, a bit for each token id in little-endian bytes; b"" if the text can only end.
+        """Take `tokens`, and return the mask after them, a bit for each token id in little-endian bytes; b"" if the
+        text can only end.
 
         Raises GrammarError if the grammar does not allow these tokens, or no token may follow.
         """
@@ -304,25 +313,31 @@ class Matchers:
 
 
 def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
-    """Raise GrammarError if a matcher at the beginning does not allow a text of these tokens."""
+    """Raise GrammarError if a matcher at the beginning, which stays there, does not allow a text that begins with the
+    tokens `trace`.
+    """
     if trace and (count := matcher.deep_copy().try_consume_tokens(trace)) < len(trace):
         problem = f"it does not allow token {trace[count]} of trace_decode_token_ids after {count} tokens of its text"
         raise GrammarError(problem)
 
 
 def _only(words: bytes) -> int | None:
-    """Return the token that a mask allows if it is only one; None for several, and for none."""
+    """Return the id of the token that a mask (bits, little-endian) allows if it is only one; None for several, and for
+    none.
+    """
     allowed = int.from_bytes(words, "little")
     return allowed.bit_length() - 1 if allowed and not allowed & (allowed - 1) else None
 
 
 def _allows(words: bytes, token_id: int) -> bool:
-    """Whether a mask in little-endian bytes allows a token."""
+    """Whether the mask `words` in little-endian bytes allows token_id; False beyond its end."""
     return token_id // 8 < len(words) and words[token_id // 8] >> token_id % 8 & 1 > 0
 
 
 def _be_nice(thread: int, value: int) -> None:
-    """Set the priority (niceness) of a thread, given by its native id, on Linux."""
+    """Set the priority (niceness) of a thread, given by its native id, to `value`, on Linux alone; a thread that has
+    ended is ignored. Raises OSError if the system refuses.
+    """
     if sys.platform == "linux":  # where threads have priorities of their own
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.setpriority(os.PRIO_PROCESS, thread, value)
@@ -331,7 +346,8 @@ def _be_nice(thread: int, value: int) -> None:
 def main() -> None:
     """Serve the parent process until the connection ends, which ends the process, as does an error of a thread.
 
-    The first message is a Start. Sends Failed with key -1, and returns, if the tokenizer cannot be used.
+    The first message is a Start, answered with Ready. Sends Failed with key -1, and returns, if the tokenizer cannot be
+    used.
     """
     connection = Connection(Order, _MAX_MEMORY_BYTES)
     compilations: queue.SimpleQueue[Open] = queue.SimpleQueue()
@@ -359,7 +375,9 @@ def main() -> None:
             os._exit(1)
 
     def compile_one(message: Open) -> None:
-        """Compile a grammar and send its first mask, with less priority."""
+        """Compile the message's grammar and send its first mask or failure, in a thread of less priority. An error ends
+        the process.
+        """
         try:
             _be_nice(threading.get_native_id(), _NICE)
             connection.send(matchers.open(message))
@@ -367,7 +385,9 @@ def main() -> None:
             os._exit(1)
 
     def compile_all() -> None:
-        """Compile grammars one at a time; one that takes long continues with still less priority."""
+        """Take grammars from the queue without end and compile them one at a time; one that takes long continues with
+        still less priority.
+        """
         try:
             while True:
                 # Of its own, because a thread cannot have its priority back.

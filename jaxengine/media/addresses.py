@@ -33,7 +33,7 @@ _ISATAP = (0x5EFE, 0x02005EFE)
 
 
 def look_up(host: str, port: int, until: float) -> list[Any]:
-    """Return the addresses of a host for a TCP connection, as socket.getaddrinfo does.
+    """Return the addresses of a host for a TCP connection, as socket.getaddrinfo does. Blocks.
 
     until: deadline by time.monotonic. Raises MediaError for an unknown host, TimeoutError after the deadline.
     """

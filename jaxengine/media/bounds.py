@@ -27,7 +27,7 @@ class PixelBudget:
         self._lock = threading.Lock()
 
     def take(self, pixels: int) -> None:
-        """Take `pixels` from the budget. Raises MediaError if it does not suffice."""
+        """Take `pixels` from the budget. Raises MediaError if it does not suffice; then nothing is taken."""
         with self._lock:
             if self._taken + pixels > self._most:
                 problem = f"has {pixels} pixels, which makes {self._taken + pixels} in one prompt"
@@ -44,7 +44,7 @@ class SecondsBudget:
         self._lock = threading.Lock()
 
     def take(self, seconds: float) -> None:
-        """Take `seconds` from the budget. Raises MediaError if it does not suffice."""
+        """Take `seconds` from the budget. Raises MediaError if it does not suffice; they are taken in any case."""
         with self._lock:
             self._taken += seconds
             if self._taken > self._most + _ROUNDING:
@@ -67,6 +67,7 @@ class TimedFile(io.BytesIO):
         self._bytes_left = MAX_PASSES * len(data) + (1 << 20)
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Read as io.BytesIO does. Raises MediaError beyond the limits of time, reads and bytes."""
         self.check()
         self._num_reads += 1
         if self._num_reads > MAX_READS:

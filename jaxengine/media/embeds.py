@@ -88,7 +88,9 @@ def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
 
 
 def decoded(data: Any, most: int) -> bytes:
-    """Return a file given as bytes or as base64. Raises MediaError for anything else, or more than `most` bytes."""
+    """Return a file given as bytes or as base64. Raises MediaError for anything else, invalid base64, or more than
+    `most` bytes.
+    """
     if not isinstance(data, (str, bytes)):
         raise MediaError(f"is a {type(data).__name__}; allowed is base64 of {_FORMS}, or in Python an array")
     size = len(data) if isinstance(data, bytes) else len(data) * 3 // 4 - 2
@@ -103,7 +105,9 @@ def decoded(data: Any, most: int) -> bytes:
 
 
 def _read_file(data: bytes) -> np.ndarray:
-    """Read the only array of a .npy or safetensors file; bfloat16 becomes float32. Raises MediaError."""
+    """Read the only array of a .npy or safetensors file; bfloat16 becomes float32. data: the file's bytes. Raises
+    MediaError for other files, pickles among them, other dtypes, several tensors, and another shape than [rows, E].
+    """
     if data.startswith(b"\x93NUMPY"):
         return _read_npy(data)
     try:
@@ -124,7 +128,9 @@ def _read_file(data: bytes) -> np.ndarray:
 
 
 def _read_npy(data: bytes) -> np.ndarray:
-    """Read an array from the bytes of a .npy file without unpickling. Raises MediaError."""
+    """Read an array [rows, E], of any dtype without objects, from the bytes of a .npy file without unpickling. A view
+    of `data`. Raises MediaError for an array of objects, other versions and shapes, and damaged files.
+    """
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)

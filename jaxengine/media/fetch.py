@@ -38,13 +38,14 @@ _FORWARDED = "-._~!$&'()*+,;=:@/?%"
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme of an address, in lower case; "" if it has none."""
+    """Return the scheme of an address (`url`), in lower case; "" if it has none."""
     found = _SCHEME.match(url)
     return found[1].lower() if found else ""
 
 
 def fetch(url: str, options: MediaOptions) -> bytes:
-    """Fetch an address and return its content. Blocks; the network for at most options.media_fetch_timeout seconds.
+    """Fetch the address `url`, of the scheme data, http, https or file, and return its content. Blocks; the network for
+    at most options.media_fetch_timeout seconds.
 
     Raises MediaError for an address that is not allowed, does not answer, or has too much content.
     """
@@ -60,7 +61,7 @@ def fetch(url: str, options: MediaOptions) -> bytes:
 
 
 def check_source(url: str, options: MediaOptions) -> None:
-    """Raise MediaError for an address that may not be fetched, without any network access.
+    """Raise MediaError for an address that may not be fetched by these options, without any network access.
 
     The content of a data URL, the path of a file and the addresses of a host are only checked by `fetch`.
     """
@@ -74,7 +75,7 @@ def check_source(url: str, options: MediaOptions) -> None:
 
 
 def read_data(url: str, limit: int) -> bytes:
-    """Decode a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
+    """Return the bytes of a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
     head = _DATA.match(url)
     if head is None:
         raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")
@@ -95,14 +96,18 @@ def read_data(url: str, limit: int) -> bytes:
 
 
 def _from_base64(text: bytes) -> bytes:
-    """Decode base64 as found in URLs: white space is ignored, padding is optional. Raises binascii.Error."""
+    """Return the bytes of base64 as found in URLs: white space is ignored, padding is optional. Raises
+    binascii.Error.
+    """
     size = base64_pieces.PIECE_BYTES
     text = b"".join([text[at : at + size].translate(None, b" \t\r\n\f") for at in range(0, len(text), size)])
     return base64_pieces.decode(text + b"=" * (-len(text) % 4))
 
 
 def _read_local(url: str, options: MediaOptions) -> bytes:
-    """Read the file of a file: address. Raises MediaError, also for one outside of allowed_local_media_path."""
+    """Read the file of a file: address. Raises MediaError for a host, query or fragment in it, a path outside of
+    options.allowed_local_media_path (links followed), a file that cannot be read, and more than max_media_bytes.
+    """
     root = _local_root(options)
     parts = urllib.parse.urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
@@ -117,6 +122,7 @@ def _read_local(url: str, options: MediaOptions) -> bytes:
 
 
 def _local_root(options: MediaOptions) -> Path:
+    """Return the folder allowed_local_media_path, links resolved. Raises MediaError if it is not set."""
     if not options.allowed_local_media_path:
         raise MediaError("is a local file; none may be read, for allowed_local_media_path is not set")
     return Path(options.allowed_local_media_path).resolve()
@@ -148,7 +154,10 @@ def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, in
 
 
 def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
-    """Fetch an http or https address (`scheme`); arguments and errors as of `fetch`."""
+    """Fetch an http or https address (`scheme`); return the body. Blocks for at most options.media_fetch_timeout
+    seconds, and closes the connection. Raises MediaError for every failure: a forbidden or unknown host, a timeout, too
+    slow a server, a status other than 200, and too much content.
+    """
     host, port, path = _allowed_host(url, scheme, options)
     until = time.monotonic() + options.media_fetch_timeout
     connection: http.client.HTTPConnection | None = None
@@ -177,6 +186,7 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
 
 
 def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
+    """Return the headers of the request for a host; the port is named unless it is the scheme's own."""
     named = f"[{host}]" if ":" in host else host
     return {
         "Host": named if port == _PORTS[scheme] else f"{named}:{port}",
@@ -188,8 +198,8 @@ def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
 
 
 def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
-    """Read the body of a response, to its end. Raises MediaError for a status other than 200, a compressed body, more
-    than `limit` bytes, and fewer than announced.
+    """Read the body of a response, to its end, and return it. Raises MediaError for a status other than 200, a
+    compressed body, more than `limit` bytes, and fewer than announced.
     """
     if 300 <= response.status < 400:
         raise MediaError(f"is a redirect (status {response.status}); give the address of the file itself")
@@ -243,7 +253,9 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
 
 
 def _proxy(options: MediaOptions, until: float) -> Any:
-    """Return the first address of the proxy, as `look_up` does; None without one. Raises MediaError, TimeoutError."""
+    """Return the first address of options.media_proxy, as `look_up` does; None without one. until: deadline by
+    time.monotonic. Raises MediaError for an unknown host, TimeoutError.
+    """
     if not options.media_proxy:
         return None
     parts = urllib.parse.urlsplit(options.media_proxy)
@@ -254,9 +266,11 @@ def _proxy(options: MediaOptions, until: float) -> Any:
 
 
 def _tunnel(sock: _Socket, address: str, port: int) -> None:
-    """Ask the proxy that a socket is connected to for a connection to an address (RFC 9110, 9.3.6).
+    """Ask the proxy that a socket is connected to for a connection to an IP address and port (RFC 9110, 9.3.6), and
+    wait for the answer.
 
-    Raises MediaError if it refuses, OSError.
+    Raises MediaError for another status than 200 and for no HTTP; OSError, and TimeoutError after the deadline of the
+    socket.
     """
     target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
@@ -293,6 +307,7 @@ class _Timed:
         return left
 
     def recv_into(self, *args: Any, **options: Any) -> int:
+        """Receive as a socket does, within the deadline. Raises TimeoutError after it."""
         self.settimeout(self.left())  # pyright: ignore[reportAttributeAccessIssue]
         count = super().recv_into(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         self._received += count
@@ -308,7 +323,7 @@ class _TlsSocket(_Timed, ssl.SSLSocket):
 
 
 def _secured(sock: _Socket, host: str) -> _TlsSocket:
-    """Wrap the connection in TLS and verify the certificate for `host`; the deadline stays.
+    """Return the connection `sock` wrapped in TLS, its certificate verified for `host`; the deadline stays.
 
     Raises OSError, of which ssl.SSLError and TimeoutError are some.
     """

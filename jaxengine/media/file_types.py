@@ -56,22 +56,26 @@ _HEAD = 512
 
 
 def image_type(data: bytes) -> str | None:
-    """Return the image's type, a key of IMAGES; None for others."""
+    """Return the image's type by the first bytes of its file (`data`), a key of IMAGES; None for others."""
     return _first(IMAGES, data)
 
 
 def video_type(data: bytes) -> str | None:
-    """Return the video's type, a key of VIDEOS; None for others."""
+    """Return the video's type by the first bytes of its file (`data`), a key of VIDEOS; None for others."""
     return _first(VIDEOS, data)
 
 
 def sound_type(data: bytes) -> str | None:
-    """Return the sound's type, a key of SOUNDS; None for others."""
+    """Return the sound's type by the first bytes of its file (`data`), a key of SOUNDS, which has VIDEOS too; None for
+    others.
+    """
     return _first(SOUNDS, data)
 
 
 def described(data: bytes) -> str:
-    """Describe a file of the wrong type by its first bytes, for an error message: "is a PNG", "has no bytes"."""
+    """Describe a file of the wrong type by its first bytes (of `data`), for an error message: "is a PNG", "has no
+    bytes".
+    """
     if not data:
         return "has no bytes"
     if name := image_type(data):
@@ -83,4 +87,5 @@ def described(data: bytes) -> str:
 
 
 def _first(kinds: dict[str, re.Pattern[bytes]], data: bytes) -> str | None:
+    """Return the name of the first pattern that matches at the beginning; None without one."""
     return next((name for name, pattern in kinds.items() if pattern.match(data)), None)

@@ -95,7 +95,8 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
         to 255 in the shape [H, W, 3], [H, W, 4] with alpha, [H, W, 1] or [H, W].
       options: limits, and the colour under transparent images.
       budget: the prompt's, from which the pixels are taken.
-    Raises MediaError.
+    Raises MediaError for other values, and for an image that is damaged, has too many bytes or pixels, or exceeds the
+    budget.
     """
     if isinstance(value, Path):
         value = read_file(value, options.max_media_bytes)
@@ -111,7 +112,9 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises MediaError."""
+    """Return the bytes of a regular file of at most `limit` bytes. Raises MediaError for more, and for a file that
+    cannot be read.
+    """
     try:
         descriptor, size = open_regular(path)
         with open(descriptor, "rb") as file:
@@ -129,7 +132,7 @@ def check_bytes(size: int, limit: int) -> None:
 
 
 def check_size(size: tuple[int, int], options: MediaOptions) -> None:
-    """Raise MediaError for an image with no pixels or too many. size: width and height."""
+    """Raise MediaError for an image with no pixels, or more than options.max_image_pixels. size: width and height."""
     width, height = size
     if not 1 <= width * height <= options.max_image_pixels or width < 1:
         allowed = f"1 to {options.max_image_pixels} (max_image_pixels)"
@@ -137,8 +140,9 @@ def check_size(size: tuple[int, int], options: MediaOptions) -> None:
 
 
 def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFile]:
-    """Open an image by its header, without decoding pixels; return it with the file it reads from. Raises
-    MediaError.
+    """Open an image by its header, without decoding pixels; return it with the file it reads from, which limits the
+    time of decoding. Raises MediaError for another type, damage, and more bytes, pixels, scans, tiles or entries than
+    options and this file allow.
     """
     check_bytes(len(data), options.max_media_bytes)
     name = image_type(data)
@@ -170,7 +174,7 @@ def to_rgb(
     """Decode an image to uint8 [H, W, 3] and rotate it upright; transparent pixels are laid on `background`.
 
     background: RGB. orientation: finds the EXIF orientation of the decoded image, by default in the metadata of its
-    file. Raises MediaError.
+    file. Raises MediaError for damage, and for pixels that are no colours or grey.
     """
     name = image.format or "picture"
     _decoding(name, image.load)
@@ -186,6 +190,9 @@ def to_rgb(
 
 
 def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
+    """Return the pixels of an image file, uint8 [H, W, 3] RGB and upright, taken from the budget. Raises MediaError for
+    one that is damaged or exceeds the limits of options or budget.
+    """
     image, _ = open_image(data, options)
     budget.take(image.width * image.height)
     return to_rgb(image, options.background)
@@ -219,7 +226,9 @@ def _check_scans(count: int, size: tuple[int, int], options: MediaOptions) -> No
 
 
 def _check_entries(data: bytes) -> None:
-    """Raise MediaError for a TIFF with an entry of too many values, before they are read."""
+    """Raise MediaError for a TIFF (`data`) with an entry of more than _MAX_VALUES values other than bytes, before they
+    are read.
+    """
     for entry in first_directory(data):
         if entry.count > _MAX_VALUES and entry.kind not in _BYTES:
             problem = f"is a TIFF whose entry {entry.tag} has {entry.count} values"
@@ -227,7 +236,9 @@ def _check_entries(data: bytes) -> None:
 
 
 def _check_tiff(image: Any, options: MediaOptions) -> None:
-    """Raise MediaError for a TIFF whose compression is not allowed, or whose tiles have too many pixels."""
+    """Raise MediaError for a TIFF whose compression is not allowed, or whose tiles have more than
+    options.max_image_pixels pixels, or twice as many together.
+    """
     compression = image.info.get("compression")
     if compression not in _COMPRESSIONS:
         raise MediaError(f"is a TIFF compressed by {compression!r}; allowed: {', '.join(_COMPRESSIONS)}")
@@ -244,8 +255,8 @@ def _check_tiff(image: Any, options: MediaOptions) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Return the width and height in pixels from the first chunk of a WebP file (RFC 9649); missing bytes are read as
-    0.
+    """Return the width and height in pixels from the first chunk of a WebP file, `data` (RFC 9649); missing bytes are
+    read as 0.
 
     A chunk of an unknown kind is read as VP8, so that its sizes may be any.
     """
@@ -271,8 +282,8 @@ def _noted_orientation(image: Image.Image) -> Any:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Reduce 16-bit grey to its upper 8 bits, as Pillow does with 16-bit colours: mode L, or LA if its metadata name a
-    transparent grey.
+    """Return 16-bit grey reduced to its upper 8 bits, as Pillow does with 16-bit colours: mode L, or LA if its metadata
+    name a transparent grey.
     """
     deep = np.asarray(image)
     grey = Image.fromarray((deep >> 8).astype(np.uint8))
@@ -291,7 +302,9 @@ def _on_colour(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
 
 
 def _from_array(value: np.ndarray, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Convert an array, in a form that read_image takes, to uint8 [H, W, 3]. Raises MediaError for others."""
+    """Convert an array, in a form that read_image takes, to uint8 [H, W, 3]. Takes its pixels from the budget. Raises
+    MediaError for other arrays, and too many pixels.
+    """
     channels = value.shape[2] if value.ndim == 3 else 1
     if value.dtype != np.uint8 or value.ndim not in (2, 3) or channels not in (1, 3, 4):
         problem = f"is an array of {value.dtype} and shape {list(value.shape)}"

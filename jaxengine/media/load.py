@@ -42,6 +42,9 @@ class MediaLoader:
     """
 
     def __init__(self, options: MediaOptions):
+        """Create the thread pools, of options.media_loading_thread_count threads each. Silences Pillow's warnings and
+        log, for the whole process.
+        """
         quiet_pillow()
         self._options = options
         count = options.media_loading_thread_count
@@ -56,7 +59,8 @@ class MediaLoader:
         """Load the parts of one prompt; return a list by modality, in the order of the parts, without empty ones.
 
         Embeddings are read to embeds.Embeds. Raises RequestError for the first part that cannot be used,
-        OverloadedError if too many parts are waiting.
+        OverloadedError if too many parts are waiting. If it fails or is cancelled, parts that have not begun are
+        dropped.
         """
         owner = OWNER.get()
         self._check_room(owner, len(parts))
@@ -72,14 +76,14 @@ class MediaLoader:
             _cancel(futures)
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call `function`, which preprocesses a prompt's images and videos, on a thread; return or raise what
-        it does.
+        """Call `function`, which preprocesses a prompt's images and videos, on a thread; return or raise what it does.
+        It waits for its turn, however many wait before it.
         """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:
         """Load the parts of one prompt like `load`, for a caller without an event loop; the number of waiting parts is
-        not limited.
+        not limited. Blocks. Raises RequestError for the first part that cannot be used.
         """
         futures = self._submit(parts)
         try:
@@ -105,7 +109,7 @@ class MediaLoader:
             raise OverloadedError(f"{others + own} images, videos and sounds wait to be read; try again later")
 
     def _count_done(self, owner: str | None) -> None:
-        """Count one part of a client less as waiting."""
+        """Count one part of a client (`owner`, None for all without one) less as waiting."""
         self._num_waiting[owner] -= 1
         if not self._num_waiting[owner]:
             del self._num_waiting[owner]
@@ -121,7 +125,9 @@ class MediaLoader:
         ]
 
     def _fetch(self, part: MediaPart, budget: _Budget) -> Any:
-        """Fetch the address of a part, and have another thread decode the content. Raises RequestError."""
+        """Fetch the address of a part, have another thread decode the content, and wait for it. budget: of the prompt.
+        Raises RequestError.
+        """
         try:
             data = fetch(part.source, self._options)
         except MediaError as error:
@@ -129,7 +135,9 @@ class MediaLoader:
         return self._decoders.submit(self._read, part, data, budget).result()
 
     def _read(self, part: MediaPart, source: Any, budget: _Budget) -> Any:
-        """Decode `source`, the part's own or what was fetched from it. Raises RequestError."""
+        """Decode `source`, the part's own or what was fetched from it; an address (data:, file:) is read first. budget:
+        of the prompt. Raises RequestError, which names the part, for media that cannot be used.
+        """
         try:
             if isinstance(source, str):
                 source = fetch(source, self._options)
@@ -151,7 +159,8 @@ def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list
     Each is an address, or a value for read_image, read_video or read_sound; a list of images under "video" is one
     video. An image may also be given as embeddings, see given_embeds.
 
-    param: field of the request that holds `data`, for errors. Raises RequestError.
+    param: field of the request that holds `data`, for errors. A value of None gives no part. Raises RequestError for
+    other keys, and for what is not a dict.
     """
     if not isinstance(data, Mapping):
         raise RequestError(f"{param} must be a dict of {', '.join(_ALL)}, got {show_value(data)}", param=param)
@@ -169,6 +178,7 @@ def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list
 
 
 def _is_images(value: Any) -> bool:
+    """Whether the value is a list of images."""
     return isinstance(value, (list, tuple))
 
 
@@ -189,7 +199,9 @@ _IS_LIST: dict[str, Callable[[Any], bool]] = {IMAGE: _is_images, VIDEO: _is_vide
 
 
 def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalData:
-    """Group loaded items, one for each part, by modality; modalities without items are left out."""
+    """Group loaded items (`read`), one for each part, by modality, in the order of the parts; modalities without items
+    are left out.
+    """
     data: MultiModalData = {}
     for modality in _ALL:
         if found := [value for part, value in zip(parts, read, strict=True) if part.modality == modality]:
@@ -198,7 +210,7 @@ def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalD
 
 
 def _cancel(futures: Sequence[Future[Any]]) -> None:
-    """Cancel the parts for which nobody waits any more."""
+    """Cancel the futures of parts for which nobody waits any more; those that run or are done are not affected."""
     for future in futures:
         future.cancel()
 

@@ -42,7 +42,7 @@ class MediaReader:
     def read(self, messages: Any) -> tuple[Any, MultiModalData]:
         """Return messages for a chat template, and the loaded images and videos that they contained.
 
-        Blocks until they are loaded, which may take seconds. Raises RequestError.
+        Blocks until they are loaded, which may take seconds. Raises RequestError as `collect` and load_now do.
         """
         messages, parts = self.collect(messages)
         return messages, self.loader.load_now(parts) if parts else {}

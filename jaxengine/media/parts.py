@@ -33,7 +33,7 @@ class MediaModel(Protocol):
         ...
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for an item in a prompt whose template takes only text."""
+        """Return the text that stands for an item of the modality in a prompt whose template takes only text."""
         ...
 
 
@@ -112,7 +112,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Return a message's content for a template, and append its media to `parts`.
+    """Return a message's content for a template, media as {"type": modality}, and append its media to `parts`.
 
     where: name of the content in errors. Raises RequestError for media in a role that may have none, and for a part of
     an unknown type or form.
@@ -141,7 +141,8 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
 def _check_types(content: Sequence[Any], where: str) -> None:
     """Raise RequestError for a part of a message's content of a type that no model here takes, such as a file.
 
-    where: path of the content in the request, for the message.
+    where: path of the content in the request, for the message. Parts that are no mappings, or whose type is no text,
+    are not checked.
     """
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -179,16 +180,23 @@ _Read = tuple[str, str, Any]  # modality, key and source
 
 
 def _reader_of(part: Any) -> Callable[[Mapping[str, Any], str, str], _Read] | None:
+    """Return the reader of a content part's type; None for text and unknown types."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return _READERS.get(kind) if isinstance(kind, str) else None
 
 
 def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read an image by address, "image_url"; return (modality, key, source). Raises RequestError for another form or an
+    invalid detail. where: path of the part, param: field of the request, both for errors.
+    """
     _check_detail(part, where, param)
     return IMAGE, "image_url", _address(part, "image_url", where, param)
 
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read an image of the Responses API by "image_url"; return (modality, key, source). Raises RequestError for
+    another form, and if file_id is given. where: path of the part, param: field of the request, for errors.
+    """
     if part.get("file_id") is not None:
         text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"
         raise RequestError(text, param=param)
@@ -196,20 +204,32 @@ def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a video by address, "video_url"; return (modality, key, source). Raises RequestError for another form.
+    where: path of the part, param: field of the request, for errors.
+    """
     return VIDEO, "video_url", _address(part, "video_url", where, param)
 
 
 def _image(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read an image by "source" (Anthropic's), "image" or "url"; return (modality, key, source). Raises RequestError
+    for another form, none or several. where: path of the part, param: field of the request, for errors.
+    """
     if part.get("source") is not None:
         return IMAGE, "source", _anthropic(part["source"], f"{where}.source", param)
     return IMAGE, *_object(part, ("image", "url"), where, param)
 
 
 def _image_pil(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read an image given as an object, "image_pil"; return (modality, key, source). Raises RequestError without one.
+    where: path of the part, param: field of the request, for errors.
+    """
     return IMAGE, *_object(part, ("image_pil",), where, param)
 
 
 def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read "image_embeds", unchecked; return (modality, key, GivenEmbeds). Raises RequestError without them. where:
+    path of the part, param: field of the request, for errors.
+    """
     value = part.get(EMBEDS)
     if value is None:
         raise RequestError(f"{where} of type '{EMBEDS}' must have {EMBEDS}", param=param)
@@ -217,14 +237,23 @@ def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a video by "video" or "url"; return (modality, key, source). Raises RequestError for none or both. where:
+    path of the part, param: field of the request, for errors.
+    """
     return VIDEO, *_object(part, ("video", "url"), where, param)
 
 
 def _audio_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a sound by address, "audio_url"; return (modality, key, source). Raises RequestError for another form.
+    where: path of the part, param: field of the request, for errors.
+    """
     return AUDIO, "audio_url", _address(part, "audio_url", where, param)
 
 
 def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a sound in base64, which becomes a data URL; return (modality, key, source). Raises RequestError for another
+    form, and a format that is not in _FORMATS. where: path of the part, param: field of the request, for errors.
+    """
     given = part.get("input_audio")
     data = given.get("data") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(data, str) or not data:
@@ -237,6 +266,9 @@ def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    """Read a sound by "audio" or "url"; return (modality, key, source). Raises RequestError for none or both. where:
+    path of the part, param: field of the request, for errors.
+    """
     return AUDIO, *_object(part, ("audio", "url"), where, param)
 
 
@@ -255,7 +287,8 @@ _READERS = {
 
 
 def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
-    """Return the address in an OpenAI part, given in an object or as text. Raises RequestError.
+    """Return the address in an OpenAI part, given in an object or as text. Raises RequestError for another form, and
+    for an invalid detail.
 
     part: of a message. key: its field with the address. where: path of the part for errors. param: field of the
     request.

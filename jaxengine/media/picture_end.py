@@ -57,6 +57,9 @@ def trimmed_url(url: str) -> str:
 
 
 def _png(data: bytes) -> int | None:
+    """Return the position in `data` after the block IEND; None if it is too far. Raises struct.error if it is
+    cut off.
+    """
     at = 8
     for _ in range(_MOST_BLOCKS):
         length, kind = struct.unpack_from(">I4s", data, at)
@@ -67,6 +70,9 @@ def _png(data: bytes) -> int | None:
 
 
 def _jpeg(data: bytes) -> int | None:
+    """Return the position in `data` after the end marker; None without one. Raises struct.error or IndexError if it is
+    cut off.
+    """
     at = 2
     for _ in range(_MOST_BLOCKS):
         marker = _NEXT_MARKER.search(data, at)
@@ -81,11 +87,15 @@ def _jpeg(data: bytes) -> int | None:
 
 
 def _webp(data: bytes) -> int:
+    """Return the length that the RIFF header of `data` announces. Raises struct.error if it is cut off."""
     (size,) = struct.unpack_from("<I", data, 4)
     return 8 + size + size % 2
 
 
 def _gif(data: bytes) -> int | None:
+    """Return the position in `data` after the trailer; None for an unknown block or too many. Raises IndexError if it
+    is cut off.
+    """
     at, in_block = 13 + _gif_table(data[10]), False
     for _ in range(_MOST_BLOCKS):
         if in_block:  # a length and so many bytes; a block ends with an empty piece
@@ -108,6 +118,9 @@ def _gif_table(flags: int) -> int:
 
 
 def _bmp(data: bytes) -> int | None:
+    """Return the position in `data` after the pixels of an uncompressed BMP; None for other headers and compressions.
+    Raises struct.error if the header is cut off.
+    """
     first, header = struct.unpack_from("<II", data, 10)
     if header < 40:
         return None

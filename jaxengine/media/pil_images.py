@@ -18,10 +18,11 @@ from jaxengine.media.images import read_image, to_rgb
 
 
 def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None) -> Image.Image:
-    """Fetch an image, RGB and upright, from a data:, http(s): or file: address, or a file's name.
+    """Fetch the image image_url, RGB and upright, from a data:, http(s): or file: address, or a file's name.
 
-    image_io_kwargs: options of media_io_kwargs for images; None for the defaults. Any public host and any file is
-    read, so the program itself must have chosen the address. Blocks. Raises MediaError, ConfigError.
+    image_io_kwargs: options of media_io_kwargs for images; None for the defaults. Any public host and any file is read,
+    so the program itself must have chosen the address. Blocks. Raises MediaError for an image that cannot be used,
+    ConfigError for unknown options.
     """
     io_kwargs = None if image_io_kwargs is None else {"image": dict(image_io_kwargs)}
     options = EngineConfig(allowed_media_domains=(ANY_DOMAIN,), allowed_local_media_path="/", media_io_kwargs=io_kwargs)
@@ -44,7 +45,10 @@ def convert_image_mode(
 
 
 def encode_image_url(image: Image.Image, *, image_mode: str | None = "RGB", format: str = "PNG") -> str:
-    """Return the data: URL of an image, for `image_url` of a message. image_mode: its mode; None keeps it."""
+    """Return the data: URL of an image, for `image_url` of a message. image_mode: its mode, as of convert_image_mode;
+    None keeps it. format: of the file, by Pillow's name. Raises MediaError as convert_image_mode does, KeyError for an
+    unknown one, OSError for one that cannot hold the mode.
+    """
     converted = image if image_mode is None else convert_image_mode(image, image_mode)
     file = io.BytesIO()
     converted.save(file, format)

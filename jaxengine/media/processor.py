@@ -46,7 +46,8 @@ class Expanded(NamedTuple):
 
 
 def check_room(modality: str, num_patches: int, most: int | None) -> None:
-    """Raise RequestError for an item with more patches than `most`, the tower's largest call; None for no limit.
+    """Raise RequestError for an item of the modality if num_patches is more than `most`, the tower's largest call; None
+    for no limit.
 
     A processor calls this before it computes patches, as a small image may be resized to a large one.
     """
@@ -70,7 +71,9 @@ class MediaProcessor(Protocol):
     settings: str
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for one item in a prompt, as the checkpoint's chat template writes it."""
+        """Return the text that stands for one item of the modality in a prompt, as the checkpoint's chat template
+        writes it.
+        """
         ...
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
@@ -106,7 +109,7 @@ class MediaProcessor(Protocol):
         """Return the processor whose `largest` is that of an engine with these mm_processor_kwargs, where the family
         lets them enlarge images.
 
-        Raises RequestError for a value that is not allowed.
+        options: mm_processor_kwargs. Raises RequestError for a name or value that is not allowed.
         """
         ...
 

@@ -33,7 +33,8 @@ def llava_or_pixtral(
 ) -> MediaProcessor:
     """Return the processor of a LLaVA checkpoint by its vision tower: Pixtral's takes images of any aspect ratio.
 
-    Arguments are those of the processors' classes.
+    folder: of the checkpoint; config_json: content of its config.json; tokenizer: None without one. Raises
+    ModelFileError, ModelConfigError.
     """
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
     return kind(folder, config_json, model_config, tokenizer)
@@ -80,7 +81,8 @@ def processor_for(
       config_json: content of its config.json.
       tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer; None without one, in which case prompts are token
         ids.
-    Raises ModelFileError for invalid settings, ModelConfigError for an invalid configuration.
+    Raises ModelFileError for invalid settings, ModelConfigError for an invalid configuration. model_config: of the
+    model, with its towers.
     """
     if model_config.tower is None:
         return None

@@ -15,7 +15,7 @@ _ZEROS, _BETA = 10, 5.0
 
 def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     """Return samples f32[ceil(N * wanted / rate)] at `wanted` samples a second, from f32[N] at `rate`; silence is taken
-    to lie before and after them.
+    to lie before and after them. At the same rate it is `samples` itself.
     """
     common = math.gcd(rate, wanted)
     up, down = wanted // common, rate // common
@@ -35,7 +35,8 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
 
 
 def resampled_parts(parts: Iterable[np.ndarray], rate: int, wanted: int, block: int = 1 << 20) -> np.ndarray:
-    """Return what `resampled` makes of the joined parts f32[...], without holding more of them than about two blocks.
+    """Return what `resampled` makes, from `rate` to `wanted` samples a second, of the joined parts f32[n] each, without
+    holding more of them than about two blocks.
 
     block: samples that are resampled at a time.
     """
@@ -58,7 +59,9 @@ def resampled_parts(parts: Iterable[np.ndarray], rate: int, wanted: int, block: 
 
 
 def _phases(up: int, down: int) -> tuple[np.ndarray, int]:
-    """Return the filter cut into its phases, f32[up, taps] in the order of samples, and the taps before its middle."""
+    """Return the filter for a rate of up / down times the old one, cut into its phases, f32[up, taps] in the order of
+    samples, and the taps before its middle.
+    """
     widest = max(up, down)
     before = _ZEROS * widest
     offsets = np.arange(-before, before + 1, dtype=np.float64)

@@ -37,7 +37,8 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
 
     value: see FORMS; also what this function returns, unchanged, and a Spectrogram. Arrays are [N] or [channels, N], of
     floats from -1 to 1, int16 or int32. budget: of the prompt; what is decoded is taken from it before it is kept.
-    Raises MediaError.
+    Blocks while it reads and decodes. Raises MediaError for other values, a file that is damaged, of an unknown type,
+    too large or too long, and samples that are none or not finite.
     """
     if isinstance(value, (Sound, Spectrogram)):
         return value
@@ -60,7 +61,9 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
 
 
 def _decode(data: bytes, budget: SecondsBudget) -> Sound:
-    """Decode a file by its type. Raises MediaError; `budget` as of read_sound."""
+    """Decode a file by its type. data: its bytes. Raises MediaError for other types, damage, more seconds than the
+    budget has, and no samples. budget: of the prompt, from which its seconds are taken.
+    """
     name = sound_type(data)
     if name is None:
         raise MediaError(
@@ -94,7 +97,9 @@ def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield (kind, content) of the chunks of a RIFF file."""
+    """Yield (kind, content) of the chunks of a RIFF file; content is a view, shorter than announced if the
+    file is cut.
+    """
     view, at = memoryview(data), 12
     while at + 8 <= len(data):
         size = int.from_bytes(data[at + 4 : at + 8], "little")
@@ -103,8 +108,8 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _wav_form(chunk: memoryview) -> tuple[int, int, int, int]:
-    """Return (code of the format, channels, rate, bits of a sample) of a header. Raises MediaError for others than PCM
-    and floats.
+    """Return (code of the format, channels, rate, bits of a sample) of a header, `chunk`, of at least 16 bytes. Raises
+    MediaError for others than PCM and floats, and for rates and numbers of channels that are not allowed.
     """
     code, channels = (int.from_bytes(chunk[at : at + 2], "little") for at in (0, 2))
     rate, bits = int.from_bytes(chunk[4:8], "little"), int.from_bytes(chunk[14:16], "little")
@@ -134,10 +139,11 @@ def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.n
 
 
 def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
-    """Return samples f32[N] at RATE of another file, by PyAV. They are resampled as they come: a small file may hold
-    many at a high rate.
+    """Return samples f32[N] at RATE of a file of the type `name`, a key of _DEMUXERS, by PyAV. Their seconds are taken
+    from the budget. They are resampled as they come: a small file may hold many at a high rate.
 
-    Raises MediaError without PyAV, for a damaged file, and as `_av_stream` and `_av_parts`.
+    Raises MediaError without PyAV, for a damaged file, no sound in it, a codec that is not allowed, and more seconds
+    than the budget has.
     """
     try:
         import av  # pyright: ignore[reportMissingImports]
@@ -158,7 +164,9 @@ def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
 
 
 def _av_stream(container: Any, name: str) -> Any:
-    """Return the first sound of a container. Raises MediaError for one that cannot be read."""
+    """Return the first sound stream of a container of PyAV. Raises MediaError for none, and for a codec or rate that is
+    not allowed. name: the file's type, for errors.
+    """
     if not container.streams.audio:
         raise MediaError(f"is in the form {name} and has no sound in it")
     stream = container.streams.audio[0]
@@ -189,7 +197,9 @@ def _av_parts(container: Any, stream: Any, budget: SecondsBudget) -> Iterator[np
 
 
 def _mono(values: np.ndarray) -> np.ndarray:
-    """Return samples f32[N] of [N] or [channels, N], integers scaled to -1 to 1. Raises MediaError for other arrays."""
+    """Return samples f32[N] of [N] or [channels, N], uint8, int16 and int32 scaled to -1 to 1, channels averaged.
+    Raises MediaError for other types and shapes, and more than MAX_CHANNELS channels.
+    """
     kind = values.dtype
     if values.ndim not in (1, 2) or (values.ndim == 2 and not 1 <= values.shape[0] <= MAX_CHANNELS):
         raise MediaError(f"is an array of shape {list(values.shape)}; allowed are [N] and [1 to {MAX_CHANNELS}, N]")
@@ -205,7 +215,9 @@ def _mono(values: np.ndarray) -> np.ndarray:
 
 
 def _checked_rate(rate: Any) -> int:
-    """Return a rate, samples a second, as an int. Raises MediaError for other than a whole number in the limits."""
+    """Return a rate, samples a second, as an int. Raises MediaError for other than a whole number from MIN_RATE to
+    MAX_RATE.
+    """
     is_real = isinstance(rate, (int, float, np.integer, np.floating)) and not isinstance(rate, bool)
     if not is_real or not math.isfinite(rate) or rate != int(rate):
         raise MediaError(f"has the rate {str(rate)[:50]}; allowed are whole numbers of samples a second")
@@ -215,6 +227,9 @@ def _checked_rate(rate: Any) -> int:
 
 
 def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget) -> Sound:
+    """Return samples f32[N] at `rate` as a Sound, resampled to RATE; take their seconds from the budget. Raises
+    MediaError for more seconds than it has, no samples, and samples that are not finite.
+    """
     budget.take(len(samples) / rate)
     return _checked(resampled(samples, rate, RATE))
 

@@ -49,7 +49,10 @@ def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Vid
 
 
 def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an opened container of the type `name`; other arguments and errors as of decode_video."""
+    """Decode an opened container of the type `name`; options: limits and sampling; budget: from which the pixels of the
+    frames are taken. Raises MediaError for no video or frame in it, a codec that is not allowed, too many or too large
+    frames, fewer frames than announced, and after MAX_SECONDS.
+    """
     if not container.streams.video:
         raise MediaError(f"is a {name} file without a video in it")
     stream = container.streams.video[0]
@@ -76,7 +79,8 @@ def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget)
 
 
 def _times(container: Any, stream: Any, until: float) -> np.ndarray:
-    """Return float64 [N]: seconds at which each frame is shown, in order, read without decoding.
+    """Return float64 [N]: seconds at which each frame is shown, in order, read without decoding, to the end of the
+    container. stream: of PyAV, in `container`.
 
     until: deadline of the file, by time.monotonic. The first need not be 0. Raises MediaError after it, and for more
     than MAX_SOURCE_FRAMES frames.
@@ -92,10 +96,12 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
 
 
 def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
-    """Decode the wanted frames, uint8 [H, W, 3] each, upright and in order; fewer if the file ends before.
+    """Decode the wanted frames, uint8 [H, W, 3] each, upright and in order, from the container's position on; fewer if
+    the file ends before.
 
-    wanted: numbers of frames from 0, at least one. size: (width, height) of each before it is turned. until: deadline
-    of the file, by time.monotonic. Raises MediaError after it, and for a frame of another size.
+    stream: of PyAV, in `container`. wanted: numbers of frames from 0, at least one. size: (width, height) of each
+    before it is turned. until: deadline of the file, by time.monotonic. Raises MediaError after it, and for a frame of
+    another size.
     """
     frames, last = [], max(wanted)
     for number, frame in enumerate(container.decode(stream)):
@@ -112,5 +118,6 @@ def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int]
 
 
 def _check_time(until: float) -> None:
+    """Raise MediaError after `until`, by time.monotonic."""
     if time.monotonic() > until:
         raise MediaError(f"takes more than {MAX_SECONDS:.0f} seconds to decode")

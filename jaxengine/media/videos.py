@@ -33,11 +33,12 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
 
     Args:
       value: bytes or pathlib.Path of a file, whose frames are sampled by options.video_sampling; or frames, which are
-        all used: uint8 [N, H, W, 3], a list of images of one size (see read_image), or a pair of these and a dict
-        with fps, frames_indices and total_num_frames; or a Video.
+        all used: uint8 [N, H, W, 3], a list of images of one size (see read_image), or a pair of these and a dict with
+        fps, frames_indices and total_num_frames; or a Video.
       options: limits.
       budget: the prompt's, from which the pixels of all frames are taken.
-    Raises MediaError.
+    Blocks while it reads and decodes. Raises MediaError for other values, a file that is damaged, of an unknown type or
+    too large, too many frames or pixels, and contradictory metadata.
     """
     if isinstance(value, Path):
         value = read_file(value, options.max_media_bytes)
@@ -58,6 +59,9 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
+    """Decode a video file or an animated image, as read_video. Raises MediaError for other types, and more bytes than
+    allowed.
+    """
     check_bytes(len(data), options.max_media_bytes)
     if video_type(data) is not None:
         return decode_video(data, options, budget)
@@ -67,7 +71,10 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an animated image, frame by frame, to a video; arguments and errors as of read_video."""
+    """Decode an animated image, frame by frame, to a video; options: limits and sampling; budget: from which the pixels
+    of the frames are taken. Raises MediaError for damage, frames of several sizes, too many frames or pixels, and after
+    the processor time of TimedFile.
+    """
     image, file = open_image(data, options)
     name = image.format or "animation"
 
@@ -106,7 +113,9 @@ def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video
 
 
 def _count(image: Any, name: str) -> int:
-    """Return the number of frames of an animation of the type `name`. Raises MediaError for none or too many."""
+    """Return the number of frames of an animation, opened by Pillow, of the type `name`. Raises MediaError for damage,
+    none, and more than MAX_SOURCE_FRAMES.
+    """
     try:
         total = getattr(image, "n_frames", 1)
     except MediaError:
@@ -119,14 +128,16 @@ def _count(image: Any, name: str) -> int:
 
 
 def _seconds(image: Any) -> float:
-    """Return the duration of the current frame in seconds."""
+    """Return the duration of an animation's current frame in seconds; _DEFAULT_SECONDS if the file gives none."""
     duration = image.info.get("duration", 0)
     known = isinstance(duration, (int, float)) and 0 < duration < 1e9
     return duration / 1000 if known else _DEFAULT_SECONDS
 
 
 def _joined(pictures: Sequence[Any], options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Return images, each as of read_image, as frames uint8 [N, H, W, 3]. Raises MediaError if their sizes differ."""
+    """Return images, each as of read_image, as frames uint8 [N, H, W, 3], and take their pixels from the budget. Raises
+    MediaError if their sizes differ, for more than MAX_FRAMES, and as read_image does.
+    """
     check_count(len(pictures))
     frames = []
     for number, picture in enumerate(pictures):
@@ -156,7 +167,8 @@ def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     """Make a video of decoded frames, uint8 [N, H, W, 3].
 
     about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); indices
-    count from 0, and the last one is the source's last frame. Raises MediaError.
+    count from 0, and the last one is the source's last frame. Raises MediaError for other keys, an fps out of range,
+    and indices that are not N rising numbers below the total.
     """
     if wrong := next((key for key in about if key not in _METADATA), None):
         raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")

@@ -29,7 +29,9 @@ class ArgumentForm:
     required: frozenset[str] = frozenset()
 
     def joined(self, other: ArgumentForm) -> ArgumentForm:
-        """Return the form of arguments to which both forms apply."""
+        """Return the form of arguments to which this one and `other` apply: all places, each schema once, and all
+        required names.
+        """
         places = dict(self.places)
         for name, added in other.places.items():
             own = places.get(name, ())
@@ -37,11 +39,13 @@ class ArgumentForm:
         return ArgumentForm(self.document, places, self.required | other.required)
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the JSON types of a parameter."""
+        """Return the JSON types of a parameter. Raises KeyError for an unknown one."""
         return types_at(self.document, self.places[name])
 
     def texts(self, name: str) -> list[str]:
-        """Return the texts that a parameter may have as its value."""
+        """Return the texts that a parameter may have as its value: those that every enum and const of texts for it
+        lists; [] if none restricts it.
+        """
         texts: list[str] | None = None
         for place in self.places[name]:
             for each in self.document.applicable(place, always=True):
@@ -51,7 +55,9 @@ class ArgumentForm:
         return texts or []
 
     def schema(self, name: str) -> dict[str, Any]:
-        """Return the schema of a parameter, as a document of its own. Raises UnresolvedError."""
+        """Return the schema of a parameter, as a document of its own. Raises UnresolvedError for a reference to
+        nowhere.
+        """
         return self_contained(self.document, *self.places[name])
 
 
@@ -73,7 +79,8 @@ def _forms(
     schema.
 
     known: forms found so far by the id of their schema, to which this adds. A schema that contains itself adds nothing
-    where it comes again. Raises as `argument_forms`.
+    where it comes again. Raises ValueError for too many alternatives or levels, UnresolvedError for a reference to
+    nowhere.
     """
     schema = place.schema
     if not isinstance(schema, Mapping):
@@ -105,5 +112,6 @@ def _joined(forms: list[ArgumentForm], others: list[ArgumentForm]) -> list[Argum
 
 
 def _may_be_object(schema: Any) -> bool:
+    """Whether a schema's type, "object" if it names none, allows objects."""
     kind = schema.get("type", "object") if isinstance(schema, Mapping) else "object"
     return kind == "object" or (isinstance(kind, list) and "object" in kind)

@@ -23,7 +23,7 @@ class CallGrammar:
       many: whether an answer may contain several calls.
       token_id: returns the id of a word that is a single added token of the vocabulary, else None. A grammar cannot
         match such a token as text.
-      json: returns the body of a rule for values of a schema.
+      json: returns the body of a rule for values of a schema; may raise RequestError for a schema that cannot be used.
     """
 
     functions: Mapping[str, Schema]
@@ -41,12 +41,17 @@ class CallGrammar:
         return f"{rule} ({literal(separator)} {rule})*" if self.many else rule
 
     def arguments(self) -> Iterator[str]:
-        """Yield rules arguments_0, arguments_1, ... for the arguments as JSON, in the order of `functions`."""
+        """Yield rules arguments_0, arguments_1, ... for the arguments as JSON, in the order of `functions`.
+
+        Raises as `json` does.
+        """
         for number, schema in enumerate(self.functions.values()):
             yield f"arguments_{number}: {self.json(schema)}"
 
     def objects(self, key: str) -> str:
-        """Return grammar alternatives {"name": ..., key: ...}, which use the rules of `arguments`."""
+        """Return grammar alternatives {"name": ..., key: ...}, one for each function, which use the rules of
+        `arguments`.
+        """
         begins = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ' for name in self.functions]
         return " | ".join(f'{literal(begin)} arguments_{at} "}}"' for at, begin in enumerate(begins))
 
@@ -76,12 +81,12 @@ def text_calls(forms: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def _pattern(regex: str) -> str:
-    """Quote a regular expression as a Lark pattern."""
+    """Quote a regular expression as a Lark pattern, /.../, with slashes and line breaks escaped."""
     plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     escaped = re.sub(r"(?s:\\.)|/|\n", lambda found: plain.get(found.group(), found.group()), regex)
     return f"/{escaped}/"
 
 
 def literal(text: str) -> str:
-    """Quote text as a Lark literal."""
+    """Quote text as a Lark literal, in double quotes."""
     return json.dumps(text, ensure_ascii=False)

@@ -26,6 +26,8 @@ def object_start(name: str) -> tuple[str, ...]:
 
 
 def listed_starts(begins: Collection[str], name: str) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of a JSON list, after each of some words, whose first call is of this function."""
+    """Yield the beginnings of a JSON list, after each of the words `begins`, whose first call is of the function
+    `name`.
+    """
     for begin in begins:
         yield (begin, "[", *object_start(name))

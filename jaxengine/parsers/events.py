@@ -78,6 +78,7 @@ class Collector:
     """Collector of events that numbers the calls and drops white space between calls."""
 
     def __init__(self, new_id: Iterable[str]):
+        """Begin without events. new_id: yields ids, of which each call takes one as it starts."""
         self._ids = iter(new_id)
         self._pieces: list[tuple[type, int, list[str]]] = []
         self._num_calls = 0
@@ -85,7 +86,9 @@ class Collector:
         self._gap: list[str] | None = []
 
     def content(self, text: str) -> None:
-        """Add a piece of content; white space at the start or after a call is held until other content follows."""
+        """Add a piece of content; white space at the start or after a call is held until other content follows; a call
+        that follows drops it.
+        """
         if self._gap is not None:
             self._gap.append(text)
             if not text or text.isspace():
@@ -94,24 +97,24 @@ class Collector:
         self._add(ContentDelta, 0, text)
 
     def start(self, name: str, own_id: str | None = None) -> None:
-        """Start a call. own_id: the model's id of the call, if its chat template refers results to it; None for a new
-        id.
+        """Start a call of the function `name`, and drop white space held before it. own_id: the model's id of the call,
+        if its chat template refers results to it; None for a new id.
         """
         self._pieces.append((ToolCallStart, self._num_calls, [own_id or next(self._ids), name]))
         self._num_calls += 1
         self._gap = []
 
     def arguments(self, text: str) -> None:
-        """Add a piece of the arguments of the last call."""
+        """Add a piece of the arguments, JSON, of the last call; "" adds nothing."""
         self._add(ArgumentsDelta, self._num_calls - 1, text)
 
     def take(self) -> list[Event]:
-        """Return the events since the last call."""
+        """Return the events since the last call, and keep them no longer."""
         pieces, self._pieces = self._pieces, []
         return [_event(kind, index, texts) for kind, index, texts in pieces]
 
     def finish(self) -> list[Event]:
-        """Return the last events. An output of white space alone is content."""
+        """Return the last events. An output of white space alone is content; white space after a call is dropped."""
         if self._gap and not self._num_calls:
             self._add(ContentDelta, 0, "".join(self._gap))
         return self.take()
@@ -127,6 +130,7 @@ class Collector:
 
 
 def _event(kind: type, index: int, texts: list[str]) -> Event:
+    """Return the event of a piece: id and name of a call, or joined texts."""
     if kind is ToolCallStart:
         return ToolCallStart(index, *texts)
     text = "".join(texts)
@@ -159,7 +163,7 @@ class ParsedMessage:
 def message_of(events: Iterable[Event]) -> ParsedMessage:
     """Combine all events of one output, in order, into a message; content and reasoning are None without any.
 
-    A call's start must precede its arguments.
+    A call's start must precede its arguments; IndexError otherwise.
     """
     content, reasoning = [], []
     calls: list[tuple[ToolCallStart, list[str]]] = []

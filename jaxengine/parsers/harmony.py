@@ -98,14 +98,16 @@ class HarmonyReader:
         self._state = self._first
 
     def feed(self, text: str) -> list[Part]:
-        """Read a piece of the output; return the parts that are certain."""
+        """Read a piece of the output; return the parts that are certain, once."""
         at = 0
         while at < len(text):
             at = self._state(text, at)
         return self._take()
 
     def finish(self) -> list[Part]:
-        """End the output; return the parts of text that was held back."""
+        """End the output; return the parts of text that was held back; a header that is not complete is outside text,
+        an open body gets an End.
+        """
         if self._state == self._first:
             self._outside(self._opening.held)
         elif self._state == self._between:
@@ -118,11 +120,13 @@ class HarmonyReader:
         return self._take()
 
     def _take(self) -> list[Part]:
+        """Return the parts since the last call, and keep them no longer."""
         parts, self._parts = self._parts, []
         return parts
 
     @staticmethod
     def _new_opening() -> Opening:
+        """Return the search for the words that may begin a message whose <|start|>assistant is in the prompt."""
         # Words that may begin a message whose <|start|>assistant is in the prompt.
         return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
 
@@ -144,8 +148,8 @@ class HarmonyReader:
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """State between messages: text up to a word that begins a message is outside. Arguments and result as of
-        `_first`.
+        """State between messages: text up to a word that begins a message is outside. Reads `text` from `at`; returns
+        the position after what it read.
         """
         plain, at, word = self._begin.read(text, at)
         self._outside(plain)
@@ -160,12 +164,13 @@ class HarmonyReader:
             self._close_header()
 
     def _close_header(self) -> None:
+        """Add the Header as read, and enter the body."""
         self._parts.append(Header("".join(self._header)))
         self._state = self._in_body
 
     def _in_header(self, text: str, at: int) -> int:
-        """State in a header, up to <|message|>; a header that is cut off or too long is outside text. Arguments and
-        result as of `_first`.
+        """State in a header, up to <|message|>; a header that is cut off or too long is outside text. Reads `text` from
+        `at`; returns the position after what it read.
         """
         plain, read, word = self._message.read(text[at : at + self._room], 0)
         self._header += [plain, word]
@@ -180,8 +185,8 @@ class HarmonyReader:
         return at + read
 
     def _in_body(self, text: str, at: int) -> int:
-        """State in a body, up to a word that ends the message or begins the next one. Arguments and result as of
-        `_first`.
+        """State in a body, up to a word that ends the message or begins the next one. Reads `text` from `at`; returns
+        the position after what it read.
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)
@@ -194,9 +199,11 @@ class HarmonyReader:
         return at
 
     def _body(self, text: str) -> None:
+        """Add a piece of the body, unless it is empty."""
         if text:
             self._parts.append(Body(text))
 
     def _outside(self, text: str) -> None:
+        """Add text outside of messages, unless it is empty."""
         if text:
             self._parts.append(Outside(text))

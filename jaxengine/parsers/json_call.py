@@ -74,7 +74,7 @@ class JsonCall:
         return at, progress
 
     def _read(self, char: str) -> Progress:
-        """Read one character of the object; pass its name and arguments on. Return the progress with it."""
+        """Read one character of the object; keep its name and arguments for `_send`. Return the progress with it."""
         scanner = self._scanner
         depth, in_string, in_key, begins_value = (
             scanner.depth,
@@ -105,9 +105,13 @@ class JsonCall:
 
     @property
     def _is_call(self) -> bool:
+        """Whether the name is known and the arguments have begun."""
         return self._name is not None and (self._in_arguments or self._has_arguments)
 
     def _wrong(self) -> Progress:
+        """Return what an invalid character makes of the object: REJECTED before it is a call, BROKEN within its
+        arguments, else CUT.
+        """
         if not self._is_call:
             return Progress.REJECTED
         return Progress.BROKEN if self._in_arguments else Progress.CUT

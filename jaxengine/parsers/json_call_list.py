@@ -39,7 +39,9 @@ class JsonCallList:
         return at, progress
 
     def _open_list(self, text: str, at: int) -> tuple[int, Progress]:
-        """State before the opening bracket: white space or "[", else REJECTED. Arguments and result as of `read`."""
+        """State before the opening bracket: white space or "[", else REJECTED. Reads `text` from `at`; returns
+        (position after what it read, progress).
+        """
         at, found = self._opening.read(text, at)
         if found:
             self._before = [self._opening.held]
@@ -47,7 +49,9 @@ class JsonCallList:
         return at, Progress.REJECTED if found is False else Progress.MORE
 
     def _open_object(self, text: str, at: int) -> tuple[int, Progress]:
-        """State before the brace of a call: white space or "{", else REJECTED. Arguments and result as of `read`."""
+        """State before the brace of a call: white space or "{", else REJECTED. Reads `text` from `at`; returns
+        (position after what it read, progress).
+        """
         at, found = self._opening.read(text, at)
         if found:
             self._before.append(self._opening.held[:-1])
@@ -57,7 +61,9 @@ class JsonCallList:
         return at, Progress.REJECTED if found is False else Progress.MORE
 
     def _object(self, text: str, at: int) -> tuple[int, Progress]:
-        """State in a call, which reads its own text; its end leads between calls. Arguments and result as of `read`."""
+        """State in a call, which reads its own text; its end leads between calls. Reads `text` from `at`; returns
+        (position after what it read, progress).
+        """
         assert self._call is not None
         at, progress = self._call.read(text, at)
         if not self._call.held:
@@ -67,7 +73,9 @@ class JsonCallList:
         return at, progress
 
     def _between(self, text: str, at: int) -> tuple[int, Progress]:
-        """State after a call, before a comma or the closing bracket. Arguments and result as of `read`."""
+        """State after a call, before a comma or the closing bracket (DONE); other characters than white space are
+        REJECTED. Reads one character of `text`, at `at`; returns (new position, progress).
+        """
         char = text[at]
         if char == "]":
             return at + 1, Progress.DONE

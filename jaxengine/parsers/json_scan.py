@@ -51,10 +51,12 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
+        """Return the number of open arrays and objects."""
         return len(self._open)
 
     @property
     def in_string(self) -> bool:
+        """Whether the position is inside a string."""
         return self._state in (_State.STRING, _State.ESCAPE, _State.HEX)
 
     @property
@@ -64,14 +66,20 @@ class JsonScanner:
 
     @property
     def expects_value(self) -> bool:
+        """Whether the next character other than white space must begin a value; False where a bracket may close
+        instead.
+        """
         return self._state is _State.VALUE
 
     @property
     def done(self) -> bool:
+        """Whether the value is complete."""
         return self._state is _State.END
 
     def skip(self, text: str, at: int) -> int:
-        """Skip characters inside a string that cannot end it; return the new position."""
+        """Skip characters of `text` from `at` on that a string goes on with, up to a quote or backslash; return the new
+        position, `at` outside of strings.
+        """
         if self._state is not _State.STRING:
             return at
         plain = _PLAIN.match(text, at)
@@ -93,7 +101,7 @@ class JsonScanner:
         return at, True
 
     def read(self, char: str) -> bool:
-        """Read the next character; return False if no JSON value continues like this."""
+        """Read the next character `char`; return False if no JSON value continues like this."""
         state = self._state
         if state is _State.STRING:
             if char == '"':
@@ -120,7 +128,9 @@ class JsonScanner:
         return char in _SPACE or self._structure(state, char)
 
     def _structure(self, state: _State, char: str) -> bool:
-        """Read a character that is neither white space nor within a string or scalar; return False if it is wrong."""
+        """Read the character `char`, in `state`, that is neither white space nor within a string or scalar; return
+        False if it is wrong.
+        """
         closes = bool(self._open) and char == _CLOSING[self._open[-1]]
         if state in (_State.KEY, _State.FIRST_KEY) and char == '"':
             self._state, self.in_key = _State.STRING, True
@@ -151,10 +161,12 @@ class JsonScanner:
         return True
 
     def _after_value(self) -> _State:
+        """Return the state after a value: NEXT within brackets, END outside."""
         return _State.NEXT if self._open else _State.END
 
 
 def _is_scalar(text: str) -> bool:
+    """Whether a text is a JSON number, true, false or null."""
     try:
         json.loads(text, parse_int=len, parse_float=len, parse_constant=int)  # int("Infinity") raises ValueError
     except ValueError:

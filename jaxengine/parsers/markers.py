@@ -10,6 +10,7 @@ class Marker:
     """Search for the first of some words anywhere in a text. No word may be a prefix of another."""
 
     def __init__(self, *words: str):
+        """Begin with nothing held. words: at least one, none a prefix of another (asserted)."""
         assert not any(later.startswith(word) for word, later in pairwise(sorted(words))), words
         self._words = words
         self._longest = max(map(len, words))
@@ -94,7 +95,9 @@ class Opening:
 
 
 def _step(words: tuple[str, ...], index: int, offset: int, char: str) -> tuple[tuple[str, ...], int, int] | None:
-    """Return the state after a character: words, index of the next one, position in it; None if it does not fit."""
+    """Return the state of one choice after the character `char`, which stands at `offset` in word `index`, 0 also for
+    white space before it: words, index of the next one, position in it; None if it does not fit.
+    """
     word = words[index]
     if word[offset : offset + 1] == char:
         return (words, index, offset + 1) if offset + 1 < len(word) else (words, index + 1, 0)

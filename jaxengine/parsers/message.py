@@ -17,14 +17,14 @@ class MessageParser:
         self._late_end: LateEnd | None = None
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now. Without parsers all is content."""
         events: list[Event] = [ContentDelta(text)] if text else []
         if self._reasoning is not None:
             events = self._reasoning.feed(text)
         return self._call_tools(events)
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output and both parsers; return the events of text that was held back."""
         events = self._call_tools([] if self._reasoning is None else self._reasoning.finish())
         if self._tools is not None:
             events += self._without_late_end(self._tools.finish())
@@ -33,7 +33,7 @@ class MessageParser:
         return events
 
     def _call_tools(self, events: list[Event]) -> list[Event]:
-        """Return these events, with what the tool parser makes of the content among them."""
+        """Return these events, with what the tool parser, if there is one, makes of the content among them."""
         if self._reasoning is not None and self._reasoning.late_ends and self._late_end is None:
             self._late_end = LateEnd(self._reasoning.late_ends)
         if self._tools is None:
@@ -91,7 +91,9 @@ class LateEnd:
         return plain + self._released(text[at:])
 
     def take(self) -> str:
-        """Return held text that is not the beginning of the word after all."""
+        """Return held text that is not the beginning of the word after all, and hold it no longer; white space before
+        other content stays held.
+        """
         return "" if self._end is None else self._released(self._end.take())
 
     def _released(self, text: str) -> str:

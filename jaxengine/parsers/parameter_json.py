@@ -24,6 +24,7 @@ class ParameterJson:
     """
 
     def __init__(self, out: Collector, schema: Schema | None, verbatim: bool):
+        """Write the opening brace."""
         self._out = out
         self._schema = SchemaDocument(schema)
         rules = self._schema.applicable(self._schema.root)
@@ -43,7 +44,9 @@ class ParameterJson:
         return self._properties - self._names if self._properties else None
 
     def begin(self, name: str, types: frozenset[str] | None) -> None:
-        """Begin the parameter `name`. types: JSON types that its value may have; None for those of the schema."""
+        """Begin the parameter `name`: write its name, unless it may be a wrapper. types: JSON types that its value may
+        have; None for those of the schema.
+        """
         self._spell_wrapped()
         self._types = types_of(self._schema, name) if types is None else types
         is_only = bool(self._properties) and name not in self._properties and not self._names
@@ -68,7 +71,7 @@ class ParameterJson:
             self._value = [said[len(now) :]]
 
     def end_value(self, closed: bool) -> None:
-        """End the value.
+        """End the value, and write what is held of it.
 
         closed: its own closing word came. If that word is missing, one more line break at the end of the text, which
         the format has after the word, is not part of the value.
@@ -80,7 +83,7 @@ class ParameterJson:
             self._out.arguments(_escaped(held) + '"' if self._is_streamed else as_json(held, self._types))
 
     def end(self) -> None:
-        """End the arguments.
+        """End the arguments with the closing brace.
 
         If the only parameter is a wrapper ("arguments" or "input", which the function lacks) and its value is an object
         of parameters of the function, that object is emitted in its place.
@@ -94,12 +97,14 @@ class ParameterJson:
         self._out.arguments("}")
 
     def cut_name(self, name: str, is_complete: bool) -> None:
-        """End an output that ends in a parameter's name, or after it. is_complete: whether the name is complete."""
+        """End an output that ends in a parameter's name, or after it. is_complete: whether the name is complete.
+        Nothing is closed.
+        """
         self._spell_wrapped()
         self._out.arguments(self._name_json(name) if is_complete else self._name_json(name).removesuffix('"'))
 
     def cut_value(self) -> None:
-        """End an output that ends in a parameter's value."""
+        """End an output that ends in a parameter's value: write what is held, and close nothing."""
         text = _without_breaks("".join(self._value), self._own_line)
         if self._is_wrapper:
             self._out.arguments(f"{json.dumps(*self._names)}: ")
@@ -107,9 +112,11 @@ class ParameterJson:
 
     @property
     def _is_streamed(self) -> bool:
+        """Whether the value is a string, which is written as it arrives."""
         return self._types == _STRING and not self._is_wrapper
 
     def _name_json(self, name: str) -> str:
+        """Return a parameter's name as a JSON key, after a comma unless it is the first."""
         return f"{', ' if self._names else ''}{json.dumps(name, ensure_ascii=False)}"
 
     def _spell_wrapped(self) -> None:

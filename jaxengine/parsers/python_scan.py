@@ -78,9 +78,10 @@ class PythonScanner:
         self._scalar: list[str] = []
 
     def read(self, char: str) -> Reading:
-        """Read the next character; return whether the value goes on, is complete, or is no such literal.
+        """Read the next character `char`; return whether the value goes on, is complete, or is no such literal.
 
-        A name or number is complete only with the character after it (BEFORE), a string as well.
+        A name or number is complete only with the character after it (BEFORE), a string as well. After another result
+        than MORE the scanner is of no use.
         """
         match self._state:
             case _State.STRING:
@@ -111,7 +112,7 @@ class PythonScanner:
         return Reading.MORE if char.isspace() else self._structure(char)
 
     def _structure(self, char: str) -> Reading:
-        """Read a character that is neither white space nor within a string or scalar."""
+        """Read a character that is neither white space nor within a string or scalar; WRONG if it cannot follow."""
         state = self._state
         inner = self._open[-1] if self._open else None
         if inner is None or state is _State.VALUE:
@@ -156,7 +157,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _close(self, inner: _Open, is_empty: bool) -> Reading:
-        """Close the bracket `inner`, and decide whether it is a list, a dict or parentheses around a value."""
+        """Close the bracket `inner`, and decide whether it is a list, a dict or parentheses around a value. is_empty:
+        nothing stands in it.
+        """
         self._open.pop()
         if inner.bracket == "(" and not inner.has_comma and not is_empty:
             self.json[inner.place] = ""  # parentheses around a value
@@ -168,13 +171,14 @@ class PythonScanner:
         return self._end_value()
 
     def _end_value(self, was_string: bool = False) -> Reading:
+        """End a value (was_string: a string): DONE outside of brackets, else MORE."""
         self._state = _State.COLON if self._is_key else _State.NEXT
         self._is_key, self._was_string = False, was_string
         return Reading.MORE if self._open else Reading.DONE
 
     def _string(self, char: str) -> Reading:
-        """Read a character within a string: its end, a backslash, or one that goes into the JSON, escaped if need
-        be.
+        """Read a character within a string (always MORE): its end, a backslash, or one that goes into the JSON, escaped
+        if need be.
         """
         if char == self._quote:
             self.json.append('"')
@@ -199,7 +203,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _number(self, char: str) -> Reading:
-        """Read a digit of an escape by number; an octal one may be followed by any character."""
+        """Read a digit of an escape by number; an octal one of at most three digits may be followed by any character.
+        WRONG for another digit, and beyond Unicode.
+        """
         kind, digits = self._escape[0], self._escape[1:]
         if kind not in _HEX_DIGITS:
             if char in "01234567" and len(self._escape) < 3:
@@ -221,7 +227,7 @@ class PythonScanner:
 
 
 def _character(code: int) -> str:
-    """Return a character for use within a JSON string; an unpaired surrogate is escaped."""
+    """Return the character of this code point for use within a JSON string; an unpaired surrogate is escaped."""
     return json.dumps(chr(code), ensure_ascii=0xD800 <= code <= 0xDFFF)[1:-1]
 
 

@@ -30,13 +30,14 @@ class HarmonyFormat:
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
         """Return reasoning_end of structured_outputs, the channel name and <|message|> of the answer, between which the
-        model may write a constraint; {} for a continued answer. See registry.ReasoningFormat.waits_for.
+        model may write a constraint; {} for a continued answer; the prompt does not matter. See
+        registry.ReasoningFormat.waits_for.
         """
         return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after for such an output; calls and remarks before them are not the answer. See
-        registry.ReasoningFormat.answers_after.
+        """Return the fields of stop_after for such an output; None for a continued answer. Calls and remarks before
+        them are not the answer. See registry.ReasoningFormat.answers_after.
         """
         return self.waits_for(prompt, continued) or None
 
@@ -44,7 +45,7 @@ class HarmonyFormat:
         """Return the fields of thinking_words, of which only a first message of the channel analysis is limited: what
         ends and begins reasoning, and the text that closes it.
 
-        None for an output that continues a given answer, the text `continued`.
+        None for an output that continues a given answer, the text `continued`; the prompt does not matter.
         """
         if continued:
             return None
@@ -69,11 +70,11 @@ class HarmonyReasoningParser:
         self._said: set[type] = set()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         return self._events(self._reader.feed(text))
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         return self._events(self._reader.finish())
 
     def _events(self, parts: list[Part]) -> list[Event]:
@@ -88,7 +89,9 @@ class HarmonyReasoningParser:
         return joined
 
     def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
-        """Return the event of one part, with an empty text for a part that is not part of any message's text."""
+        """Return the event of one part, and remember the message it belongs to, with an empty text for a part that is
+        not part of any message's text.
+        """
         if isinstance(part, Header):
             self._header, self._is_call = part, part.function(self._functions) is not None
             if self._is_call:

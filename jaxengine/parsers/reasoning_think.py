@@ -58,8 +58,8 @@ class ThinkFormat:
         return parser if self.answer is None else AnswerParser(parser, *self.answer)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`; {}
-        without reasoning.
+        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`;
+        reasoning_begin is None if the output begins inside reasoning; {} if its reasoning is over.
         """
         inside = self._begins_inside(prompt, continued)
         if inside is False:
@@ -68,16 +68,19 @@ class ThinkFormat:
         return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after for such an output as in `open`; None if all of it is the answer. Even after
-        an end word in the prompt, an output may begin with an opening word. calls: whether a parser of tool calls
-        follows.
+        """Return the fields of stop_after for such an output as in `open`: reasoning_end, and reasoning_begin, None if
+        it begins inside reasoning. Never None here: even after an end word in the prompt, an output may begin with an
+        opening word. calls: whether a parser of tool calls follows.
         """
         inside = self._begins_inside(prompt, continued)
         ends = (*self.ends, *(self.calls if calls else ()))
         return {"reasoning_end": ends, "reasoning_begin": None if inside else self.begins}
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit."""
+        """Return the fields of thinking_words for such an output as in `open`: reasoning_end, the end words and those
+        around calls; reasoning_begin, None if it begins inside reasoning; closing, the end word. Never None here:
+        reasoning may always be opened.
+        """
         begin = None if self._begins_inside(prompt, continued) else self.begins[0]
         return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": self.ends[0]}
 
@@ -97,6 +100,7 @@ class ThinkFormat:
 
 
 def _end_of_last(text: str, word: str) -> int:
+    """Return the position after the last occurrence of `word`; -1 without one."""
     at = text.rfind(word)
     return -1 if at < 0 else at + len(word)
 
@@ -123,12 +127,14 @@ class ThinkParser:
         self.late_ends: tuple[str, ...] = ()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         self._read(text)
         return self._take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: reasoning, or content if no reasoning was
+        opened.
+        """
         if self._state == self._first:
             (self._reasoning if self._inside else self._content).append(self._opening.held)
         elif self._state == self._thoughts:
@@ -138,11 +144,13 @@ class ThinkParser:
         return self._take()
 
     def _take(self) -> list[Event]:
+        """Return the events since the last call, and keep them no longer."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
         self._reasoning, self._content = [], []
         return _events(reasoning, content)
 
     def _read(self, text: str) -> None:
+        """Read a text from the current state on."""
         at = 0
         while at < len(text):
             at = self._state(text, at)
@@ -160,7 +168,9 @@ class ThinkParser:
         return at
 
     def _thoughts(self, text: str, at: int) -> int:
-        """State in reasoning, up to a word that ends it or may begin a call. Arguments and result as of `_first`."""
+        """State in reasoning, up to a word that ends it (the answer follows) or may begin a call. Reads `text` from
+        `at`; returns the position after what it read.
+        """
         plain, at, word = self._end.read(text, at)
         self._reasoning.append(plain)
         if word in self._ends:
@@ -187,10 +197,12 @@ class ThinkParser:
         return at
 
     def _end_by_call(self, text: str) -> None:
+        """End the reasoning by a call that begins with this text, which is content; an end word may still come."""
         self._content.append(text)
         self.late_ends, self._state = self._ends, self._answer
 
     def _answer(self, text: str, at: int) -> int:
+        """State after reasoning: all text from `at` is content. Returns the end of the text."""
         self._content.append(text[at:])
         return len(text)
 
@@ -206,12 +218,14 @@ class ShownParser:
         self._before = before
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now. The first piece gets the opening word
+        in front.
+        """
         before, self._before = self._before, ""
         return _events("", before + text)
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         return self.feed("")
 
 
@@ -230,15 +244,17 @@ class AnswerParser:
 
     @property
     def late_ends(self) -> tuple[str, ...]:
-        """Words of the inner parser, as ReasoningParser.late_ends."""
+        """Return the inner parser's words that end reasoning, if a call has ended it without one of them; else ()."""
         return self._inner.late_ends
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now, without the words around the
+        answer.
+        """
         return self._unwrap(self._inner.feed(text))
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         events = self._unwrap(self._inner.finish())
         held = self._opening.held if self._state == self._before else self._end.take()
         return events + _events("", held)
@@ -254,6 +270,9 @@ class AnswerParser:
         return found
 
     def _before(self, text: str) -> str:
+        """State before the word that begins the answer. Returns the content of `text` that is certain, "" while the
+        word may still come.
+        """
         at, found = self._opening.read(text, 0)
         if found is None:
             return ""
@@ -261,12 +280,14 @@ class AnswerParser:
         return self._first(text[at:]) if found else self._opening.held + text[at:]
 
     def _first(self, text: str) -> str:
+        """State right after that word: drops a line break. Returns content, as the other states."""
         if not text:
             return ""
         self._state = self._inside
         return self._inside(text.removeprefix("\n"))
 
     def _inside(self, text: str) -> str:
+        """State in the answer, up to the word that ends it. Returns content."""
         plain, at, word = self._end.read(text, 0)
         if not word:
             return plain
@@ -274,6 +295,7 @@ class AnswerParser:
         return plain + self._after_answer(text[at:])
 
     def _after_answer(self, text: str) -> str:
+        """State after the answer: white space is held, and dropped if nothing follows. Returns content."""
         self._space.append(text)
         if not text or text.isspace():
             return ""
@@ -281,9 +303,11 @@ class AnswerParser:
         return "".join(self._space)
 
     def _rest(self, text: str) -> str:
+        """State in which all text is content."""
         return text
 
 
 def _events(reasoning: str, content: str) -> list[Event]:
+    """Return the events of these texts, none for an empty one."""
     events = [ReasoningDelta(reasoning), ContentDelta(content)]
     return [event for event in events if event.text]

@@ -74,7 +74,7 @@ class ToolFormat:
     template: tuple[str, ...] = ()
 
     def open(self, functions: Mapping[str, Schema]) -> OutputParser:
-        """Create a parser for one output. functions: schemas of arguments, by function name."""
+        """Create a parser for one output, with new ids. functions: schemas of arguments, by function name."""
         return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
 
     def call_starts(self, functions: Collection[str]) -> CallStarts:
@@ -109,19 +109,21 @@ class ReasoningFormat(Protocol):
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
         """Return the fields of structured_outputs for such an output as in `open`: reasoning_end and, where reasoning
-        is optional, reasoning_begin; {} without reasoning.
+        is optional, reasoning_begin; {} without reasoning. prompt, continued: as of `open`.
         """
         ...
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
         """Return the fields of stop_after for such an output as in `open`; None if all of it is the answer.
 
-        calls: whether a parser of the model's own tool calls follows.
+        prompt, continued: as of `open`. calls: whether a parser of the model's own tool calls follows.
         """
         ...
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit."""
+        """Return the fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit.
+        prompt, continued: as of `open`.
+        """
         ...
 
 
@@ -152,7 +154,7 @@ def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool =
 
 
 def _section(models: str, words: tool_sections.SectionWords, template: tuple[str, ...]) -> ToolFormat:
-    """Return the format of calls in a section with these words."""
+    """Return the format of calls in a section with these words. models, template: as of ToolFormat."""
     return ToolFormat(
         partial(tool_sections.SectionToolParser, words=words),
         models,
@@ -165,7 +167,7 @@ def _section(models: str, words: tool_sections.SectionWords, template: tuple[str
 
 
 def _parameters(models: str, words: tool_parameters.ParameterWords, template: tuple[str, ...]) -> ToolFormat:
-    """Return the format of calls with plain-text arguments and these words."""
+    """Return the format of calls with plain-text arguments and these words. models, template: as of ToolFormat."""
     return ToolFormat(
         partial(tool_parameters.ParameterToolParser, words=words),
         models,
@@ -191,7 +193,9 @@ def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fiel
 
 
 def _objects(models: str, begin: str, end: str, space: str, **fields: Any) -> ToolFormat:
-    """Return the format of JSON objects between two words. space: text inside of the words; fields: of ToolFormat."""
+    """Return the format of JSON objects between the words `begin` and `end` ("": none). models: as of ToolFormat.
+    space: text inside of the words; fields: of ToolFormat.
+    """
     return ToolFormat(
         partial(tool_hermes.HermesToolParser, begin=begin, end=end),
         models,
@@ -332,6 +336,7 @@ def reasoning_format(name: str | None) -> ReasoningFormat | None:
 
 
 def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:
+    """Raise ConfigError, about `option`, for a name that is neither in `known` nor "auto" nor None."""
     if name not in (None, AUTO, *known):
         raise ConfigError(option, name, ", ".join([AUTO, *known]))
 

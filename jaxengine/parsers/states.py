@@ -17,10 +17,11 @@ class StateParser:
     _state: Callable[[str, int], int]
 
     def __init__(self, new_id: Iterable[str]):
+        """Begin without events. new_id: yields ids, of which each call takes one as it starts."""
         self._out = Collector(new_id)
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         self._read(text)
         return self._out.take()
 

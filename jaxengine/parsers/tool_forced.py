@@ -35,7 +35,9 @@ class RequiredToolParser:
         self._progress = Progress.MORE
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now. Text that is no list of calls, or
+        follows it, is content.
+        """
         at = 0
         if self._progress is Progress.MORE:
             at, self._progress = self._calls.read(text, 0)
@@ -48,7 +50,9 @@ class RequiredToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back. Text of an incomplete list that belongs to no
+        call is content.
+        """
         if self._progress is Progress.MORE:
             self._out.content(self._calls.held)
         return self._out.finish()
@@ -62,7 +66,7 @@ class NamedToolParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now. The first text starts the call."""
         if text and self._name is not None:  # an output that ends within reasoning has no call
             self._out.start(self._name)
             self._name = None
@@ -70,7 +74,7 @@ class NamedToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events that are left. An empty output has no call."""
         return self._out.finish()
 
 
@@ -82,7 +86,7 @@ class NamedTextParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now. The first text starts the call."""
         if not text:
             return []
         if self._name is not None:
@@ -93,7 +97,9 @@ class NamedTextParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back. The arguments are closed, if there is
+        a call.
+        """
         if self._name is None:
             self._out.arguments(_END)
         return self._out.finish()
@@ -108,7 +114,9 @@ class RequiredTextParser:
         self._head = ""
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now. The first line is held until it is
+        known which of both the output is.
+        """
         if self._parser is not None:
             return self._parser.feed(text)
         self._head += text
@@ -121,14 +129,18 @@ class RequiredTextParser:
         return [] if self._parser is None else self._parser.feed(rest)
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back, by the parser chosen, that of a list if none
+        was.
+        """
         if self._parser is None:
             self._parser = RequiredToolParser(self._ids)
             return self._parser.feed(self._head) + self._parser.finish()
         return self._parser.finish()
 
     def _opened(self, line: str) -> RequiredToolParser | NamedTextParser:
-        """Return the parser of what follows the first line, {"name": ...} for a text tool."""
+        """Return the parser of what follows the first line, {"name": ...} for a text tool; other lines belong to a
+        list.
+        """
         try:
             name: Any = json.loads(line)["name"]
         except (ValueError, KeyError, RecursionError):

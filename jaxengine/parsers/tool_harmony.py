@@ -30,7 +30,7 @@ from jaxengine.parsers.harmony import (
 def forced_grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules of outputs that call one function, with the top rule `start`; reasoning may precede the call.
 
-    Raises ValueError for a vocabulary without harmony's tokens.
+    Raises ValueError for a vocabulary without harmony's tokens, and as calls.json does.
     """
     tokens = {word: calls.token_id(word) for word in (CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START)}
     if None in tokens.values():
@@ -57,12 +57,12 @@ class HarmonyToolParser:
         self._is_blank = True
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now."""
         self._read(self._reader.feed(text))
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back."""
         self._read(self._reader.finish())
         return self._out.finish()
 
@@ -79,6 +79,7 @@ class HarmonyToolParser:
                 self._end(part.word)
 
     def _begin(self, header: Header) -> None:
+        """Begin a message: start its call, or write the header of one that is not addressed to the user as content."""
         self._header, self._function, self._is_blank = header, header.function(self._functions), True
         if self._function is not None:
             self._out.start(self._function)
@@ -86,6 +87,7 @@ class HarmonyToolParser:
             self._out.content(header.text)
 
     def _add(self, text: str) -> None:
+        """Add a piece of a body, to the call's arguments or to the content."""
         if self._function is None:
             self._out.content(text)
         else:
@@ -93,6 +95,9 @@ class HarmonyToolParser:
             self._out.arguments(text)
 
     def _end(self, word: str) -> None:
+        """End a message: a call without arguments gets {}; the end word of one that is not addressed to the user is
+        content.
+        """
         if self._function is not None:
             self._out.arguments("{}" if self._is_blank else "")
         elif not self._header.is_said:

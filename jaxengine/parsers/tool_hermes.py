@@ -21,6 +21,8 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n") -> Iterator[str]:
     """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call; space: text inside of the
     words.
+
+    Raises as calls.json does.
     """
     between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")
@@ -29,7 +31,7 @@ def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str =
 
 
 def starts(name: str, begin: str = BEGIN) -> Iterator[tuple[str, ...]]:
-    """Yield the beginning of a call of a function, see CallStarts.words."""
+    """Yield the beginning of a call of the function `name`, `begin` and a JSON object; see CallStarts.words."""
     yield (begin, *object_start(name))
 
 
@@ -47,7 +49,7 @@ class HermesToolParser(StateParser):
         self._call = self._new_call()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the rest of a call's arguments."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state == self._before_object:
@@ -61,6 +63,7 @@ class HermesToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
+        """State in content, up to the opening word. Reads `text` from `at`; returns the position after what it read."""
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -68,6 +71,7 @@ class HermesToolParser(StateParser):
         return at
 
     def _open(self) -> None:
+        """Enter the state after the opening word."""
         self._opening, self._call = Opening("{"), self._new_call()
         self._state = self._before_object
 
@@ -125,8 +129,10 @@ class HermesToolParser(StateParser):
         return at
 
     def _reject(self) -> None:
+        """Write an object that is no call as content, with the opening word."""
         if self._call.held:
             self._out.content(self._words[0] + self._opening.held[:-1] + self._call.held)
 
     def _new_call(self) -> JsonCall:
+        """Return a reader of the next object."""
         return JsonCall(self._out, ("arguments", "parameters"), bare=True)

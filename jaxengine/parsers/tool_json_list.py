@@ -20,6 +20,8 @@ _KEYS = ("arguments", "parameters")
 def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Iterator[str]:
     """Yield Lark rules for a list of calls, with the top rule `calls`. begins: words before the list; end: the word
     after it, "" for none.
+
+    Raises as calls.json does.
     """
     closing = calls.word(end) if end else ""
     yield f'calls: {calls.word(begins[0])} "[" {calls.listed("call", ", ")} "]" {closing}'
@@ -45,7 +47,7 @@ class JsonListToolParser(StateParser):
         self._state = self._before_list if bare else self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the rest of a call's arguments."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state == self._before_list:
@@ -59,6 +61,9 @@ class JsonListToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
+        """State in content, up to a word before a list. Reads `text` from `at`; returns the position after what it
+        read.
+        """
         plain, at, word = self._begin.read(text, at)
         self._out.content(plain)
         if word:
@@ -66,6 +71,7 @@ class JsonListToolParser(StateParser):
         return at
 
     def _open(self, word: str) -> None:
+        """Enter the state after a word before a list."""
         self._before, self._opening, self._state = word, Opening("["), self._before_list
 
     def _before_list(self, text: str, at: int) -> int:
@@ -124,5 +130,6 @@ class JsonListToolParser(StateParser):
         return at
 
     def _release(self) -> None:
+        """Write what the list has held, which is no call, as content, with the word before it."""
         if self._calls.held:
             self._out.content(self._before + self._calls.held)

@@ -26,7 +26,7 @@ _START = re.compile(r"[<{\[]")
 def grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules for one or several calls, with the top rule `calls`, without text around them.
 
-    Raises UnresolvedError for a reference of a schema to nowhere.
+    Raises UnresolvedError for a reference of a schema to nowhere, and as calls.json does.
     """
     yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
     # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.
@@ -51,7 +51,7 @@ class Llama3ToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back, as content."""
         if self._state == self._tag:
             self._out.content(_TAG[: self._num_of_tag])
         elif self._state == self._gap:
@@ -105,6 +105,7 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _open(self, text: str, at: int) -> int:
+        """Begin to read the object or list whose bracket stands at `at`; return the position after the bracket."""
         self._calls = JsonCall(self._out, _KEYS) if text[at] == "{" else JsonCallList(self._out, _KEYS, bare=False)
         self._calls.read(text[at], 0)
         self._state = self._reading
@@ -131,5 +132,6 @@ class Llama3ToolParser(StateParser):
         return len(text)
 
     def _release(self) -> None:
+        """Write text that is no call as content, with what is held before it."""
         if self._calls.held:
             self._out.content("".join(self._before) + self._calls.held)

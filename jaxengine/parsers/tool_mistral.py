@@ -24,7 +24,10 @@ _MAX_NAME = 256
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yield Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS]."""
+    """Yield Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS].
+
+    Raises as calls.json does.
+    """
     begin = calls.word(_BEGIN)
     yield from calls.arguments()
     if calls.token_id(_ARGS) is None:
@@ -38,7 +41,7 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 def starts(name: str) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of calls of a function, see CallStarts.words."""
+    """Yield the beginnings of calls of the function `name` in both forms, see CallStarts.words."""
     yield from ((_BEGIN, name, after) for after in ("{", _ARGS, _CALL_ID))
     yield from listed_starts((_BEGIN,), name)
 
@@ -55,7 +58,7 @@ class MistralToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the rest of a call's arguments."""
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state in (self._after_marker, self._name):
@@ -67,6 +70,7 @@ class MistralToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
+        """State in content, up to the marker. Reads `text` from `at`; returns the position after what it read."""
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -140,5 +144,6 @@ class MistralToolParser(StateParser):
         return at
 
     def _release_list(self) -> None:
+        """Write what the list has held, which is no call, as content, with the marker."""
         if self._calls.held:
             self._out.content(_BEGIN + "".join(self._word) + self._calls.held)

@@ -105,9 +105,11 @@ GLM45 = ParameterWords(
 
 
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
-    """Yield Lark rules for calls, with the top rule `calls`. Arguments have the order of their schema.
+    """Yield Lark rules for calls, with the top rule `calls`. words: of the format. Arguments have the order of their
+    schema.
 
-    A string is only constrained if its schema lists values. Raises ValueError as `argument_forms`.
+    A string is only constrained if its schema lists values. Raises ValueError for a schema with too many alternatives
+    or levels, UnresolvedError for a reference to nowhere, and as calls.json does.
     """
     line = literal("\n") if words.lines else ""
     forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
@@ -133,7 +135,9 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
 
 
 def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, name: str, rule: str) -> Iterator[str]:
-    """Yield Lark rules for one parameter, with the top rule `rule`."""
+    """Yield Lark rules for the parameter `name` of a form, with the top rule `rule`. Raises UnresolvedError, and as
+    calls.json does.
+    """
     begin, middle, end = map(calls.word, words.parameter)
     types, texts = form.types(name), form.texts(name)
     line = literal("\n") if words.lines else ""
@@ -149,7 +153,7 @@ def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, na
 
 
 def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of calls of a function, see CallStarts.words."""
+    """Yield the beginnings of calls of the function `name`, with and without a section's word, see CallStarts.words."""
     begin, middle, end = words.call
     for after in (middle,) if middle else (words.parameter[0], end):
         yield (begin, name, after)
@@ -185,7 +189,9 @@ class ParameterToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the arguments of a call as far as
+        they came.
+        """
         if self._state == self._content:
             self._out.content(self._outside.take())
         elif self._state == self._section:
@@ -248,6 +254,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _begin_call(self, held: str) -> None:
+        """Enter a function's name. held: the text before it, which is content if no call follows."""
         self._held, self._word, self._room, self._state = held, [], _MAX_NAME, self._in_call_name
 
     def _in_call_name(self, text: str, at: int) -> int:
@@ -273,6 +280,7 @@ class ParameterToolParser(StateParser):
         return at + read
 
     def _end_call(self) -> None:
+        """End the call's arguments, and the call."""
         assert self._arguments is not None
         self._arguments.end()
         self._arguments, self._state = None, self._content
@@ -346,6 +354,7 @@ class ParameterToolParser(StateParser):
         return at
 
     def _begin_value(self) -> None:
+        """Begin the value of the parameter just named."""
         assert self._arguments is not None
         self._arguments.begin(*self._name_and_types())
         self._state = self._in_value
@@ -390,7 +399,9 @@ class ParameterToolParser(StateParser):
         return at
 
     def _turn_from_value(self) -> None:
-        """End the value, by the word kept in `_end_word`, and read the text that was held after that word."""
+        """End the value, by the word kept in `_end_word`, select the next state, and read the text that was held after
+        that word.
+        """
         assert self._arguments is not None
         is_closed = self._end_word == self._words.parameter[2]
         self._arguments.end_value(is_closed)

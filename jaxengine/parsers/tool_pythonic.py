@@ -43,7 +43,8 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
     """Yield Lark rules for calls, with the top rule `calls`. Arguments have their schema's order; values are JSON.
 
     words: before and after the calls, "" for none; brackets: the calls are a list, otherwise one a line. Raises
-    ValueError for a name that is not a Python identifier, and as `argument_forms`.
+    ValueError for a name that is not a Python identifier, and for a schema with too many alternatives or levels;
+    UnresolvedError for a reference to nowhere, and as calls.json does.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -59,7 +60,9 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
 
 
 def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator[tuple[str, ...]]:
-    """Yield the beginning of a call of a function between words, see CallStarts.words."""
+    """Yield the beginning of a call of the function `name` after words[0], with a bracket if `brackets`; see
+    CallStarts.words.
+    """
     yield (words[0], *(["["] if brackets else []), name, "(")
 
 
@@ -67,7 +70,8 @@ def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
     """Yield Lark rules for the keyword arguments of a call by the form number `at`.
 
     first_<at>_<n>: the arguments from the n-th on, if none was written before; rest_<at>_<n>: the same with a comma
-    before them. Raises ValueError for a name that is not a Python identifier, UnresolvedError.
+    before them. Raises ValueError for a name that is not a Python identifier, UnresolvedError for a reference to
+    nowhere.
     """
     for number, name in enumerate(form.places):
         if not name.isidentifier():
@@ -102,7 +106,7 @@ class PythonicToolParser:
         self._value = PythonScanner()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output, as OutputParser.feed."""
+        """Read a piece of the output; return the events that are certain by now; a call is sent when it is closed."""
         at = 0
         while at < len(text):
             if self._state is _State.CONTENT:
@@ -120,7 +124,7 @@ class PythonicToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back, as content; text between calls is dropped."""
         if self._state is not _State.AFTER_CALL:
             self._release()
         if self._outside is not None:
@@ -128,7 +132,9 @@ class PythonicToolParser:
         return self._out.finish()
 
     def _seek(self, text: str, at: int) -> int:
-        """Pass text on as content up to the word before calls; return the position after what it read."""
+        """Pass `text` from `at` on as content up to the word before calls; drop the word after calls if calls came
+        before it; return the position after what it read.
+        """
         assert self._outside is not None
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -140,7 +146,9 @@ class PythonicToolParser:
         return at
 
     def _read(self, char: str) -> bool:
-        """Read the next character in or after calls; return False if the held text and the character are no calls."""
+        """Read the next character, `char`, in or after calls; return False if the held text and the character are no
+        calls.
+        """
         match self._state:
             case _State.NAME | _State.PARAMETER_NAME:
                 return self._read_word(char)
@@ -182,6 +190,7 @@ class PythonicToolParser:
         return False
 
     def _read_end(self, char: str) -> bool:
+        """Read a character of the word after calls; return False if it is another one."""
         if char != self._end[self._num_of_end]:
             return False
         self._num_of_end += 1
@@ -193,7 +202,9 @@ class PythonicToolParser:
         return True
 
     def _read_word(self, char: str) -> bool:
-        """Read a character of a function's or parameter's name, or the one that ends it."""
+        """Read a character of a function's or parameter's name, or the one that ends it. Returns False if the held text
+        and the character are no calls.
+        """
         if char.isidentifier() or char.isdigit() or (char == "." and self._state is _State.NAME):
             self._word.append(char)
             return True
@@ -206,15 +217,19 @@ class PythonicToolParser:
         return self._read(char)
 
     def _open_call(self, char: str) -> bool:
+        """Begin the arguments of a call; return whether the character is "("."""
         self._json, self._state = ["{"], _State.PARAMETER
         return char == "("
 
     def _open_value(self, char: str) -> bool:
+        """Begin a value; return whether the character is "="."""
         self._value, self._state = PythonScanner(), _State.VALUE
         return char == "="
 
     def _read_value(self, char: str) -> bool:
-        """Read a character of a value, or the one that ends it."""
+        """Read a character of a value, or the one that ends it. Returns False if the held text and the character are no
+        calls.
+        """
         reading = self._value.read(char)
         if reading in (Reading.MORE, Reading.WRONG):
             return reading is Reading.MORE
@@ -223,10 +238,12 @@ class PythonicToolParser:
         return reading is Reading.DONE or self._read(char)
 
     def _end_call(self) -> None:
+        """Send the call and its arguments, and drop the held text."""
         self._out.start(self._name)
         self._out.arguments("".join(self._json) + "}")
         self._held, self._state, self._has_called = [], _State.AFTER_CALL, True
 
     def _release(self) -> None:
+        """Write the held text, which is no call, as content, and look for calls again."""
         self._out.content("".join(self._held))
         self._held, self._state = [], self._elsewhere

@@ -98,7 +98,10 @@ KIMI_K2 = SectionWords(
 
 
 def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
-    """Yield Lark rules for one section of calls, with the top rule `calls`."""
+    """Yield Lark rules for one section of calls, with the top rule `calls`. words: of the format.
+
+    Raises as calls.json does.
+    """
     opening, closing = map(calls.word, words.section)
     yield f"calls: {opening} {'call+' if calls.many else 'call'} {closing}"
     kind = [calls.word(word) for word in words.kind]
@@ -145,7 +148,7 @@ class SectionToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output, as OutputParser.finish."""
+        """End the output; return the events of text that was held back: content, or the rest of a call's arguments."""
         if self._state == self._content:
             self._out.content(self._outside.take())
         elif self._state == self._section:
@@ -191,6 +194,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _begin_call(self, held: list[str]) -> None:
+        """Enter the head of a call. held: the words before it, which are content if no call follows."""
         self._held, self._head, self._room, self._state = held, [], _MAX_HEAD, self._in_head
 
     def _in_head(self, text: str, at: int) -> int:
@@ -262,7 +266,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _turn_to(self, word: str) -> None:
-        """Select the state after a call, by the word that ended it, which may be missing."""
+        """Select the state after a call, by the word that ended it, "" while none has come."""
         if word == self._words.begin:
             self._begin_call([word])
         elif word:
@@ -270,10 +274,14 @@ class SectionToolParser(StateParser):
             self._state = self._content
 
     def _end_call(self, rest: str) -> None:
+        """Write the text between the arguments and the end of the call as content, unless it is blank or the fence."""
         between = "".join(self._held) + rest
         if between.strip() not in ("", self._words.fence):
             self._out.content(between)
 
     def _reject(self, text: str) -> None:
+        """Write the held words and this text, which are no call, as content, and return to the state outside
+        of calls.
+        """
         self._out.content("".join(self._held) + text)
         self._state = self._content

@@ -35,7 +35,9 @@ def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
 
 
 def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str]:
-    """Return the JSON types of the values that schemas at some places allow; only "string" if they give none."""
+    """Return the JSON types of the values that the schemas at these places name, all together; only "string" if they
+    name none. document: in which references are looked up.
+    """
     found: set[str] = set()
     for place in places:
         for each in document.applicable(place):
@@ -52,6 +54,7 @@ def _own_types(schema: Schema) -> set[str]:
 
 
 def _list(value: Any) -> list[Any]:
+    """Return a list unchanged, [] for other values."""
     return value if isinstance(value, list) else []
 
 
@@ -80,11 +83,12 @@ def _is_of(text: str, types: frozenset[str]) -> bool:
 
 
 def _number(text: str) -> int | float:
-    """Parse a number; 1.0 is an integer in JSON Schema."""
+    """Return 0 for the text of a whole number (1.0 is an integer in JSON Schema), 0.5 for others."""
     return 0 if float(text).is_integer() else 0.5
 
 
 def _no_constant(name: str) -> Any:
+    """Raise ValueError: json.loads passes NaN, Infinity and -Infinity here."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -93,21 +93,27 @@ def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hid
 
 
 def captured_fields(hidden_states: bool, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return fields of TokenParams for a request that gets hidden states, or the activations at these taps."""
+    """Return fields of TokenParams for a request that gets hidden states, or the activations at these taps.
+
+    {} for one that gets neither.
+    """
     captured = (*((HIDDEN_STATES,) if hidden_states else ()), *(names or ()))
     return {"capture": captured, "reads_prompt": True, "capabilities": CAPTURE} if captured else {}
 
 
 def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
-    """Read the field `steer` as given by a caller; None for an empty list. Raises RequestError."""
+    """Read the field `steer` as given by a caller; None for an empty list. name: of the field, for errors. Raises
+    RequestError for what is not a list of at most MAX_STEER entries, and as `_entry` does.
+    """
     if not isinstance(value, (list, tuple)) or len(value) > MAX_STEER:
         raise _refused(name, value, f"{_FORM}, at most {MAX_STEER}")
     return tuple(_entry(name, each) for each in value) or None
 
 
 def _entry(name: str, value: Any) -> Steer:
-    """Return one entry of `steer`, a Steer or a dict of its fields, as a Steer with its vector as f32 bytes. Raises
-    RequestError.
+    """Return one entry of `steer`, a Steer or a dict of its fields, as a Steer with its vector as f32 bytes. A missing
+    scale is 1. Raises RequestError, which names `name`, for unknown keys, a missing vector, a scale above 1e20 in size,
+    and numbers without `at`.
     """
     if isinstance(value, (list, tuple)) and len(value) == len(_KEYS):  # a Steer, also one from a message
         value = dict(zip(_KEYS, value, strict=True))
@@ -126,7 +132,10 @@ def _entry(name: str, value: Any) -> Steer:
 
 
 def _check_at(name: str, at: Any) -> None:
-    """Raise RequestError unless `at` is a name of taps that can be steered, in form."""
+    """Raise RequestError unless `at` is a name of taps that can be steered, in form.
+
+    name: of the field, for the error.
+    """
     try:
         if not isinstance(at, str):
             raise TapError(at, "text")
@@ -138,8 +147,8 @@ def _check_at(name: str, at: Any) -> None:
 
 
 def _numbers(name: str, vector: Any) -> bytes:
-    """Return a vector, f32 bytes or numbers, as the bytes of a float32 array. Raises RequestError unless it has one
-    dimension and finite numbers.
+    """Return a vector, f32 bytes or numbers, as the bytes of a float32 array. Raises RequestError, which names `name`,
+    unless it has one dimension and finite real numbers, at least one. Imports numpy.
     """
     import numpy as np
 
@@ -156,4 +165,5 @@ def _numbers(name: str, vector: Any) -> bytes:
 
 
 def _refused(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError, with param "steer", that the value of `name` must be `allowed`."""
     return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param="steer", value=value)

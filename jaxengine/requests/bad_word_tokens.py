@@ -9,7 +9,9 @@ from jaxengine.scheduler.errors import RequestError
 
 
 def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
-    """Raise RequestError if the tokenized bad_words have more than MAX_BAD_WORDS_TOKENS tokens in total."""
+    """Raise RequestError if the tokenized bad_words, `sequences`, have more than MAX_BAD_WORDS_TOKENS tokens
+    in total.
+    """
     total = sum(len(sequence) for sequence in sequences)
     if total > MAX_BAD_WORDS_TOKENS:
         problem = f"bad_words must be at most {MAX_BAD_WORDS_TOKENS} tokens altogether, got {total}"

@@ -133,6 +133,9 @@ class BeamSearch:
         eos_token_ids: Sequence[int],
         max_model_len: int,
     ):
+        """Begin with one beam, the prompt's token ids. eos_token_ids: tokens that end a beam. max_model_len: limit of
+        prompt and output; with no room left, `prompts` is [] at once.
+        """
         self._params = params
         self._eos = frozenset(eos_token_ids)
         self._num_prompt = len(prompt_token_ids)
@@ -146,7 +149,10 @@ class BeamSearch:
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Extend the beams by one token. found: logprobs of the next token of each of `prompts`, in their order."""
+        """Extend the beams by one token. found: logprobs of the next token of each of `prompts`, in their order. A beam
+        with an end-of-sequence token ends, unless ignore_eos. Keeps the beam_width best of the running and of the ended
+        beams. Raises ValueError for another number of them.
+        """
         grown = []
         for beam, position in zip(self._beams, found, strict=True):
             best = sorted(position.items(), key=lambda entry: (entry[1].rank or 0, entry[0]))
@@ -165,7 +171,8 @@ class BeamSearch:
         self._num_left = self._num_left - 1 if self._beams else 0
 
     def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Return the best sequences, both those that ended and those that reached the limit.
+        """Return the best sequences, at most beam_width, both those that ended and those that reached the limit, whose
+        finish_reason it sets to "length".
 
         tokenizer: makes their text; None leaves that None.
         """
@@ -188,7 +195,8 @@ class BeamSearch:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         """Return a number that orders beams as cum_logprob / length ** length_penalty does: log length times the
-        penalty, minus log(-cum_logprob). The quotient itself leaves the range of a float for long prompts.
+        penalty, minus log(-cum_logprob). Infinity for a log-probability of 0. The quotient itself leaves the range of a
+        float for long prompts.
         """
         length = len(beam.tokens) - (beam.tokens[-1] in self._eos)
         if not length or beam.cum_logprob >= 0:
@@ -197,4 +205,5 @@ class BeamSearch:
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError about parameter `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

@@ -37,6 +37,9 @@ class CompletionLogprobs(Sequence[np.ndarray]):
         return len(self.cu_lens) - 1
 
     def __getitem__(self, index: Any) -> Any:
+        """Return the log-probabilities of one completion, a view f32[its length], or a list of those in a slice. Raises
+        IndexError.
+        """
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         index = range(len(self))[index]
@@ -65,7 +68,8 @@ class KnownCompletions:
         """Make the requests. prompts: as for `generate`, without images. completions: token ids of the completion of
         each prompt. decode: decode them token by token, which needs enable_trace_replay.
 
-        Raises RequestError, also for a completion that exceeds max_model_len, and for an engine that reports logits.
+        Raises RequestError, also for a pooling model, media, arguments of different lengths, decode without
+        enable_trace_replay, a completion that exceeds max_model_len, and for an engine that reports logits.
         """
         if decode and not inputs.config.enable_trace_replay:
             raise RequestError("decode needs an engine that was started with enable_trace_replay", param="decode")
@@ -91,8 +95,8 @@ class KnownCompletions:
             self._add(index, prompts[index], inputs)
 
     def _add(self, index: int, prompt: Prompt, inputs: InputProcessor) -> None:
-        """Append the request of a completion that has tokens. Raises RequestError for media, or beyond
-        max_model_len.
+        """Append the request of completion `index`, which has tokens, after `prompt`, to prompts and params. Raises
+        RequestError for media, or beyond max_model_len.
         """
         if has_media(prompt):
             raise RequestError("get_logprobs takes prompts of text or tokens, not images", param="multi_modal_data")
@@ -116,8 +120,8 @@ class KnownCompletions:
         self._first.append(len(prompt_ids))
 
     def result(self, outputs: Sequence[RequestOutput]) -> CompletionLogprobs:
-        """Return the log-probabilities. outputs: of the requests, in the order of `rows`. Raises RequestError if one of
-        them ended early.
+        """Return the log-probabilities, of completions without tokens too. outputs: of the requests, in the order of
+        `rows`. Raises RequestError if one of them ended early.
         """
         lengths = [len(own) for own in self._own]
         cu_lens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

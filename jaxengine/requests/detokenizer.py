@@ -81,12 +81,15 @@ class IncrementalDetokenizer:
         return "".join(self._settled)
 
     def delta(self) -> str:
-        """Return the part of `text` added since the last call."""
+        """Return the part of `text` added since the last call, and count it as returned."""
         new = "".join(self._settled[self._num_taken :])
         self._num_taken = len(self._settled)
         return new
 
     def _take(self, text: str, check_stop: bool) -> str | None:
+        """Pass decoded text through the search for stop strings, and keep what is settled; return the stop string that
+        has ended the text, or None. check_stop: whether one that ends in this text counts.
+        """
         if self._stop is None:
             self._settle(text)
             return None
@@ -94,6 +97,7 @@ class IncrementalDetokenizer:
         return self._stop.met
 
     def _settle(self, text: str) -> None:
+        """Add text to the settled text."""
         if text:
             self._settled.append(text)
 
@@ -107,7 +111,9 @@ class _ByteDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the complete characters that these ids add."""
+        """Return the complete characters that these ids add, and hold the bytes of an incomplete one. Invalid bytes
+        become U+FFFD; skipped ids add nothing.
+        """
         skipped = self._skipped
         return self._utf8.decode(b"".join([self._token_bytes(i) for i in token_ids if i not in skipped]))
 
@@ -120,6 +126,9 @@ class _WindowDecoder:
     """Decoder for other vocabularies: the text of a window of ids with the new one, minus the text without it."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, join_added: bool, tail_ids: Sequence[int]):
+        """Begin with the window of tail_ids, the prompt's last. skip_special_tokens: special tokens add nothing.
+        join_added: adjacent added tokens get no space between them.
+        """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()
         self._joined = tokenizer.added_token_ids if join_added else frozenset()
@@ -128,7 +137,7 @@ class _WindowDecoder:
         self._num_known = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these ids add and that later ones do not change."""
+        """Return the text that these ids add and that later ones do not change; skipped ids add nothing."""
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def flush(self) -> str:
@@ -138,7 +147,9 @@ class _WindowDecoder:
         return text
 
     def _push(self, token_id: int) -> str:
-        """Return the text that one id adds, "" while it may end within a character."""
+        """Return the text that one id adds, "" while it may end within a character, for at most MAX_HELD_TOKENS - 1
+        ids.
+        """
         if token_id in self._joined and self._window and self._window[-1] in self._joined:
             held = self.flush()
             self._window, self._num_known = [token_id], 1

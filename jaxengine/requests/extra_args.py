@@ -34,7 +34,9 @@ def extra_fields(
 
 
 def _read_alignment(value: Any) -> tuple[int, int] | None:
-    """Return the first prompt token and the number of positions of an alignment; None for None. Raises RequestError."""
+    """Return the first prompt token and the number of positions of an alignment; None for None. Raises RequestError for
+    all but a pair of int32, the first >= 0 and the second >= 1.
+    """
     if value is None:
         return None
     whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(each) is int for each in value)

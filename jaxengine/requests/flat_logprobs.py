@@ -69,7 +69,7 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs[Position]: ...
     def __getitem__(self, index: int | slice) -> Position | FlatLogprobs[Position]:
-        """Return the dict of one position, or the flat form of the positions of a slice.
+        """Return the dict of one position, None for one without entries; or the flat form of the positions of a slice.
 
         Raises IndexError beyond the last position.
         """
@@ -100,5 +100,6 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
         return f"FlatLogprobs({len(self)} positions, {len(self.token_ids)} entries)"
 
     def _entry(self, index: int) -> Logprob:
+        """Return the entry of this index in the arrays."""
         rank = int(self.ranks[index])
         return Logprob(float(self.logprobs[index]), None if rank < 0 else rank, self.decoded_tokens[index])

@@ -23,9 +23,9 @@ class FoundRows:
         """Return the first `count` rows, or fewer if there are fewer; only_new: of these, those not returned before,
         which are then dropped.
 
-        For rows with named fields, a dict with the rows of each. Needs an `add` before, and the same `only_new` each
-        time. Takes time in proportion to the new rows; without only_new, on average. Steps that ran before it was known
-        that the sequence had ended may have added more than `count`.
+        For rows with named fields, a dict with the rows of each. Raises ValueError without an `add` before. Needs the
+        same `only_new` each time. Takes time in proportion to the new rows; without only_new, on average. Steps that
+        ran before it was known that the sequence had ended may have added more than `count`.
         """
         new = self._take_new(count) if only_new else self._take_all(count)
         return new if new.dtype.names is None else {name: new[name] for name in new.dtype.names}
@@ -57,4 +57,5 @@ class FoundRows:
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """Return the parts as one array, a single one without a copy. Raises ValueError for none."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -90,12 +90,14 @@ class InputProcessor:
 
     @cached_property
     def _structured_defaults(self) -> tuple[str, ...]:
-        """Return the switches of structured_outputs_config that hold for every request."""
+        """Return the switches of structured_outputs_config that hold for every request; kept."""
         return self.config.structured_outputs_config.chosen
 
     @cached_property
     def _processors(self) -> list[type[LogitsProcessor]]:
-        """Return the engine's logits processors."""
+        """Return the classes of the engine's logits processors; kept. Raises ConfigError for one that cannot be
+        imported.
+        """
         return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -127,8 +129,9 @@ class InputProcessor:
     ) -> dict[str, Any]:
         """Return the prompt of a conversation, for `prepare`: its text, token ids and any images and videos.
 
-        messages, multi_modal_data: from `media_reader.read`. chat_template: None for the engine's option, or else the
-        model's. Raises the same errors as Tokenizer.apply_chat_template; RequestError also without a tokenizer.
+        messages, multi_modal_data: from `media_reader.read`. mm_processor_kwargs: for the media. The other arguments
+        are Tokenizer.apply_chat_template's. chat_template: None for the engine's option, or else the model's. Raises
+        RequestError, also without a tokenizer; OverloadedError if too many templates are being rendered.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -156,10 +159,12 @@ class InputProcessor:
         """Check a request, tokenize its text and return it prepared. Takes long for images that `make_ready` has not
         processed.
 
-        request_id: None for the number of the request. options: None for the defaults.
+        Counts the request, once it is checked. prompt: embeddings too, with enable_prompt_embeds. request_id: None for
+        the number of the request; with n > 1 each of the n requests has its own, NUMBER_ID. options: None for the
+        defaults.
 
         Raises:
-          RequestError: names the field, its value and what is allowed.
+          RequestError: names the field, its value and what is allowed; also for the wrong kind of parameters or model.
         """
         if isinstance(params, PoolingParams):
             return self._prepare_pooling(prompt, params, request_id, options or RequestOptions())
@@ -223,8 +228,9 @@ class InputProcessor:
     def _prepare_pooling(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
-        """Check and prepare a request to a pooling model, as `prepare` does; `params` of the result is then a
-        PoolingRecipe.
+        """Check a request to a pooling model, tokenize it, count it and return it prepared, as `prepare` does for
+        others; `params` of the result is then a PoolingRecipe. Raises RequestError, also for a generating model and a
+        prompt that is still longer than max_model_len after it was cut.
         """
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
@@ -259,7 +265,9 @@ class InputProcessor:
         return self._num_requests
 
     def read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
-        """Return (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError.
+        """Return (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError for
+        other forms, unknown keys, empty text, text without a tokenizer, and as _check_token_ids and verify_salt do. Ids
+        that `make_ready` made are not checked.
 
         prefix: prepended to the text before it is tokenized; not to a prompt that has token ids.
         """
@@ -293,6 +301,7 @@ class InputProcessor:
 
     def make_ready(self, prompt: Prompt) -> Prompt:
         """Return a prompt with its images and videos preprocessed for the tower, for `prepare`; unchanged without any.
+        Embeddings become placeholders and their Media.
 
         Takes long if there are any: do not call it on an event loop. Raises RequestError, also for a text model.
         """
@@ -341,7 +350,8 @@ class InputProcessor:
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> dict[str, Any]:
         """Return fields of scheduler.Request that the n requests made of one caller's request share, apart from its
-        options'.
+        options'. token_ids: of the prompt; bad_words: their token ids. Raises RequestError as
+        SamplingParams.token_params and steering_vectors.steered do.
         """
         room = self.config.max_model_len - len(token_ids)
         if (trace := params.trace_decode_token_ids) is not None:
@@ -369,16 +379,16 @@ class InputProcessor:
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """Return the seed of output `number` of the request counted as `index`: it differs per request and output, and
-        is equal in every run with the same engine seed.
+        """Return the seed, 64 bits, of output `number` of the request counted as `index`: it differs per request and
+        output, and is equal in every run with the same engine seed.
         """
         origin = f"/{self._origin}" if self._origin else ""
         digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Return token ids of each bad word, at the start of a text and after a space, unless the latter ends with the
-        former.
+        """Return token ids of each of params.bad_words ([] for none), at the start of a text and after a space, unless
+        the latter ends with the former.
 
         vLLM drops the latter if it has a different number of tokens, which would allow the word after a space. Raises
         RequestError for a blank word, and for too many tokens.
@@ -407,7 +417,9 @@ class InputProcessor:
 
 
 def _option_fields(options: RequestOptions) -> dict[str, Any]:
-    """Return fields of scheduler.Request that come from the options."""
+    """Return fields of scheduler.Request that come from the options. deadline: in seconds of time.monotonic, infinite
+    without a timeout.
+    """
     return {
         "priority": options.priority,
         "client": options.client or "",
@@ -419,7 +431,7 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
 
 
 def make_processor(inputs: InputProcessor) -> Processor:
-    """Return the output processor for requests that `inputs` prepares."""
+    """Return a new output processor for requests that `inputs` prepares."""
     return (
         OutputProcessor(inputs.tokenizer, inputs.config.stream_interval)
         if inputs.pooling is None
@@ -428,7 +440,9 @@ def make_processor(inputs: InputProcessor) -> Processor:
 
 
 def follows_every_step(params: SamplingParams) -> bool:
-    """Whether the caller needs each token of the request as it is generated."""
+    """Whether the request's tokens are needed as they are generated: for a stream, stop strings, repetitions or
+    logprobs.
+    """
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
     return streamed or ends_by_output(params) or params.num_logprobs is not None
 
@@ -439,9 +453,11 @@ def ends_by_output(params: SamplingParams) -> bool:
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
-    """Return the InputProcessor for an engine of this model; needs no device. origin: see InputProcessor.
+    """Return the InputProcessor for an engine of this model; needs no device. Reads the tokenizer and the media
+    processor. origin: see InputProcessor.
 
-    Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer.
+    Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer or
+    media processor, ModelConfigError for an invalid configuration of the latter.
     """
     try:
         SamplingParams(**source.generation_defaults)

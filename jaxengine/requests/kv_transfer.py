@@ -16,11 +16,14 @@ _MAX_GROUPS, _MAX_COLUMNS = 64, 1 << 20
 
 
 def _is_id(value: Any) -> bool:
+    """Whether a value is an id of 1 to 256 letters, digits and . _ : @ -."""
     return isinstance(value, str) and bool(_ID.fullmatch(value))
 
 
 def _are_columns(value: Any) -> bool:
-    """Whether a value is a list of lists of small integers, one list for each cache group."""
+    """Whether a value is a list of lists of integers below _MAX_COLUMNS, one list for each of at most _MAX_GROUPS cache
+    groups.
+    """
     return (
         isinstance(value, list | tuple)
         and len(value) <= _MAX_GROUPS
@@ -30,6 +33,7 @@ def _are_columns(value: Any) -> bool:
 
 
 def _is_whole(low: int, high: int) -> Callable[[Any], bool]:
+    """Return a check whether a value is an int from `low` to `high`, both included."""
     return lambda value: type(value) is int and low <= value <= high
 
 
@@ -50,7 +54,8 @@ _NEEDED = ("remote_engine_id", "remote_request_id", "remote_block_ids")
 def read_kv_transfer(value: Any) -> KVTransferParams | None:
     """Return the record of a request's kv_transfer_params, None for none that ask for anything.
 
-    Raises RequestError, which names the field, for a value that is not allowed.
+    Raises RequestError, which names the field, for an unknown field, a value that is not allowed, do_remote_prefill
+    with do_remote_decode or without the ids and blocks that it needs, and one of host and port alone.
     """
     if value is None:
         return None
@@ -80,4 +85,5 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError about the field `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed is {allowed}", param=name, value=value)

@@ -81,14 +81,15 @@ class RequestOptions:
 
 
 def session_key(owner: str, session: str | None) -> str:
-    """Return the name of an owner's session in the engine; "" for none."""
+    """Return the name of an owner's session in the engine, OWNER/SESSION; "" for None."""
     return "" if session is None else f"{owner}/{session}"
 
 
 def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
     """Return the options of each of `count` prompts. priority, client: for all or one per prompt, None for none.
 
-    loras: names of adapters, one per prompt. Raises RequestError if the numbers of values and prompts differ.
+    loras: names of adapters, one per prompt. Raises RequestError if the number of priorities or clients is not `count`,
+    ValueError for that of loras.
     """
     priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
     several = isinstance(client, Sequence) and not isinstance(client, str)
@@ -103,13 +104,15 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
 
 
 def _refuse(name: str, value: Any, text: str) -> RequestError:
+    """Return the RequestError with this text about option `name`."""
     return RequestError(text, param=name, value=value)
 
 
 def params_for(count: int, params: Any) -> list[SamplingParams]:
     """Return copies of sampling parameters that request one output at the end: one for each of `count` prompts.
 
-    params: one for all, or one for each. Raises RequestError for anything else.
+    params: one for all, or one for each. Raises RequestError for another number of them. An entry that is no
+    SamplingParams is kept for the caller to refuse.
     """
     if isinstance(params, SamplingParams):
         params = [params] * count

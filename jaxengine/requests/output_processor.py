@@ -72,8 +72,8 @@ class _Sequence:
     stop_reason: int | str | None = None
 
     def append(self, token_id: int) -> tuple[FinishReason, str] | None:
-        """Add a token; return (reason, stop reason) if it ends the output: with the stop string that it completed, or
-        for a repetition. None if it does not.
+        """Add a token, one that is not hidden also to the text; return (reason, stop reason) if it ends the output:
+        with the stop string that it completed, or for a repetition. None if it does not.
         """
         self.token_ids.append(token_id)
         repeats = self.repetition is not None and self.repetition.append(token_id)
@@ -88,8 +88,8 @@ class _Sequence:
         return None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End the output for these reasons: settle its text and, if tokens were not reported step by step, take them
-        from the engine's request.
+        """End the output for these reasons: set them, settle its text and, if tokens were not reported step by step,
+        take them from the engine's request.
         """
         self.finish_reason, self.stop_reason = reason.value, stop_reason
         if not self.request.per_step:
@@ -109,7 +109,9 @@ class _Sequence:
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """Return the current output, as the output kind specifies, and count its tokens as sent."""
+        """Return the current output, as the output kind specifies (DELTA: what is new since the last call), and count
+        its tokens as sent.
+        """
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
         self.num_sent = len(self.token_ids)
         text = ""
@@ -199,7 +201,9 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking the n requests of `prepared`, and set their tags, by which their tokens are found."""
+        """Start tracking the n requests of `prepared`, and set their tags, by which their tokens are found. Its params
+        must be SamplingParams.
+        """
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
@@ -241,7 +245,9 @@ class OutputProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
     ) -> list[RequestOutput]:
-        """Process the results of a step; return the outputs for callers: each new piece, or complete requests.
+        """Process the results of a step; return the outputs for callers: each new piece, or complete requests. Tokens
+        and results of requests that are not tracked, and token ids below 0, are ignored. Requests that have ended are
+        no longer tracked.
 
         now: seconds of time.monotonic. stop: called for each request whose output ends because of its content, with the
         reason, its stop_reason (the stop string, or that it repeats itself) and the number of its tokens so far; it
@@ -283,8 +289,9 @@ class OutputProcessor:
         return outputs
 
     def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
-        """Return the outputs for callers of these sequences, which changed at time `now`; forget requests that have
-        ended.
+        """Return the outputs for callers of these sequences, which changed at time `now`; set the times of their
+        requests, and forget requests that have ended. A stream gets one for each sequence that is not waiting for more
+        tokens; a request with FINAL_ONLY one with all n, at its end.
         """
         outputs = []
         # Several of a request's n may have ended together: only the last of them reports that all have.
@@ -310,7 +317,7 @@ class OutputProcessor:
         return outputs
 
     def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
-        """Return a RequestOutput of a group with the given completions."""
+        """Return a RequestOutput of a group with the given completions. finished: whether all n have ended."""
         cached = group.sequences[0].request.num_cached_tokens
         return RequestOutput(
             request_id=group.request_id,
@@ -325,7 +332,9 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:
-        """Return the prompt's log-probabilities in the form that the request asks for, None unless requested."""
+        """Return the prompt's log-probabilities in the form that the request asks for, None unless requested. The flat
+        form is kept in the group.
+        """
         if group.prompt_logprobs is None or not group.params.flat_logprobs:
             return group.prompt_logprobs
         if group.flat_prompt_logprobs is None:
@@ -333,12 +342,17 @@ class OutputProcessor:
         return group.flat_prompt_logprobs
 
     def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Stop tracking a sequence, end its output for these reasons, and count one less as running. Raises KeyError if
+        it is not tracked.
+        """
         del self._sequences[sequence.request.tag]
         sequence.finish(reason, stop_reason)
         sequence.group.num_running -= 1
 
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
-        """Return the detokenizer of one output, None for a request or an engine without texts."""
+        """Return the detokenizer of one output, None for a request or an engine without texts. prompt_ids: of the
+        prompt, whose last 8 it needs.
+        """
         if self._tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
@@ -352,7 +366,9 @@ class OutputProcessor:
         )
 
     def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
-        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence."""
+        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence, add its own to the
+        sum, and append the numbers of return_sampling_mass if requested.
+        """
         params = sequence.group.params
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
         assert count is not None
@@ -363,7 +379,9 @@ class OutputProcessor:
             sequence.masses.append(scores.given_logprobs[row, -len(SAMPLING_FIELDS) :])
 
     def _score_prompt(self, scores: PromptScores) -> None:
-        """Store the log-probabilities of a chunk of a prompt, from the first of the request's n sequences."""
+        """Store the log-probabilities of a chunk of a prompt, from the first of the request's n sequences; those of
+        others and of unknown requests are dropped.
+        """
         sequence = self._sequences.get(scores.request.tag)
         if sequence is None or sequence.index != 0:
             return
@@ -382,8 +400,8 @@ class OutputProcessor:
     def _position(
         self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
     ) -> PositionLogprobs:
-        """Return the log-probabilities of the position that `row` of the scores has. count, given: as of
-        position_logprobs.
+        """Return the log-probabilities of the position that `row` of the scores has. count: likeliest tokens to list,
+        -1 for all; given: further (token id, logprob).
         """
         return position_logprobs(
             token_id,
@@ -397,5 +415,6 @@ class OutputProcessor:
         )
 
     def _decode_one(self, token_id: int) -> str:
+        """Return the text of one token, special ones included."""
         assert self._tokenizer is not None
         return self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -94,7 +94,7 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Return the seconds that the request waited in the engine's queue before it first ran."""
+        """Return the seconds that the request waited in the engine's queue before it first ran; None before that."""
         return _between(self.queued_time, self.first_scheduled_time)
 
     @property
@@ -104,6 +104,7 @@ class RequestMetrics:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
+    """Return end - start, None if one is None."""
     return None if start is None or end is None else end - start
 
 
@@ -179,7 +180,9 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:
-        """Append a later output of the same sequence, which holds only what is new, to this one."""
+        """Append a later output of the same sequence, which holds only what is new, to this one, in place;
+        cumulative_logprob, weight_versions and the reasons are those of the later one.
+        """
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]
         if later.logprobs is not None:
@@ -226,8 +229,8 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
-        """Merge a later output of the same request into this one: each of its completions is appended to that of the
-        same index (aggregate, for DELTA) or replaces it.
+        """Merge a later output of the same request into this one, in place: each of its completions is appended to that
+        of the same index (aggregate, for DELTA) or replaces it.
 
         So a reader slower than the engine holds one output, never a queue. Raises ValueError for another request's
         output.

@@ -43,8 +43,8 @@ class _Followed:
     rows: list[np.ndarray] = field(default_factory=list)
 
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the caller's output of an ended request. Token rows that are not finite change its finish reason to
-        "error".
+        """Return the caller's output of an ended request. Its data is empty unless the request ended with a vector.
+        Token rows that are not finite change the request's finish reason to "error".
         """
         request = self.request
         assert request.finish_reason is not None
@@ -94,7 +94,7 @@ class PoolingProcessor:
         self._by_id[prepared.request_id] = self._by_tag[request.tag] = followed
 
     def running(self, request_id: str) -> list[Request]:
-        """Return the request as a list, [] if it has ended."""
+        """Return the request of this id as a list, [] if it has ended or is unknown."""
         followed = self._by_id.get(request_id)
         return [] if followed is None else [followed.request]
 
@@ -109,7 +109,9 @@ class PoolingProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Process the results of a step; return the outputs of requests that ended. stop: not called here."""
+        """Process the results of a step; return the outputs of requests that ended. Those are no longer tracked. now:
+        seconds of time.monotonic. stop: not called here.
+        """
         for emitted in step.emitted:
             assert emitted.vectors is not None
             for tag, token_id, vector in zip(emitted.tags.tolist(), emitted.token_ids, emitted.vectors, strict=True):

@@ -58,14 +58,16 @@ Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | EmbedsPr
 
 
 def verify_salt(salt: Any) -> None:
-    """Raise RequestError unless the value is a valid cache_salt or None."""
+    """Raise RequestError unless the value is a string of 1 to 1024 characters or None."""
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
         problem = f"cache_salt is {show_value(salt)}; allowed is a string of 1 to {_MAX_SALT} characters"
         raise RequestError(problem, param="cache_salt", value=salt)
 
 
 def is_token_ids(value: Any) -> bool:
-    """Whether a value is a single prompt as token ids: a list of integers, or a one-dimensional integer array."""
+    """Whether a value is a single prompt as token ids: a list, tuple or range whose first item is an integer, or a
+    one-dimensional integer array. An empty list is none; an empty array is one.
+    """
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
     return isinstance(value, (list, tuple, range)) and len(value) > 0 and isinstance(value[0], (int, np.integer))

@@ -44,7 +44,8 @@ class RepetitionDetectionParams:
 def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParams | None:
     """Read the field `name` of a request: RepetitionDetectionParams, or a mapping of their fields.
 
-    Returns None for those that look for no pattern. Raises RequestError for anything else.
+    Returns None for those that look for no pattern. Raises RequestError for anything else, and for unknown or invalid
+    fields.
     """
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in _FIELDS]
@@ -59,5 +60,6 @@ def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParam
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError about a field of repetition_detection."""
     problem = f"repetition_detection.{name} must be {allowed}, got {show_value(value)}"
     return RequestError(problem, param="repetition_detection", value=value)

@@ -23,7 +23,9 @@ class RepetitionDetector:
         self._equal = np.zeros(len(sizes), np.int64)
 
     def append(self, token_id: int) -> bool:
-        """Add a token; return whether the output ends with a pattern that occurs `min_count` times in a row."""
+        """Add the output's next token; return whether the output now ends with a pattern, of min_pattern_size to
+        max_pattern_size tokens, that occurs min_count times in a row.
+        """
         self._equal += 1
         self._equal *= self._recent == token_id
         self._recent[1:] = self._recent[:-1]

@@ -17,7 +17,7 @@ _LONG_TEXT = 8192  # characters
 
 async def make_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
     """Preprocess a prompt's media or embeddings, or tokenize a long text, in a thread; return the prompt for a fast
-    `inputs.prepare`. Raises RequestError.
+    `inputs.prepare`. Other prompts are returned unchanged. Raises RequestError.
     """
     if has_media(prompt) or (isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None):
         return await inputs.media_reader.loader.process(inputs.make_ready, prompt)

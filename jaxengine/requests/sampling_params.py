@@ -81,7 +81,7 @@ def _optional(rule: Rule) -> Rule:
 
 
 def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
-    """Wrap a rule so that `meaning` replaces one allowed value."""
+    """Return a rule that allows what `rule` does, and gives `meaning` in place of `value`."""
 
     def check(name: str, given: Any) -> Any:
         checked = rule(name, given)
@@ -91,7 +91,7 @@ def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
 
 
 def _number(row: Row) -> Rule:
-    """Return the rule of a parameter that is a number of each row of a step."""
+    """Return the rule of a parameter of rows: a number from row.low to row.high; row.off means row.neutral."""
     rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
     return rule if row.off is None else _read_as(rule, row.off, row.neutral)
 
@@ -431,7 +431,7 @@ class SamplingParams(SamplingFields):
         )
 
     def clone(self) -> SamplingParams:
-        """Return a copy that later changes do not affect."""
+        """Return a copy that later changes, also of logit_bias and extra_args, do not affect."""
         mine = copy.copy(self)
         for name in ("logit_bias", "extra_args"):  # all other fields are immutable
             if (own := getattr(self, name)) is not None:
@@ -450,7 +450,7 @@ class SamplingParams(SamplingFields):
         return mine
 
     def child_seed(self, index: int) -> int | None:
-        """Return the seed of the index-th of `n` outputs, seed + index; None if unseeded."""
+        """Return the seed of output `index`, 0 to n - 1: seed + index in 63 bits; None if unseeded."""
         if self.seed is None or not index:
             return self.seed
         return (self.seed + index) & limits.INT64_MAX  # never -1, which would mean unseeded

@@ -28,8 +28,9 @@ def steered(
 ) -> TokenParams:
     """Return the parameters with `steer` replaced by the sum, at each tap, of what the request's entries add there.
 
-    vectors: those that the engine was started with. Raises RequestError for taps or vectors that the engine or the
-    model does not have, for more than MAX_ADDED numbers, and for sums that are not finite in float32.
+    params: of the request, unchanged. vectors: those that the engine was started with. Raises RequestError for taps or
+    vectors that the engine or the model does not have, for more than MAX_ADDED numbers, and for sums that are not
+    finite in float32.
     """
     if config.steer is None:
         raise RequestError("the engine was started without steer", param="steer")
@@ -61,7 +62,7 @@ def _terms(
     """Yield names of taps, a vector f32[D] that is added at each of them, and its scale.
 
     Equal entries are one, with their scales added up. known: taps of the engine; every: of the model. Raises
-    RequestError as `steered` does.
+    RequestError for taps and vectors that the engine or the model does not have.
     """
     scales: dict[tuple[str | None, bytes | str], float] = {}
     for entry in steer:

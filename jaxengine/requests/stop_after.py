@@ -53,8 +53,8 @@ def stop_after(name: str, value: Any) -> StopAfter:
 
 
 def _listed(name: str, value: Any) -> Sequence[Any]:
-    """Return the alternatives or consecutive texts of a value, which may be one text. Raises RequestError for anything
-    but a text or a list of 1 to _MAX_WORDS.
+    """Return the alternatives or consecutive texts of a value, which may be one text. name: of the field, for errors.
+    Raises RequestError for anything but a text or a list of 1 to _MAX_WORDS.
     """
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not 1 <= len(listed) <= _MAX_WORDS:
@@ -63,6 +63,9 @@ def _listed(name: str, value: Any) -> Sequence[Any]:
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
+    """Return a text or list of texts as a tuple. Raises RequestError for other values, empty texts, and too many or too
+    long ones.
+    """
     listed = _listed(name, value)
     if not all(isinstance(word, str) and 1 <= len(word) <= _MAX_CHARS for word in listed):
         raise _refuse(name, value)
@@ -70,6 +73,7 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _refuse(name: str, value: Any) -> RequestError:
+    """Return the RequestError about a field of stop_after."""
     allowed = f"a text of 1 to {_MAX_CHARS} characters, or a list of 1 to {_MAX_WORDS}"
     return RequestError(
         f"stop_after.{name} must be {allowed}, got {show_value(value)}", param="stop_after", value=value
@@ -95,7 +99,9 @@ class AnswerStops:
         return self._stops.met
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Read the next piece of text; return the text that is settled, as StopStrings.feed does."""
+        """Read the next piece of text; return the text that is settled, as StopStrings.feed does. counts=False: a stop
+        string that ends in this piece is ignored.
+        """
         return self._read(text, counts)
 
     def release(self) -> str:
@@ -103,7 +109,9 @@ class AnswerStops:
         return self._answer_from_beginning() + self._stops.release()
 
     def _at_opening(self, text: str, counts: bool) -> str:
-        """Read text until it is known whether the output begins with the opening word; return settled text."""
+        """Read text until it is known whether the output begins with the opening word; return settled text. It holds
+        the pieces until then; counts: whether stop strings that end in `text` count.
+        """
         assert self._opening is not None
         at, found = self._opening.read(text, 0)
         if not found:
@@ -121,7 +129,9 @@ class AnswerStops:
         return "".join([self._stops.feed(text, counts=counts) for text, counts in pieces])
 
     def _in_reasoning(self, text: str, counts: bool) -> str:
-        """Return text of the reasoning, which is settled, and search it for the words that end it."""
+        """Return text of the reasoning, which is settled, and search it for the words that end it, after which
+        `_before_answer` reads on. counts: whether stop strings that end in `text` count, once the answer begins.
+        """
         found = [at for words in self._ends if (at := _end(words, text)) is not None]
         if not found:
             return text
@@ -129,7 +139,7 @@ class AnswerStops:
         return text[: min(found)] + self._before_answer(text[min(found) :], counts)
 
     def _before_answer(self, text: str, counts: bool) -> str:
-        """Read white space after the reasoning, in which no stop string counts, and what follows it. Returns settled
+        """Read white space after the reasoning, in which no stop string ends, and what follows it. Returns settled
         text.
         """
         answer = text.lstrip()

@@ -21,12 +21,15 @@ class _Automaton:
             self._fallback.append(self._after(self._fallback[-1], char))
 
     def _after(self, matched: int, char: str) -> int:
+        """Return how many characters are matched after `char`, when `matched` were before it."""
         while matched and self.pattern[matched] != char:
             matched = self._fallback[matched]
         return matched + (self.pattern[matched] == char)
 
     def read(self, char: str) -> bool:
-        """Read a character; return whether it completes the pattern. After a match only `go_on` may be called."""
+        """Read the next character of the text; return whether it completes the pattern. After a match only `go_on` may
+        be called.
+        """
         self.matched = self._after(self.matched, char)
         return self.matched == len(self.pattern)
 
@@ -53,7 +56,7 @@ class StopStrings:
 
     def feed(self, text: str, *, counts: bool = True) -> str:
         """Read text; return the text that is settled: what precedes any stop string and cannot be the beginning of one,
-        or with `keep` all up to the end of the first. "" once a stop string was met.
+        or with `keep` all up to the end of the first. "" once a stop string was met. Sets `met`.
 
         counts=False: a stop string that ends within this text is ignored; one that begins in it may end, and count,
         later.
@@ -77,6 +80,6 @@ class StopStrings:
         return passed[: len(passed) - held]
 
     def release(self) -> str:
-        """Return the held text at the end of the input."""
+        """Return the held text at the end of the input, and hold it no longer."""
         held, self._held = self._held, ""
         return held

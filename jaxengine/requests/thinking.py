@@ -47,7 +47,7 @@ class ThinkingWords:
 def thinking_words(name: str, value: Any) -> ThinkingWords:
     """Check a value of SamplingParams.thinking_words, a ThinkingWords or a dict of its fields; return a ThinkingWords.
 
-    name: of the field, for the RequestError.
+    name: of the field, for the RequestError that other values raise.
     """
     if isinstance(value, ThinkingWords):
         return value
@@ -82,4 +82,5 @@ def limited(
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError about `name`, whose part before a point is the param."""
     return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name.partition(".")[0], value=value)

@@ -26,13 +26,18 @@ _FAN_IN = 8
 
 
 def block_sums(x: jax.Array) -> jax.Array:
-    """Return the sums of consecutive blocks of BLOCK tokens of each whole row: [S, V / n] -> [S, ceil(V / BLOCK)]."""
+    """Return the sums of consecutive blocks of BLOCK tokens of each whole row: [S, V / n] -> [S, ceil(V / BLOCK)].
+
+    n devices share the vocabulary, and each gets all the sums. A last block is filled with zeros.
+    """
     sums = _add_neighbours(_add_neighbours(x, _FAN_IN), BLOCK // _FAN_IN)
     return gather_parts(sums, VOCAB, dimension=1)
 
 
 def row_sums(x: jax.Array) -> jax.Array:
-    """Return the sum of each whole row: [S, V / n] -> [S, 1]."""
+    """Return the sum of each whole row: [S, V / n] -> [S, 1], the same on each of the n devices that share the
+    vocabulary.
+    """
     x = block_sums(x)
     while x.shape[1] > 1:
         x = _add_neighbours(x, _FAN_IN)
@@ -57,6 +62,8 @@ def running_sums(x: jax.Array) -> jax.Array:
 
 
 def _add_neighbours(x: jax.Array, num: int) -> jax.Array:
-    """Return the sums of each `num` consecutive columns: [S, C] -> [S, ceil(C / num)]."""
+    """Return the sums of each `num` consecutive columns: [S, C] -> [S, ceil(C / num)]; columns of zeros fill the last
+    sum.
+    """
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % num)))
     return functools.reduce(operator.add, [x[:, first::num] for first in range(num)])

@@ -157,7 +157,9 @@ def sample(
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
         """Sample token ids from the adjusted logits; return them with the scores for the modes that report processed
-        logits.
+        logits or for `more`, else with None.
+
+        draw_rows: (adjusted, best logits f32[S, 1], best ids i32[S]) -> (token ids i32[S], least logit kept f32[S, 1]).
         """
         best, greedy_ids = best_token(adjusted)
         token_ids, kept_from = draw_rows(adjusted, best, greedy_ids)
@@ -241,8 +243,8 @@ def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | No
 
 
 def _only_rows(token_ids: jax.Array, num_words: int) -> jax.Array:
-    """Return masks u32[S, W] that each allow one token, given as its column on this device i32[S]; none if it is
-    another device's column.
+    """Return masks u32[S, W] of W = num_words that each allow one token, token_ids i32[S] counted from this device's
+    first column; none where that is another device's.
     """
     words = jnp.arange(num_words, dtype=jnp.int32) == (token_ids >> 5)[:, None]
     return jnp.where(words, jnp.uint32(1) << (token_ids & 31).astype(jnp.uint32)[:, None], jnp.uint32(0))

@@ -71,7 +71,8 @@ def partition(rows: Any, vocab: Any) -> SamplingState:
 
 
 def mask_words(vocab_size: int) -> int:
-    """Return the number of packed int32 in a row of `SamplingState.token_mask`, padded to whole lane tiles.
+    """Return the number of packed int32 in a row of `SamplingState.token_mask` for a vocabulary of this size, padded to
+    whole lane tiles.
 
     An array whose rows are not whole tiles is stored by columns on a TPU, and transposed where rows are read.
     """
@@ -121,8 +122,8 @@ def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, tok
 
 
 def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """Return a scatter's index arrays, i32[S] each; a single row gets a second one that names no slot, because XLA:CPU
-    copies the whole operand of a one-row scatter.
+    """Return a scatter's index arrays, i32[S] each; a single row gets a second one with the slot num_slots, which is
+    dropped, because XLA:CPU copies the whole operand of a one-row scatter.
     """
     if slots.shape[0] > 1:
         return [slots, *others]
@@ -147,7 +148,9 @@ def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def set_bias_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
-    """Return the state with logit_bias[slots] replaced by rows f32[n, V]; see set_rows."""
+    """Return the state with logit_bias[slots] replaced by rows f32[n, V]; slots i32[n] >= 0: of two rows for one slot
+    the later counts, a slot >= R changes nothing.
+    """
     return state._replace(logit_bias=set_rows(state.logit_bias, slots, rows))
 
 

@@ -148,19 +148,25 @@ def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_k(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Return `lax.top_k` of the rows as a tuple, as `lax.platform_dependent` requires of all its branches."""
+    """Return (values f32[S, num_top], columns i32[S, num_top]) of `lax.top_k` as a tuple, as `lax.platform_dependent`
+    requires of all its branches.
+    """
     values, ids = lax.top_k(logits, num_top)
     return values, ids
 
 
 def _reduced_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what `best_token` does, for one device's columns, by reductions of whole rows."""
+    """Return the maximum f32[S, 1] of each row of one device's columns f32[S, V] and the first column with it i32[S],
+    by reductions of whole rows; NaN counts as +inf.
+    """
     logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)
     return jnp.max(logits, axis=1, keepdims=True), jnp.argmax(logits, axis=1).astype(jnp.int32)
 
 
 def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what `best_token` does, for one device's columns, by the maxima of blocks."""
+    """Return the maximum f32[S, 1] of each row of one device's columns f32[S, V] and the first column with it i32[S],
+    by the maxima of blocks; NaN counts as +inf.
+    """
     # The barrier: XLA would merge the two maxima into one over the whole row, and read the row twice.
     maxima = lax.optimization_barrier(_block_maxima(jnp.where(jnp.isnan(logits), jnp.inf, logits), _BLOCK))
     best = jnp.max(maxima, axis=1, keepdims=True)

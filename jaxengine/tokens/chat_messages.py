@@ -32,7 +32,8 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Check messages and return copies without empty keys. Raises RequestError(param="messages").
+    """Check messages, a list or tuple of at least one, and return copies without keys of None. Raises
+    RequestError(param="messages").
 
     Contents become texts, except that those with parts of MEDIA_TYPES stay lists of parts.
     """
@@ -91,7 +92,9 @@ def _merged(instructions: Sequence[Message], others: Sequence[Message]) -> list[
 
 
 def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
-    """Yield what `ways_to_write` says of missing contents and arguments, the instructions as they are."""
+    """Yield variants of checked messages: arguments of calls as objects, then as given; in each, a missing content as
+    `template` seems to expect it (None or no key), then as "". Without calls or missing contents there is one.
+    """
     none_first = _ASKS_FOR_NONE.search(template) is not None
     contents: tuple[Mapping[str, Any], ...] = ({"content": None} if none_first else {}, {"content": ""})
     calls = (_with_objects, lambda call: call)
@@ -108,8 +111,9 @@ def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[
 def plain(value: Any, param: str, depth: int = 0) -> Any:
     """Copy a value to plain JSON types; the methods of other types would be reachable by a template.
 
-    param: name of the argument in errors. depth: levels of it that are around the value already. Raises RequestError
-    for other types, and for more than MAX_DEPTH levels.
+    param: name of the argument in errors. depth: levels of it that are around the value already. Mappings become dicts,
+    and tuples lists. Raises RequestError for other types, keys that are not texts, floats that are not finite, and more
+    than MAX_DEPTH levels.
     """
     if depth > MAX_DEPTH:
         raise RequestError(f"{param} must not be nested deeper than {MAX_DEPTH}", param=param)
@@ -133,7 +137,9 @@ def kind(value: Any) -> str:
 
 
 def _checked_message(message: Any, where: str) -> Message:
-    """Check one message and return its copy, as checked_messages. where: its path in errors. Raises RequestError."""
+    """Check one message and return its copy, as checked_messages. The copy has no None; reasoning is under the first of
+    REASONING_NAMES, and a refusal takes the place of a missing content. where: its path in errors. Raises RequestError.
+    """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
     role, content = message.get("role"), message.get("content")
@@ -181,7 +187,9 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
 
 
 def _with_objects(call: Message) -> Message:
-    """Convert the arguments of a call to an object. Clients send them as text, most templates expect objects."""
+    """Return a copy of a call with its arguments as an object, {} if they are missing. Clients send them as text, most
+    templates expect objects.
+    """
     function = call["function"]
     return {**call, "function": {**function, "arguments": _object(function.get("arguments") or {})}}
 
@@ -189,7 +197,8 @@ def _with_objects(call: Message) -> Message:
 def _object(arguments: Any) -> Any:
     """Parse the arguments of a call, if they are text, to an object; truncated JSON gives as much as is there.
 
-    Text that is no JSON object becomes {"arguments": text}, and JSON's null an empty object.
+    Text that is no JSON object becomes {"arguments": text}, and JSON's null an empty object. Arguments that are not
+    text are returned as they are.
     """
     if not isinstance(arguments, str):
         return arguments
@@ -221,4 +230,5 @@ def _checked_part(part: Any, where: str) -> dict[str, str]:
 
 
 def _refused(message: str, value: Any) -> RequestError:
+    """Return the RequestError about the argument "messages" with this text and offending value."""
     return RequestError(message, param="messages", value=value)

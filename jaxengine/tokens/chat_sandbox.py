@@ -30,7 +30,9 @@ class TemplateRefusal(ValueError):
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a template. Raises jinja2.TemplateSyntaxError."""
+    """Compile a template, Jinja source, with FUNCTIONS in the sandbox; the last 16 are kept. Raises
+    jinja2.TemplateSyntaxError.
+    """
     environment = _environment()
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -41,12 +43,12 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def parse(source: str) -> nodes.Template:
-    """Parse a template to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
+    """Parse a template, Jinja source, to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
     return _environment().parse(source)
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """Render a template. `variables` are plain JSON values.
+    """Render a template, Jinja source, and return its text. `variables` are plain JSON values.
 
     Raises TemplateRefusal, jinja2.TemplateError (syntax, security, undefined), OverflowError for more than
     MAX_OUTPUT_CHARS characters, and any other error of the program (TypeError, ZeroDivisionError, ...).
@@ -61,6 +63,7 @@ def render(source: str, variables: dict[str, Any]) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    """Return a new sandbox: blocks are trimmed, and loop controls and {% generation %} are known."""
     return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
@@ -74,13 +77,16 @@ class _GenerationBlock(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block whose tag comes next in the stream, and return its body as a scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
 class _PublicNamespace(Namespace):
-    """A namespace without underscored attributes, which on Python objects lead out of the sandbox."""
+    """A namespace without underscored attributes, which on Python objects lead out of the sandbox. Setting one raises
+    SecurityError.
+    """
 
     def __init__(*args: Any, **attributes: Any):
         # Like jinja2's own, so that an attribute may be called "self".
@@ -96,6 +102,7 @@ class _PublicNamespace(Namespace):
 
 
 def _check_public(name: Any) -> None:
+    """Raise SecurityError for a name that is not a string or begins with an underscore."""
     if not isinstance(name, str) or name.startswith("_"):
         raise SecurityError(f"a namespace attribute must not begin with an underscore, got {name!r}")
 
@@ -105,10 +112,12 @@ def _make_dict(*args: Any, **entries: Any) -> dict[Any, Any]:
 
 
 def _raise_exception(message: Any) -> None:
+    """Raise TemplateRefusal with the template's message."""
     raise TemplateRefusal(str(message))
 
 
 def _strftime_now(form: str) -> str:
+    """Return the local time by a format string of strftime, `form`."""
     return datetime.now().strftime(form)
 
 
@@ -119,5 +128,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Return the value as JSON, as json.dumps with these arguments; by default non-ASCII characters are not escaped. It
+    is the templates' filter `tojson`.
+    """
     # Jinja's own filter escapes for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

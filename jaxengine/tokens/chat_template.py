@@ -95,8 +95,8 @@ def render_chat(
 
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
-    """Render the first variant of the messages that the template accepts, if possible one whose instructions it
-    writes.
+    """Render the first variant of the messages that the template accepts, if possible one whose instructions it writes;
+    if it writes those of none, the first one's text.
 
     source: of the template. context: its variables other than messages. checked: from checked_messages. Raises
     RequestError for a template that is invalid, takes too long or accepts no variant; OverloadedError.
@@ -123,7 +123,9 @@ def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any],
 
 
 def _check_options(add_generation_prompt: Any, continue_final_message: Any, tools: Any) -> None:
-    """Raise RequestError for arguments of render_chat of another type, and for two that exclude each other."""
+    """Raise RequestError for arguments of render_chat of another type, two that exclude each other, and tools that are
+    neither None nor a list of at least one dict.
+    """
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, value in options.items():
         if type(value) is not bool:
@@ -138,7 +140,9 @@ def _check_options(add_generation_prompt: Any, continue_final_message: Any, tool
 
 
 def _choose(templates: str | Mapping[str, str] | None, chat_template: Any, tools: Any) -> str:
-    """Return the source of the template to use; arguments as of render_chat. Raises RequestError."""
+    """Return the source of the template to use; arguments as of render_chat. Raises RequestError for a chat_template
+    that is empty or not a text, and if None is given and the model has no default.
+    """
     if chat_template is not None and (not isinstance(chat_template, str) or not chat_template):
         text = f"chat_template must be a text that is not empty, got {kind(chat_template)}"
         raise RequestError(text, param="chat_template", value=chat_template)

@@ -54,7 +54,10 @@ def with_contents(
 
 @lru_cache(maxsize=16)
 def takes_parts(template: str) -> bool:
-    """Whether a template iterates over the parts of a content. False for one that is invalid or very long."""
+    """Whether a template iterates over the parts of a content. False for one that is invalid or very long.
+
+    The answers for the last 16 templates are kept.
+    """
     if len(template) > _MAX_TEMPLATE_CHARS:
         return False
     try:
@@ -66,7 +69,9 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """Return the names of variables that hold a message's content, by name or by assignment."""
+    """Return the names of a template's variables that hold a message's content: "content", and those that are assigned
+    it.
+    """
     names = {_CONTENT}
     # Assignments may chain; a few rounds are enough.
     for _ in range(3):
@@ -77,7 +82,8 @@ def _content_names(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression of a template is a message's content, or a selection of its parts.
+    """Whether an expression of a template (`node`) is a message's content: a name, attribute or key for it, a slice or
+    filter of one, or a conditional with one.
 
     names: variables that hold a content.
     """
@@ -97,6 +103,7 @@ def _is_content(node: nodes.Node, names: set[str]) -> bool:
 
 
 def _as_parts(message: Message) -> Message:
+    """Return the message with a content that is a text as a list of one text part; others unchanged."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -115,6 +122,9 @@ def _with_texts(message: Message, unknown: set[str], placeholder: Callable[[str]
 
 
 def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Message:
+    """Return the message with the parts of its content joined to one text by line breaks; others unchanged. Raises
+    RequestError for media if placeholder is None.
+    """
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -122,6 +132,9 @@ def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Mess
 
 
 def _text(part: dict[str, Any], placeholder: Callable[[str], str] | None) -> str:
+    """Return the text of a part, for one of MEDIA_TYPES its placeholder. Raises RequestError for it if placeholder is
+    None.
+    """
     if part["type"] not in MEDIA_TYPES:
         return part["text"]
     if placeholder is None:

@@ -16,7 +16,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_cut_json(text: str) -> Any:
-    """Parse a value; of a truncated one, everything except a last piece that is meaningless alone.
+    """Return the JSON value that `text` is; of a truncated one, everything except a last piece that is meaningless
+    alone.
 
     Raises ValueError for invalid JSON, numbers that are not finite and unpaired surrogates; RecursionError for values
     nested too deeply.
@@ -62,10 +63,12 @@ def _closed(text: str) -> tuple[str, ...]:
 
 
 def _refuse(name: str) -> NoReturn:
+    """Raise ValueError: json.loads passes the names NaN, Infinity and -Infinity here."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
+    """Return the float that `digits` is; raise ValueError for one that is too large."""
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits[:40]} is too large for a number")

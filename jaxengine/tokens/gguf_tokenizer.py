@@ -42,11 +42,13 @@ class _Metadata:
         self._values, self.path = values, path
 
     def fail(self, what: str, key: str) -> ModelFileError:
-        """Return the error for a value. what: its fault."""
+        """Return the error for a value. what: its fault; key: its name after "tokenizer.ggml."."""
         return ModelFileError(self.path, what, f"tokenizer.ggml.{key}")
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of tokenizer.ggml.KEY, which must be of the type `kind`; `default` if it is missing."""
+        """Return the value of tokenizer.ggml.KEY, which must be of the type `kind`; `default` if it is missing. Raises
+        ModelFileError for another type.
+        """
         value = self._values.get(f"tokenizer.ggml.{key}")
         if value is None:
             return default
@@ -55,21 +57,23 @@ class _Metadata:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """Return a list of strings that is not empty."""
+        """Return tokenizer.ggml.KEY, a list of strings that is not empty; raise ModelFileError otherwise."""
         values = self.get(key, list)
         if not values or not all(type(value) is str for value in values):
             raise self.fail("must be a list of strings that is not empty", key)
         return values
 
     def numbers(self, key: str, length: int) -> np.ndarray | None:
-        """Return an array of `length` numbers; None if it is missing."""
+        """Return the array tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError for another type or
+        length.
+        """
         values = self.get(key, np.ndarray)
         if values is not None and len(values) != length:
             raise self.fail(f"must have one entry for each of {length} tokens, got {len(values)}", key)
         return values
 
     def token_id(self, key: str, size: int) -> int | None:
-        """Return a token id below `size`; None if it is missing."""
+        """Return the token id tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError outside [0, size)."""
         number = self.get(key, int)
         if number is not None and not 0 <= number < size:
             raise self.fail(f"must be from 0 to {size - 1}, got {number}", key)
@@ -115,7 +119,7 @@ class _Parts(NamedTuple):
 
     def pieces(self, adds_space: bool) -> Pieces:
         """Return the vocabulary of a SentencePiece model. adds_space: default where the file does not say. Raises
-        ModelFileError.
+        ModelFileError without a finite score for each token, and for a character map that is not bytes.
         """
         scores = self.metadata.numbers("scores", len(self.vocabulary))
         if scores is None or not np.isfinite(scores).all():
@@ -136,6 +140,7 @@ class _Parts(NamedTuple):
         """Add to a tokenizer its special tokens, and the BOS and EOS that the file requests, and return it.
 
         adds_bos, adds_eos: defaults where the file does not say. A file that requests one without naming it gets none.
+        Raises ModelFileError for a request that is not a bool.
         """
         names = self.names
         add_marked_tokens(tokenizer, names, self.types.tolist())
@@ -147,7 +152,11 @@ class _Parts(NamedTuple):
 
 
 def _of_merges(parts: _Parts) -> Tokenizer:
-    """Build a BPE tokenizer of merges. Raises ModelFileError."""
+    """Build a BPE tokenizer of merges. Raises ModelFileError for an unknown pre-tokenizer, no merges, or merges of
+    other than two tokens whose union is one.
+
+    Kimi's files without merges get those that follow from the order of the normal tokens.
+    """
     metadata, vocabulary = parts.metadata, parts.vocabulary
     pre = metadata.get("pre", str, "gemma4" if metadata.get("model", str) == "gemma4" else "default")
     splitting = SPLITTINGS.get(pre)
@@ -168,12 +177,16 @@ def _of_merges(parts: _Parts) -> Tokenizer:
 
 
 def _of_scores(parts: _Parts) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer. Raises ModelFileError."""
+    """Build a SentencePiece BPE tokenizer. It adds a space and BOS unless the file says otherwise. Raises
+    ModelFileError.
+    """
     return parts.finished(byte_pair_pieces(parts.pieces(adds_space=True)), adds_bos=True)
 
 
 def _of_unigrams(parts: _Parts) -> Tokenizer:
-    """Build a SentencePiece unigram tokenizer. Raises ModelFileError."""
+    """Build a SentencePiece unigram tokenizer. It adds EOS unless the file says otherwise. Raises ModelFileError, also
+    if the file names no unknown token.
+    """
     pieces = parts.pieces(adds_space=False)
     unknown = parts.special.unk
     if not pieces.with_types(UNKNOWN):
@@ -184,7 +197,7 @@ def _of_unigrams(parts: _Parts) -> Tokenizer:
 
 
 def _of_words(parts: _Parts) -> Tokenizer:
-    """Build BERT's tokenizer. Raises ModelFileError.
+    """Build BERT's tokenizer. Raises ModelFileError for words that are not distinct or lack [UNK], [CLS] or [SEP].
 
     The file's tokens begin with U+2581 where a word does, instead of with ## where none does.
     """
@@ -232,7 +245,8 @@ _MODELS: dict[str | None, Callable[[_Parts], Tokenizer]] = {
 
 
 def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
-    """Return the special token ids in GGUF metadata, checked against its vocabulary. Raises ModelFileError.
+    """Return the special token ids in GGUF metadata (`values`, by key), checked against its vocabulary. Raises
+    ModelFileError.
 
     path: of the file, for errors.
     """
@@ -251,7 +265,8 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
 
 def chat_template_of(values: Mapping[str, Any], path: str) -> str | dict[str, str] | None:
     """Return the file's chat template, Jinja source; sources by name, the first "default", for a file with several;
-    None if it has none. Raises ModelFileError if one is not a text.
+    None if it has none. values: the file's metadata by key; path: for errors. Raises ModelFileError if one is not a
+    text.
     """
     named = {key: value for key, value in values.items() if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")}
     for key, template in named.items():

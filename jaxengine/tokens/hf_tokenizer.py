@@ -50,7 +50,8 @@ ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
 def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dict[str, str] | None]:
-    """Read the tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError.
+    """Read a folder's tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError for
+    files that are missing, invalid or contradict each other.
 
     The template is chat_template.jinja if present, else the configuration's; None without either. Further ids that end
     an answer are those of generation_config.json.
@@ -144,7 +145,9 @@ def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[
 
 
 def _added(entry: Any, content: str) -> AddedToken:
-    """Return the token that an entry of tokenizer_config.json describes, a text or an object with flags."""
+    """Return the token that an entry of tokenizer_config.json describes, a text or an object with flags. content: its
+    text.
+    """
     given = entry if isinstance(entry, dict) else {}
     return AddedToken(content, **{name: given[name] for name in ADDED_TOKEN_FLAGS if type(given.get(name)) is bool})
 
@@ -186,7 +189,8 @@ def _without_tokenizer(folder: Path) -> str:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Add tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description).
+    """Add to `tokenizer`, in place, tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id ->
+    description).
 
     config: content of that file. path: of that file, for errors. Raises ModelFileError for an invalid entry and for an
     id that contradicts tokenizer.json, or is not the next free one.
@@ -204,6 +208,9 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path
 
 
 def _check_ids(entries: Any, path: Path) -> None:
+    """Raise ModelFileError unless `entries` is a dict whose keys are decimal token ids. path: of the file, for the
+    error.
+    """
     if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
         raise ModelFileError(path, "must map token ids to tokens", ADDED_TOKENS)
 
@@ -211,7 +218,8 @@ def _check_ids(entries: Any, path: Path) -> None:
 def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) -> SpecialTokens:
     """Return the ids of the tokens that `config` (tokenizer_config.json), or else special_tokens_map.json, names.
 
-    Raises ModelFileError for a bos or eos token that the vocabulary does not have.
+    A pad or unk token that the vocabulary lacks is None. Raises ModelFileError for such a bos or eos token, and for
+    invalid entries.
     """
     ids: dict[str, int | None] = {}
     fallback = read_object(folder, SPECIAL) or {}
@@ -226,7 +234,9 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
 
 
 def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
-    """Return the eos_token_id of generation_config.json, one or a list; () without it. Raises ModelFileError."""
+    """Return the eos_token_id of the folder's generation_config.json, one or a list; () without it. Raises
+    ModelFileError for ids outside the vocabulary, and for more than MAX_TURN_ENDS.
+    """
     value = (read_object(folder, GENERATION) or {}).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -237,7 +247,9 @@ def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
 
 
 def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str] | None:
-    """Return the template, or templates by name, as read_hf_tokenizer. Raises ModelFileError."""
+    """Return the template, or templates by name, as read_hf_tokenizer. config: content of tokenizer_config.json. Raises
+    ModelFileError for what is neither a text nor a list of named texts.
+    """
     template = read_text(folder, TEMPLATE, MAX_JSON_BYTES)
     if template is None:
         template = config.get("chat_template")
@@ -254,8 +266,8 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
 
 
 def _content(entry: Any, path: Path, key: str) -> str:
-    """Return the text of a token that is given as text, or as an object with "content". Raises ModelFileError for
-    neither.
+    """Return the text of a token that an entry gives as text, or as an object with "content". path, key: where it
+    stands, for errors. Raises ModelFileError for neither.
     """
     content = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(content, str) or not content:

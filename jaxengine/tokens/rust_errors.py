@@ -19,7 +19,9 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def rust_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Context in which any error of the library becomes a ModelFileError about `path`."""
+    """Context in which any Exception and any panic of Rust code becomes a ModelFileError about `path`; a ModelFileError
+    passes unchanged.
+    """
     try:
         yield
     except ModelFileError:

@@ -44,9 +44,11 @@ class _Renderer:
         self._process: WorkerProcess | None = None
 
     def render(self, message: Render) -> Rendered | Refused:
-        """Render a template and wait for the answer; in a new process if the old one has ended, or ends meanwhile.
+        """Render the message's template and wait for the answer; in a new process if the old one has ended, or ends
+        meanwhile.
 
-        Raises TemplateFailure if the new one ends too, or after RENDER_SECONDS, which also ends the process.
+        Raises TemplateFailure if the new one ends too, does not start within _START_SECONDS, or takes more than
+        RENDER_SECONDS; these also kill the process.
         """
         if self._process is not None and self._process.is_ours:
             answer = self._ask(self._process, message)
@@ -60,6 +62,9 @@ class _Renderer:
         return answer
 
     def _ask(self, process: WorkerProcess, message: Render) -> Any:
+        """Send the message and wait for the answer; None if the process has ended. After RENDER_SECONDS kills it and
+        raises TemplateFailure.
+        """
         process.send(message)
         return self._await(process, RENDER_SECONDS)
 
@@ -90,7 +95,7 @@ class TemplateRenderer:
         """Render a template, Jinja source, and wait for its text; `variables` are plain JSON values.
 
         Raises BadTemplate, ConversationRefused, or TemplateFailure if it takes too long or ends its process;
-        OverloadedError if all workers are busy for WAIT_SECONDS.
+        OverloadedError if all workers stay busy for the WAIT_SECONDS that it waits for one.
         """
         message = Render(packed(source), packed(json.dumps(variables, ensure_ascii=False)))
         try:

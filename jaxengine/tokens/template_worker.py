@@ -53,12 +53,14 @@ def packed(text: str) -> bytes:
 
 
 def unpacked(raw: bytes) -> str:
-    """Decode what `packed` has encoded."""
+    """Return the text that `packed` has encoded, lone surrogates included."""
     return raw.decode("utf-8", "surrogatepass")
 
 
 def render(message: Render) -> Answer:
-    """Render a template and return the answer. Raises MemoryError, after which the worker must end."""
+    """Render the message's template and return the answer, Rendered or Refused. A template's other errors become
+    Refused. Raises MemoryError, after which the worker must end.
+    """
     try:
         return Rendered(packed(chat_sandbox.render(unpacked(message.source), json.loads(unpacked(message.variables)))))
     except (jinja2.TemplateSyntaxError, SecurityError) as error:
@@ -70,11 +72,13 @@ def render(message: Render) -> Answer:
 
 
 def _brief(error: Exception) -> str:
+    """Return the error's type and text, at most _MAX_REASON characters, lone surrogates escaped."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON].encode("utf-8", "backslashreplace").decode()
 
 
 def main() -> None:
-    """Serve the parent process until the connection ends, or a template has needed too much memory.
+    """Serve the parent process until the connection ends, or a template has needed more than MAX_MEMORY_BYTES; this one
+    is answered with Refused.
 
     Sends Ready first, then one answer for each Render.
     """

@@ -84,7 +84,8 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
         """Build a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError.
 
-        Such files seldom name every token that ends an answer, so the chat template's is among them.
+        Such files seldom name every token that ends an answer, so the one that the chat template writes, found by
+        rendering it, is added to eos_token_ids.
         """
         with rust_errors(path):
             tokenizer = cls(
@@ -96,7 +97,8 @@ class Tokenizer:
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False) -> Tokenizer:
-        """Read tokenizer.json or vocab.txt and related files (see hf_tokenizer). Raises ModelFileError.
+        """Read the tokenizer of the folder `path`: tokenizer.json, or a vocabulary alone, and related files (see
+        hf_tokenizer). Raises ModelFileError.
 
         lowers: whether texts are lower-cased before tokenization.
         """
@@ -117,20 +119,24 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode several texts in parallel, each as by `encode`. Raises the same errors."""
+        """Encode several texts in parallel, each as by `encode`: special tokens in a text become their ids,
+        add_special_tokens adds BOS/EOS. Raises RequestError as `encode` does.
+        """
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
     def encode_pair(self, text: str, other: str, type_step: int) -> list[int]:
         """Encode two texts as one prompt, joined by the special tokens that the tokenizer has for a pair.
 
-        A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises the errors of
-        `encode`.
+        A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises RequestError
+        as `encode` does.
         """
         (encoding,) = self._encodings([(text, other)], True)
         return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
 
     def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
-        """Return encodings of texts, or of pairs of texts, made in parallel. Raises the errors of `encode`."""
+        """Return encodings of texts, or of pairs of texts, made in parallel; special: with special tokens. Raises
+        RequestError for what is not a text, invalid Unicode, and text at which the tokenizer fails.
+        """
         for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
                 raise RequestError(f"a prompt must be a text, got {type(text).__name__}", param="prompt", value=text)
@@ -153,6 +159,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+        skip_special_tokens: those of all_special_ids add nothing either.
 
         If the decoder fails, the entire text is U+FFFD, because an answer must not fail on what the model has written.
         """
@@ -180,7 +187,8 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """Return the prompt text of a conversation, to be encoded with add_special_tokens=False; see
-        chat_template.render_chat.
+        chat_template.render_chat. messages: dicts with role and content. add_generation_prompt: end with the beginning
+        of an answer; continue_final_message: end with the last message's text, not both. tools: JSON-schema dicts.
 
         chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:
         returns the text for "image", "video" or "audio" in templates that take only text; None for a text-only model.
@@ -220,7 +228,7 @@ class Tokenizer:
         """Return the bytes that the id adds to the text, not necessarily complete characters; only if `is_byte_level`.
 
         A byte-level vocabulary spells every byte as one printable character (Radford et al. 2019, GPT-2). Tokens with
-        other characters are taken literally; ids outside the vocabulary add nothing.
+        other characters are taken literally; ids outside the vocabulary add nothing. Results are kept.
         """
         known = self._token_bytes.get(token_id)
         if known is None:
@@ -234,7 +242,7 @@ class Tokenizer:
 
     def text_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the id adds within a text; for vocabularies that are not byte-level, by SentencePiece's
-        spelling: U+2581 is a space, <0x0A> a byte.
+        spelling: U+2581 is a space, <0x0A> a byte. Empty outside the vocabulary.
         """
         if self.is_byte_level:
             return self.token_bytes(token_id)
@@ -245,7 +253,10 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> PreTrainedTokenizerFast:
-        """Return a copy of the tokenizer as a transformers object; for a folder with all settings of its files."""
+        """Return a copy of the tokenizer as a transformers object; for a folder with all settings of its files.
+
+        Imports transformers on first use, and raises ImportError without it; the copy is kept.
+        """
         # Imported here, as importing transformers takes long and nothing else needs it.
         from transformers import PreTrainedTokenizerFast
 
@@ -260,6 +271,7 @@ class Tokenizer:
 
     @cached_property
     def _role_tokens(self) -> dict[str, str]:
+        """Return the texts of the special tokens by names of ROLE_TOKENS, only of roles that have one; kept."""
         ids = {name: getattr(self, f"{name}_id") for name in ROLE_TOKENS}
         tokens = {name: None if number is None else self.backend.id_to_token(number) for name, number in ids.items()}
         return {name: token for name, token in tokens.items() if token is not None}

@@ -94,7 +94,9 @@ def word_piece_tokenizer(
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool | None, path: Path) -> Any:
-    """Return a flag of tokenizer_config.json, `default` if it is missing or null. Raises ModelFileError for others."""
+    """Return the flag `name` of tokenizer_config.json (`config`), `default` if it is missing or null. Raises
+    ModelFileError for others.
+    """
     value = config.get(name)
     if value is not None and type(value) is not bool:
         raise ModelFileError(path, f"must be true or false, got {str(value)[:100]}", name)

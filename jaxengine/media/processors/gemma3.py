@@ -44,6 +44,9 @@ class Gemma3Processor(UnitProcessor):
     ratio: float
 
     def read_settings(self, fields: ConfigFields) -> None:
+        """Read whether and how pan and scan adds crops. Raises ModelConfigError for a size other than the tower's, and
+        more than _MAX_CROPS crops.
+        """
         if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
         self.scans = fields.boolean("do_pan_and_scan", False)
@@ -56,22 +59,35 @@ class Gemma3Processor(UnitProcessor):
         return ("do_pan_and_scan", _CROPS, _CROP_SIZE, _RATIO)
 
     def placeholder_id(self) -> int:
+        """Return the token that stands for an image in a prompt, boi_token_index of config.json, which also comes
+        before its embeddings. Raises ModelConfigError.
+        """
         return self.token_id("boi_token_index", "boi_token_id")
 
     @property
     def image_id(self) -> int:
+        """Return the token at whose positions embeddings go. Raises ModelConfigError."""
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of an image with the most crops, or of one square without pan
+        and scan.
+        """
         return (self.crop_size, self.crop_size * self.crops) if self.scans else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Return `picture`, uint8[H, W, 3], stretched to the square, then its crops if options ask for pan and scan,
+        and (1, their number). Raises RequestError.
+        """
         parts = [picture]
         if boolean_option(options, "do_pan_and_scan", self.scans):
             parts += self._parts(picture, options)
         return [self.pixels.resized(part, self.side, self.side) for part in parts], (1, len(parts))
 
     def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): its embeddings between marks and blank lines; with crops, each part
+        after a sentence.
+        """
         rows = self.tower.unit // self.tower.merge
         end = self.token_id("eoi_token_index", "eoi_token_id")
         blank = self._ids("\n\n")
@@ -88,7 +104,8 @@ class Gemma3Processor(UnitProcessor):
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
         """Merge newlines around images with those next to them in the prompt, as the tokenizer would.
 
-        Arguments and results as of UnitProcessor.joined; a merged token belongs to the image.
+        Returns the new token ids and owners. owners: for each token the number of its image in the prompt, -1 for the
+        prompt's own; a merged token belongs to the image.
         """
         out: list[int] = []
         out_owners: list[int] = []
@@ -105,7 +122,7 @@ class Gemma3Processor(UnitProcessor):
         return out, out_owners
 
     def _newlines(self, token: int) -> int:
-        """Return the number of newlines in a token that consists of nothing else; 0 for other tokens."""
+        """Return the number of newlines in a token (its id) that consists of nothing else; 0 for other tokens."""
         text = self.tokenizer.convert_ids_to_tokens([token])[0] or ""
         return len(text) if text and not text.strip("\n") else 0
 

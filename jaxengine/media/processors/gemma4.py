@@ -66,8 +66,8 @@ class Gemma4Processor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_settings(self, folder: Path, modality: str) -> Settings:
-        """Read a modality's settings from the checkpoint's folder. Raises ModelFileError for those that do not fit the
-        tower.
+        """Read a modality's settings from the checkpoint's folder. Raises ModelFileError for a missing or invalid file,
+        and for settings that do not fit the tower.
         """
         path, fields = _found(folder, modality)
         fields = fields.with_defaults(
@@ -93,12 +93,17 @@ class Gemma4Processor(GridProcessor):
         return min(max(BUDGETS), self.tower.num_positions // self.tower.spatial_merge_size)
 
     def placeholder(self, modality: str) -> str:
+        """Return the placeholder token's text. Needs the tokenizer."""
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         return (_BUDGET,)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Resize and cut an image or a video's frames, for the tower. value: uint8[H, W, 3] or frames.Video; options:
+        max_soft_tokens alone; most: limit of patches. Raises RequestError for other options and values, more patches,
+        and extreme aspect ratios.
+        """
         check_options(options, self.option_names())
         frames = value if modality == "image" else getattr(value, "frames", value)
         check_pictures(modality, frames, self.modalities, 3 if modality == "image" else 4)
@@ -110,7 +115,9 @@ class Gemma4Processor(GridProcessor):
         return self.cut(settings.pixels.normalized(resized), seconds)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Cut frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together."""
+        """Cut frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together and is
+        of one frame. seconds: as in Processed.
+        """
         patch, merge = self.tower.patch_size, self.tower.spatial_merge_size
         count, height, width, _ = frames.shape
         grid = count, height // patch, width // patch
@@ -119,6 +126,10 @@ class Gemma4Processor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the largest item, with patches f32[P, 0]: the budget's embeddings in one line, or an image of `size`,
+        (height, width) in pixels, after resizing; LARGEST_FRAMES times for a video. Raises RequestError for an extreme
+        size.
+        """
         budget, merge = self.sizes[modality].budget, self.tower.spatial_merge_size
         height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)
         grid = (1 if modality == "image" else LARGEST_FRAMES), height, width
@@ -137,11 +148,17 @@ class Gemma4Processor(GridProcessor):
         return found
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
+        it is not given. Raises RequestError if it does not make num_rows.
+        """
         # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put the tokens of `_shown` in the place of each placeholder. items: by modality, in the order of the prompt.
+        Raises RequestError for another number of items, and a video without a tokenizer.
+        """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         parts: list[int] = []
@@ -157,7 +174,8 @@ class Gemma4Processor(GridProcessor):
         return Expanded([*parts, *ids[copied:].tolist()], positions, order)
 
     def _shown(self, modality: str, item: Processed) -> list[int]:
-        """Return the tokens of an item: its embeddings between two marks, and before each frame of a video its time.
+        """Return the tokens of an item of this modality: its embeddings between two marks, and before each frame of a
+        video its time.
 
         Raises RequestError for a video without a tokenizer.
         """
@@ -201,7 +219,9 @@ class Gemma4Processor(GridProcessor):
         return high * self.factor, wide * self.factor
 
     def _in_patches(self, height: int, width: int, budget: int) -> tuple[int, int]:
-        """Return what `_resized_size` returns as (rows, columns) of patches."""
+        """Return the resized size of an image of (height, width) pixels as (rows, columns) of patches. Raises
+        RequestError for an extreme aspect ratio.
+        """
         high, wide = self._resized_size(height, width, budget)
         return high // self.tower.patch_size, wide // self.tower.patch_size
 
@@ -210,7 +230,7 @@ def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
     """Return the file with a modality's settings, and the settings. Frames have those of images, without their budget,
     where a checkpoint has none for videos.
 
-    Raises ModelFileError.
+    folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
     """
     if modality == "video":
         try:

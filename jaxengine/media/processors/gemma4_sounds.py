@@ -32,8 +32,9 @@ _APART = 2
 def gemma4(
     folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
-    """Return the processor of Gemma4ForConditionalGeneration for the towers that it is served with. Arguments are those
-    of the processors' classes.
+    """Return the processor of Gemma4ForConditionalGeneration for the towers that it is served with. folder: of the
+    checkpoint; config_json: content of its config.json; model_config: of the model; tokenizer: None without one. One of
+    each kind of tower gives a PairedProcessor. Raises ModelFileError, ModelConfigError.
     """
     towers = {tower.hears: replace(model_config, tower=tower, sound_tower=None) for tower in model_config.towers}
     found: list[Any] = []
@@ -58,6 +59,9 @@ class Gemma4SoundProcessor(SoundProcessor):
                 raise fields.fail(name, f"a token id below vocab_size {model_config.vocab_size}")
 
     def read_features(self, folder: Path) -> ConfigFields:
+        """Read and set the spectrogram's settings (`mel`). Raises ModelFileError for those that are invalid or not the
+        tower's.
+        """
         wanted = {"feature_size": self.num_bins, "hop_length": HOP, "hop_length_ms": 10.0, "sampling_rate": RATE}
         fields = required_features(folder, **wanted, dither=0.0)
         try:
@@ -67,16 +71,24 @@ class Gemma4SoundProcessor(SoundProcessor):
         return fields
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        """Return the frames f32[P, bins] of samples f32[N], and _APART frames of zeros after them."""
         return np.pad(self.mel.of(samples), ((0, _APART), (0, 0)))
 
     def num_samples(self, sound: Sound) -> int:
+        """Return the number of a sound's samples, which is not filled up. Raises RequestError for more than
+        30 seconds.
+        """
         check_length(sound, _LONGEST)
         return len(sound.samples)
 
     def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound, one for each begun 4 frames."""
         return -(-self._frames(sound) // self.tower.merge)
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return one column, i32[1, num_frames], 0 within the sound and -1 after it, and the rows, -1 after its
+        embeddings.
+        """
         frames, rows = np.arange(num_frames), np.arange(num_frames // self.tower.merge)
         columns = np.where(frames < self._frames(sound), 0, -1)[None]
         return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)

@@ -36,6 +36,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         self.check_token_ids(model_config, *self.around_video)
 
     def placeholder(self, modality: str) -> str:
+        """Return the text of a placeholder with the modality's own marks around it."""
         if modality == "image":
             return super().placeholder(modality)
         before, after = self.around_video
@@ -43,25 +44,37 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def seen_id(self, modality: str) -> int:
+        """Return the placeholder of images, at whose positions embeddings of both modalities go."""
         return self.token_ids["image"]
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the time of the first frame of each temporal step, in seconds."""
+        """Return the time of the first frame of each temporal step of a frames.Video, in seconds; UNKNOWN_FPS frames a
+        second if it does not say.
+        """
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         return tuple(shown[:: self.tower.temporal_patch_size].tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
+        """Return (height, width) in pixels after resizing, with bounds over all num_frames; an image counts as the
+        frames of one patch. Raises RequestError for an extreme aspect ratio.
+        """
         depth = self.tower.temporal_patch_size
         return resized_frames(depth if modality == "image" else num_frames, height, width, bounds, self.factor, depth)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
+        """Return the height and width in pixels of the largest frames, the squarest with about their share of
+        bounds.most; an image's is that of the frames of one patch.
+        """
         return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """Return the span [start, end) of the placeholder alone: a video's own marks stay around all of its frames."""
+        """Return the span [start, end) of the placeholder at `place` alone: a video's own marks stay around all of its
+        frames.
+        """
         return place, place + 1
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
+        """Return the tokens of a temporal step: its embeddings between the image's marks, then its whole second."""
         before, after = self.around
         each = item.num_rows // item.grid[0]
         return [before, *[self.token_ids["image"]] * each, after, *self.tokenizer.encode(str(int(seconds)), False)]

@@ -44,6 +44,7 @@ class GraniteSpeechProcessor(SoundProcessor):
         self.chunk = self.tower.unit
 
     def read_features(self, folder: Path) -> ConfigFields:
+        """Return the settings of spectrograms. Raises ModelFileError for others than the tower's and this module's."""
         queries, bins = self.tower.queries, self.num_bins // self.tower.frames
         sizes = {"projector_window_size": queries.window, "sampling_rate": RATE}
         found = required_features(folder, **sizes, projector_downsample_rate=queries.window // queries.num_queries)
@@ -56,27 +57,35 @@ class GraniteSpeechProcessor(SoundProcessor):
         return found
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        """Return pairs of frames, f32[P, num_bins], of samples f32[N]; a last single frame is dropped."""
         bins = self.num_bins // self.tower.frames
         frames = log_spectrogram(samples, htk_filters(bins, _LENGTH), len(samples) // HOP + 1)
         joined = self.tower.frames
         return frames[: len(frames) // joined * joined].reshape(-1, self.num_bins)
 
     def num_samples(self, sound: Sound) -> int:
+        """Return the number of a sound's samples, which is not filled up. Raises RequestError for more than the tower
+        takes.
+        """
         check_length(sound, self.num_frames * self.hop)
         return len(sound.samples)
 
     def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound: those of each window of pairs that it has begun."""
         queries = self.tower.queries
         return -(-self._pairs(sound) // queries.window) * queries.num_queries
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return one column, i32[1, num_frames], 0 within the sound and -1 after it, and the rows, -1 after its
+        embeddings.
+        """
         pairs, rows = np.arange(num_frames), np.arange(num_frames // self.tower.merge)
         columns = np.where(pairs < self._pairs(sound), 0, -1)[None]
         return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)
 
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that ask for a transcript of a sound. Raises RequestError for a context: the model was
-        not trained with one.
+        """Return the messages that ask for a transcript of a sound; language is ignored. Raises RequestError for a
+        context other than "": the model was not trained with one.
         """
         del language  # there is none
         if context:

@@ -45,7 +45,7 @@ class GridProcessor:
         return self
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """Raise ModelConfigError if placeholders or the other tokens are not in the vocabulary."""
+        """Raise ModelConfigError if placeholders or the other tokens are not below model_config.vocab_size."""
         for token in (*self.token_ids.values(), *others):
             if token >= model_config.vocab_size:
                 text = f"token ids of images must be below vocab_size {model_config.vocab_size}, got {token}"
@@ -63,8 +63,8 @@ class GridProcessor:
         """Cut frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
         patch colour by colour and frame by frame.
 
-        H and W must be multiples of `factor`. seconds: as in Processed. The last frame is repeated to fill a temporal
-        patch.
+        H and W must be multiples of `factor`. seconds: of each temporal step of a video, () for none. The last frame is
+        repeated to fill a temporal patch.
         """
         tower = self.tower
         patch, depth, merge = tower.patch_size, tower.temporal_patch_size, tower.spatial_merge_size
@@ -79,7 +79,8 @@ class GridProcessor:
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
         """Reorder patches of a grid, given row by row of merged patches, for the tower.
 
-        patches: f32 [number of patches, features]. grid: (time, height, width) in patches. seconds: as in Processed.
+        patches: f32 [number of patches, features]. grid: (time, height, width) in patches. seconds: of each temporal
+        step of a video, () for none. Returns their columns and rows, too.
         """
         tower = self.tower
         order, window = self.order(grid)
@@ -120,6 +121,9 @@ class GridProcessor:
         return np.arange(count), np.zeros(count, np.int64)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return `grid` as it is. Raises RequestError without one, or if it is not one frame of whole merged squares
+        that make num_rows rows.
+        """
         merge = self.tower.spatial_merge_size
         time, height, width = grid or (0, 0, 0)
         whole = height % merge == 0 == width % merge
@@ -155,7 +159,9 @@ class GridProcessor:
 
 
 def check_ratio(height: int, width: int) -> None:
-    """Raise RequestError for an image of which one side is more than MAX_ASPECT_RATIO times the other."""
+    """Raise RequestError for an image of this size, in pixels, of which one side is more than MAX_ASPECT_RATIO times
+    the other.
+    """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(
             f"the longer side of an image must be at most {MAX_ASPECT_RATIO} times the shorter one, got "

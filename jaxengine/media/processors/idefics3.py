@@ -41,6 +41,9 @@ class Idefics3Processor(UnitProcessor):
     splits: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
+        """Read the longest edge and whether images are cut. Raises ModelConfigError for a tile size other than the
+        tower's.
+        """
         self.longest_edge = read_size(fields, "size", ("longest_edge",))["longest_edge"]
         self.splits = fields.boolean("do_image_splitting", True)
         if read_size(fields, "max_image_size", ("longest_edge",))["longest_edge"] != self.side:
@@ -50,13 +53,18 @@ class Idefics3Processor(UnitProcessor):
         return ("size", "do_image_splitting")
 
     def placeholder_id(self) -> int:
+        """Return image_token_id of config.json. Raises ModelConfigError."""
         return self.token_id("image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of the largest square; one tile if images are not cut."""
         edge = min(self.longest_edge, _MAX_EDGE)
         return (edge, edge) if self.splits else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Scale an image, `picture` uint8[H, W, 3], to the longest edge and up to whole tiles; return its tiles, then
+        the whole if there are several, and (rows, columns). Raises RequestError for an invalid option.
+        """
         edge, side, resize = self.edge(options, self.longest_edge), self.side, self.pixels.resized
         height, width = picture.shape[:2]
         picture = resize(picture, *_bounded(*with_longest_edge(height, width, edge)))
@@ -77,6 +85,9 @@ class Idefics3Processor(UnitProcessor):
         return [*by_tile, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): each tile after its row and column, lines ended by line breaks, then
+        the whole.
+        """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid
         fake, whole = self._ids("<fake_token_around_image>"), self._ids("<global-img>")
@@ -92,7 +103,9 @@ class Idefics3Processor(UnitProcessor):
         return [*pieces, *fake, *whole, *embeddings, *fake]
 
     def edge(self, options: Mapping[str, Any], default: int) -> int:
-        """Return the longest edge, in pixels, from `options`, or the default. Raises RequestError."""
+        """Return the longest edge, in pixels, from `options`, or the default. Raises RequestError for another form of
+        `size`, and outside 1 to _MAX_EDGE.
+        """
         asked = options.get("size", {"longest_edge": default})
         edge = asked.get("longest_edge") if isinstance(asked, Mapping) and len(asked) == 1 else None
         if type(edge) is not int or not 1 <= edge <= _MAX_EDGE:

@@ -53,7 +53,9 @@ class InternVLProcessor(UnitProcessor):
             self.modalities = ("image",)
 
     def _makes_videos_alike(self, folder: Path) -> bool:
-        """Whether the checkpoint preprocesses video frames like images; other videos are not supported."""
+        """Whether the checkpoint preprocesses video frames like images; other videos are not supported. folder: of the
+        checkpoint. Raises ModelFileError for a missing or invalid file.
+        """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
         try:
@@ -63,6 +65,9 @@ class InternVLProcessor(UnitProcessor):
             return False
 
     def read_settings(self, fields: ConfigFields) -> None:
+        """Read the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits out of
+        range.
+        """
         size = read_size(fields, "size", ("height", "width"))
         if set(size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
@@ -75,12 +80,18 @@ class InternVLProcessor(UnitProcessor):
         return ("crop_to_patches", "min_patches", "max_patches")
 
     def placeholder_id(self) -> int:
+        """Return image_token_id of config.json. Raises ModelConfigError."""
         return self.token_id("image_token_id")
 
     def placeholder_id_of(self, modality: str) -> int:
+        """Return the token that stands for an image or, by the tokenizer, a video."""
         return self.video_id if modality == "video" else self.placeholder_id()
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one tile a frame. options:
+        mm_processor_kwargs; most: limit of patches. Raises RequestError for unknown options, other values, strips, and
+        more patches.
+        """
         if modality == "image":
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
@@ -88,11 +99,15 @@ class InternVLProcessor(UnitProcessor):
         return self._processed(self._cut(units), 1, len(units))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; of videos one of
+        LARGEST_FRAMES frames, whatever the size.
+        """
         if modality == "image":
             return super().largest(modality, size)
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def video_pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of a video (`item`): each frame's number and its embeddings between marks."""
         each = self.tower.unit // self.tower.merge
         pieces = []
         for frame in range(item.num_rows // each):
@@ -102,10 +117,14 @@ class InternVLProcessor(UnitProcessor):
         return pieces
 
     def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of an image that gets the most tiles."""
         rows, columns = max(_tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Resize an image, `picture` uint8[H, W, 3], to the nearest tiling; return its tiles, then the whole if there
+        are several, and (rows, columns). Raises RequestError for an invalid option.
+        """
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
         least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
@@ -117,6 +136,7 @@ class InternVLProcessor(UnitProcessor):
         return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): its embeddings between two marks."""
         return [*self.start, *[self.image_id] * item.num_rows, *self.end]
 
 
@@ -128,7 +148,7 @@ def _tilings(least: int, most: int) -> list[tuple[int, int]]:
 
 
 def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """Return the (rows, columns) whose shape is nearest to the image's.
+    """Return the (rows, columns) whose shape is nearest to the image's; (1, 1) if the limits allow no tiling.
 
     height, width: of the image in pixels; side: of a tile; least, most: limits of the number of tiles. Among equals it
     is the one with the most tiles, as long as they have less than twice the image's area.

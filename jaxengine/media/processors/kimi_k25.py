@@ -59,6 +59,9 @@ class KimiK25Processor(KimiVLProcessor):
         self.settings += f" {self.frame_pixels!r} {self.frame_limit} {self.most_side}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
+        """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`. Raises
+        ModelConfigError.
+        """
         image = fields.integer("media_placeholder_token_id", fields.integer("image_token_id", 163605, minimum=0))
         self.video = fields.text("video_placeholder", "<|kimi_k25_video_placeholder|>")
         if not self.video:
@@ -70,18 +73,22 @@ class KimiK25Processor(KimiVLProcessor):
         self.embedded_ids = {"image": image, "video": video if video < known else image}
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
+        """Raise ModelConfigError if the placeholder of images is not in the vocabulary; that of videos need not be."""
         if self.token_ids["image"] >= model_config.vocab_size:
             problem = f"image_token_id must be below vocab_size {model_config.vocab_size}"
             raise ModelConfigError(f"{problem}, got {self.token_ids['image']}")
 
     def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
+        """Read the transform and the most patches of an image, and set most_side. Raises ModelConfigError."""
         fields, side = self._settings(found)
         self.most_side = side
         name = "in_patch_limit" if fields.has("in_patch_limit") else self.option
         return Pixels.read(fields), read_limit(fields, name, _IMAGE)
 
     def read_frames(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Read the transform and the limit from the settings of frames. Raises ModelConfigError."""
+        """Read the transform and the most patches of a frame from the settings of frames. Raises ModelConfigError, also
+        for another side than that of images.
+        """
         fields, side = self._settings(found)
         if side != self.most_side:
             raise fields.fail("size", f"that of images, {self.most_side}")
@@ -91,7 +98,9 @@ class KimiK25Processor(KimiVLProcessor):
         return Pixels.read(fields), read_limit(fields, name if fields.has(name) else self.option, default)
 
     def _settings(self, found: ConfigFields) -> tuple[ConfigFields, int]:
-        """Return settings with defaults, and the most patches along a side. Raises ModelConfigError."""
+        """Return the settings `found`, or their media_proc_cfg, with defaults, and the most patches along a side.
+        Raises ModelConfigError for those that do not fit the tower.
+        """
         fields = ConfigFields(found.mapping("media_proc_cfg") or found.raw)
         fields = fields.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3)
         merge = self.tower.spatial_merge_size
@@ -118,9 +127,14 @@ class KimiK25Processor(KimiVLProcessor):
         return ids
 
     def placeholder(self, modality: str) -> str:
+        """Return the text that stands for an image or a video."""
         return self.video if modality == "video" else super().placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, or a video's frames with the time of each chunk. value: uint8[H, W, 3] or frames.Video;
+        options: max_patches alone; most: limit of patches. Raises RequestError for others, more patches, and a video of
+        a day or more.
+        """
         if modality != "video":
             return super().process(modality, value, options, most)
         check_options(options, self.option_names())
@@ -134,13 +148,17 @@ class KimiK25Processor(KimiVLProcessor):
         return self.padded(modality, frames, self.frame_pixels, limit, most, tuple(seconds.tolist()))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the largest image, or a video of LARGEST_FRAMES frames, with patches f32[P, 0]. size: (height, width)
+        in pixels before scaling; None for the largest.
+        """
         if modality != "video":
             return super().largest(modality, size)
         return self.largest_of(LARGEST_FRAMES, self.frame_limit, size)
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order and windows of the tower's rows, as GridProcessor.order: within a chunk, the rows at one
-        position of all of its frames follow each other.
+        """Return the order of the tower's rows, as indexes into the item's rows line by line, and the window of each,
+        0; int [rows]. grid: (time, height, width) in patches. Within a chunk, the rows at one position of all of its
+        frames follow each other.
         """
         time, cells, most = grid[0], grid[1] * grid[2] // self.tower.merge, self.tower.most_frames
         rows = np.arange(time * cells).reshape(time, cells)
@@ -148,12 +166,18 @@ class KimiK25Processor(KimiVLProcessor):
         return order, np.zeros(len(order), np.int64)
 
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the columns of GridProcessor._coordinates, and "frame" (from 1; 0 in a chunk of one) and "frames" of
+        the chunk; a segment is a chunk.
+        """
         found, most = super()._coordinates(grid, order), self.tower.most_frames
         chunk, frame = np.divmod(found["segment"], most)
         frames = np.minimum(most, grid[0] - chunk * most)
         return {**found, "segment": chunk, "frame": np.where(frames > 1, frame + 1, 0), "frames": frames}
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
+        """Reorder patches f32[P, features] of a grid, (time, height, width) in patches, for the tower; the frames of a
+        chunk share its embeddings, those of the first.
+        """
         found = super().processed(patches, grid, seconds)
         cells = grid[1] * grid[2] // self.tower.merge
         frame, cell = np.divmod(found.rows, cells)
@@ -162,6 +186,9 @@ class KimiK25Processor(KimiVLProcessor):
         return found._replace(rows=rows, num_rows=-(-grid[0] // self.tower.most_frames) * cells)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put the chunks of each item in the place of its placeholder. items: by modality, in the order of the prompt.
+        Raises RequestError for another number of items, and a video without a tokenizer.
+        """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         parts: list[np.ndarray] = []
@@ -182,8 +209,8 @@ class KimiK25Processor(KimiVLProcessor):
         return Expanded(whole.tolist(), positions, order)
 
     def _chunks(self, modality: str, item: Processed) -> list[tuple[np.ndarray, int, np.ndarray]]:
-        """Return, for each chunk of a video, the tokens before its embeddings, their number, and the tokens after them;
-        the same for an image, which is one chunk. Raises RequestError for a video without a tokenizer.
+        """Return, for each chunk of a video (`item`), the tokens before its embeddings, their number, and the tokens
+        after them; the same for an image, which is one chunk. Raises RequestError for a video without a tokenizer.
         """
         none = np.zeros(0, np.int64)
         if modality == "image":
@@ -197,10 +224,14 @@ class KimiK25Processor(KimiVLProcessor):
         return [(self._encoded(text), count, after) for text in before]
 
     def _encoded(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, i64[n]."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return sizes as KimiVLProcessor.scaled; an image with a side that is too long is scaled down, not refused."""
+        """Return (height, width) in pixels of an image after scaling, and after padding; one with a side that is too
+        long is scaled down, not refused. height, width: in pixels; limit: of patches. Raises RequestError for an
+        extreme aspect ratio.
+        """
         check_ratio(height, width)
         patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size
         found = max(1, height // patch) * max(1, width // patch)

@@ -60,11 +60,13 @@ class KimiVLProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.tower!r}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
-        """Read placeholders from a config.json. Raises ModelConfigError."""
+        """Read the placeholder from a config.json (`fields`) and set token_ids. Raises ModelConfigError."""
         self.token_ids = {"image": fields.integer("media_placeholder_token_id", 163605, minimum=0)}
 
     def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Read the transform and the most patches of an image from the settings of images. Raises ModelConfigError."""
+        """Read the transform and the most patches of an image from the settings of images, `found`. Raises
+        ModelConfigError, also for settings that do not fit the tower.
+        """
         fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)
         # Without pad_input the model's own processor may produce sizes that its tower cannot take.
         fields.require(patch_size=self.tower.patch_size, pad_input=True)
@@ -74,12 +76,16 @@ class KimiVLProcessor(GridProcessor):
         return Pixels.read(fields), read_limit(fields, _LIMIT, 4096)
 
     def placeholder(self, modality: str) -> str:
+        """Return the placeholder token's text. Needs the tokenizer."""
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         return (self.option,)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], for the tower. options: `option` alone, the limit of patches to which it
+        is scaled; most: limit of patches. Raises RequestError for others, more patches, and extreme sizes.
+        """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         limit = integer_option(options, self.option, self.limit, MOST_PATCHES)
@@ -96,7 +102,8 @@ class KimiVLProcessor(GridProcessor):
     ) -> Processed:
         """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them, and cut them into patches.
 
-        most: see jaxengine.media.processor.check_room. seconds: as in Processed.
+        modality: for errors; pixels: the transform; most: limit of all patches, None for none. Raises RequestError for
+        more, and for extreme sizes. seconds: of each chunk of a video, () for none.
         """
         (height, width), (padded_height, padded_width) = self.scaled(frames.shape[1], frames.shape[2], limit)
         self.check_room(modality, len(frames), padded_height, padded_width, most)
@@ -106,10 +113,13 @@ class KimiVLProcessor(GridProcessor):
         return self.cut(pixels.normalized(whole), seconds)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the largest image, or one of `size`, (height, width) in pixels, with patches f32[P, 0]."""
         return self.largest_of(1, self.limit, size)
 
     def largest_of(self, num_frames: int, limit: int, size: tuple[int, int] | None) -> Processed:
-        """Return the largest item of so many frames. limit: of patches of each. size: as of `largest`."""
+        """Return the largest item of so many frames. limit: of patches of each. patches are f32[P, 0]. Raises
+        RequestError for an extreme size. size: (height, width) in pixels before scaling; None for the largest.
+        """
         if size is not None:
             _, (height, width) = self.scaled(*size, limit)
             grid = num_frames, height // self.tower.patch_size, width // self.tower.patch_size
@@ -118,6 +128,9 @@ class KimiVLProcessor(GridProcessor):
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Repeat each placeholder as often as its item has embeddings. items: by modality, in the order of the prompt.
+        Raises RequestError for another number of items.
+        """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         counts = [items[kind][number].num_rows for kind, number in order]
@@ -126,6 +139,9 @@ class KimiVLProcessor(GridProcessor):
         return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
+        it is not given. Raises RequestError if it does not make num_rows.
+        """
         # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
@@ -167,7 +183,9 @@ class KimiVLProcessor(GridProcessor):
 
 
 def read_limit(fields: ConfigFields, name: str, default: int) -> int:
-    """Read a limit of patches from a processor's settings. Raises ModelConfigError."""
+    """Read the limit of patches `name` from a processor's settings; `default` if it is missing. Raises ModelConfigError
+    for other than 1 to MOST_PATCHES.
+    """
     limit = fields.integer(name, default)
     if limit > MOST_PATCHES:
         raise fields.fail(name, f"1 to {MOST_PATCHES}")

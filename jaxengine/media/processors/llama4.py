@@ -43,6 +43,9 @@ class Llama4Processor(UnitProcessor):
     fills: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
+        """Read the limit of tiles and `fills`. Raises ModelConfigError for a size other than the tower's, and too many
+        tiles.
+        """
         size = read_size(fields, "size", ("height", "width"))
         if set(size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
@@ -54,17 +57,23 @@ class Llama4Processor(UnitProcessor):
         return ("max_patches", "resize_to_max_canvas")
 
     def placeholder_id(self) -> int:
+        """Return the token <|image|>."""
         return self._id(_IMAGE)
 
     @property
     def image_id(self) -> int:
+        """Return the token at whose positions embeddings go. Raises ModelConfigError."""
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of a tiling with the most tiles."""
         rows, columns = max(_tilings(self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Fit an image, `picture` uint8[H, W, 3], into the best tiling, padded with black; return its tiles, then the
+        whole if there are several, and (rows, columns). Raises RequestError for an invalid option.
+        """
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
         fills = boolean_option(options, "resize_to_max_canvas", self.fills)
@@ -85,6 +94,9 @@ class Llama4Processor(UnitProcessor):
         return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): its tiles line by line with separators, if there are several, and the
+        whole.
+        """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid
         tile = [self.image_id] * (self.tower.unit // self.tower.merge)
@@ -105,6 +117,7 @@ class Llama4Processor(UnitProcessor):
         return ((scaled - mean).astype(half).astype(np.float32) / std).astype(half).astype(np.float32)
 
     def _id(self, name: str) -> int:
+        """Return the id of a token by its text."""
         return int(self.tokenizer.encode(name, add_special_tokens=False)[0])
 
 

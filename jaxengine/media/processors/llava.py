@@ -30,6 +30,7 @@ class LlavaProcessor(UnitProcessor):
     pads: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
+        """Read size, crops and pads. Raises ModelConfigError if they do not make the tower's image_size."""
         self.size = read_size(fields, "size", ("shortest_edge",), ("height", "width"))
         self.pads = fields.boolean("do_pad", False)
         self.crops = fields.boolean("do_center_crop", "shortest_edge" in self.size)
@@ -45,12 +46,16 @@ class LlavaProcessor(UnitProcessor):
             )
 
     def placeholder_id(self) -> int:
+        """Return the image token of config.json. Raises ModelConfigError."""
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
         return self.side, self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Return `picture`, uint8[H, W, 3], padded, resized and cropped as the settings say, as the one square, and (1,
+        1); options are ignored.
+        """
         del options
         if self.pads:
             picture = _padded(picture, [int(colour * 255) for colour in self.pixels.mean])
@@ -65,11 +70,14 @@ class LlavaProcessor(UnitProcessor):
         return [middle(resized, self.side) if self.crops else resized], (1, 1)
 
     def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
         return [self.image_id] * item.num_rows
 
 
 def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
-    """Centre an image, uint8 [H, W, 3], in a square of this colour (RGB) whose side is the image's longer one."""
+    """Centre an image, uint8 [H, W, 3], in a square of this colour (RGB) whose side is the image's longer one; return
+    the square, uint8.
+    """
     height, width = picture.shape[:2]
     side = max(height, width)
     square = np.empty((side, side, 3), np.uint8)
@@ -80,7 +88,9 @@ def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
 
 
 def middle(picture: np.ndarray, side: int) -> np.ndarray:
-    """Crop the central square of `side` pixels of an image, uint8 [H, W, 3]; a smaller one is padded with black."""
+    """Crop the central square of `side` pixels of an image, uint8 [H, W, 3]; a smaller one is padded with black. May be
+    a view.
+    """
     height, width = picture.shape[:2]
     if min(height, width) < side:
         larger = np.zeros((max(height, side), max(width, side), 3), np.uint8)

@@ -33,6 +33,9 @@ class LlavaNextProcessor(LlavaProcessor):
     tilings: tuple[tuple[int, int], ...]
 
     def read_settings(self, fields: ConfigFields) -> None:
+        """Read the settings of LLaVA and the tilings. Raises ModelConfigError for sizes other than the tower's, tilings
+        that differ from config.json's, and more than _MAX_TILES tiles.
+        """
         super().read_settings(fields)
         # do_pad makes squares in LLaVA 1.5; here it only concerns batches.
         self.pads = False
@@ -47,7 +50,9 @@ class LlavaNextProcessor(LlavaProcessor):
             raise fields.fail(_NAME, f"of at most {_MAX_TILES} tiles each")
 
     def _pinpoints(self, fields: ConfigFields, default: Any) -> Any:
-        """Read the sizes of tilings in pixels, [height, width] each. Raises ModelConfigError."""
+        """Read the sizes of tilings in pixels, a list of [height, width]; `default` if the field is missing. Raises
+        ModelConfigError for other forms, and sides that are no multiples of the tower's image_size.
+        """
         listed = fields.value(_NAME, default)
         right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_PINPOINTS
         right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
@@ -57,10 +62,14 @@ class LlavaNextProcessor(LlavaProcessor):
         return listed
 
     def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of the tiling with the most tiles."""
         rows, columns = max(self.tilings, key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Fit an image, `picture` uint8[H, W, 3], into the best tiling with black margins; return the whole, cropped to
+        a square, then the tiles, and (rows, columns).
+        """
         del options
         side, (height, width) = self.side, picture.shape[:2]
         rows, columns = self._tiling(height, width)
@@ -77,6 +86,10 @@ class LlavaNextProcessor(LlavaProcessor):
         return [middle(whole, side), *tiles], (rows, columns)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], in tiles for the tower; rows leave out black margins, and number the
+        newline after each line. most: limit of patches. Raises RequestError for any option, other values, strips, and
+        more patches.
+        """
         made = super().process(modality, value, options, most)
         grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
         per_unit = made.patches.reshape(-1, num_patches, made.patches.shape[1])
@@ -99,6 +112,7 @@ class LlavaNextProcessor(LlavaProcessor):
         return Processed(patches, no_columns, out.ravel(), count, made.grid)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return (1, 1, num_rows): an image may have any number. Raises RequestError if a grid is given."""
         if grid is not None:
             raise RequestError("embeddings of an image of this model have no grid", param="image")
         return 1, 1, num_rows  # an image may have any number

@@ -24,15 +24,15 @@ _FLOOR, _RANGE = 1e-10, 8.0
 
 
 def read_features(folder: Path, num_bins: int) -> ConfigFields:
-    """Return a checkpoint's settings of spectrograms, as `required_features`: those of this module and `num_bins` mel
-    bins are the only ones allowed.
+    """Return a checkpoint's settings of spectrograms, empty without any: those of this module and `num_bins` mel bins
+    are the only ones allowed. folder: of the checkpoint. Raises ModelFileError for others.
     """
     wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
     return required_features(folder, **wanted, dither=0.0)
 
 
 def required_features(folder: Path, **wanted: Any) -> ConfigFields:
-    """Return the fields of a checkpoint's feature extractor; empty without one.
+    """Return the fields of a checkpoint's feature extractor; empty without one. folder: of the checkpoint.
 
     wanted: values by field. Raises ModelFileError if the checkpoint gives another value for one of these fields.
     """
@@ -54,6 +54,7 @@ def log_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
 def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.ndarray:
     """Return the logarithms f32[count, B] of what filters f64[length / 2 + 1, B] let through of windows of samples
     f32[N], mirrored at both ends, of which the first is centred at the first sample. length: of Fourier transforms.
+    They are base-10 logarithms of powers, at most 8 below the largest, and then (x + 4) / 4.
     """
     half, length = _WINDOW // 2, 2 * (len(filters) - 1)
     padded = np.pad(samples, half, mode="reflect" if len(samples) > half else "symmetric")
@@ -100,9 +101,11 @@ _LINEAR, _KNEE, _STEP = 200.0 / 3, 1000.0, np.log(6.4) / 27.0
 
 
 def _mel(hertz: float) -> float:
+    """Return a frequency in hertz as mels on Slaney's scale."""
     return hertz / _LINEAR if hertz < _KNEE else _KNEE / _LINEAR + float(np.log(hertz / _KNEE)) / _STEP
 
 
 def _hertz(mels: np.ndarray) -> np.ndarray:
+    """Return mels on Slaney's scale as hertz."""
     above = _KNEE * np.exp(_STEP * (mels - _KNEE / _LINEAR))
     return np.where(mels < _KNEE / _LINEAR, mels * _LINEAR, above)

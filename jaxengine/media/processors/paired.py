@@ -19,18 +19,22 @@ class PairedProcessor:
     """
 
     def __init__(self, seeing: MediaProcessor, hearing: SoundProcessor):
+        """Store the processors: `seeing` of images and videos, `hearing` of sounds."""
         self.seeing, self.hearing = seeing, hearing
         self.modalities = (*seeing.modalities, *hearing.modalities)
         self.settings = f"{seeing.settings} {hearing.settings}"
 
     def of(self, modality: str) -> MediaProcessor:
-        """Return the processor of a modality."""
+        """Return the processor of a modality, that of images for all but "audio"."""
         return self.hearing if modality == AUDIO else self.seeing
 
     def placeholder(self, modality: str) -> str:
         return self.of(modality).placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an item by its modality's processor. For sounds the options are only checked, as those of images.
+        most: limit of patches. Raises RequestError as that processor does.
+        """
         if modality == AUDIO:
             self.seeing.with_options(options)
             options = {}
@@ -46,7 +50,11 @@ class PairedProcessor:
         return type(self)(self.seeing.with_options(options), self.hearing)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand images first, then sounds among what became of the prompt. Only for models without M-RoPE."""
+        """Expand images first, then sounds among what became of the prompt. Only for models without M-RoPE.
+
+        items: by modality, in the order of the prompt. Raises RequestError for another number of placeholders than of
+        items.
+        """
         seen = self.seeing.expand(token_ids, items)
         heard = self.hearing.expand(seen.token_ids, items)
         # Each token that is no placeholder of a sound stays one; those of sounds become their embeddings and marks.

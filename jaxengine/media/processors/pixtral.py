@@ -62,12 +62,16 @@ class PixtralProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.longest} {self.marks} {self.tower!r}"
 
     def placeholder(self, modality: str) -> str:
+        """Return the placeholder token's text. Needs the tokenizer."""
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def option_names(self) -> tuple[str, ...]:
         return ("size",)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Resize an image, uint8[H, W, 3], and cut it into patches for the tower. options: `size` alone, its longest
+        edge; most: limit of patches. Raises RequestError for others, more patches, and extreme aspect ratios.
+        """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         longest = self.longest
@@ -81,11 +85,17 @@ class PixtralProcessor(GridProcessor):
         return self.cut(self.pixels.normalized(self.pixels.resized(value, height, width)[None]))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return a square of the longest edge, or an image of `size`, (height, width) in pixels, with patches f32[P,
+        0]. Raises RequestError for an extreme size.
+        """
         height, width = self._resized_size(*(size or (self.longest, self.longest)), self.longest)
         grid = 1, height // self.tower.patch_size, width // self.tower.patch_size
         return self.processed(np.empty((int(np.prod(grid)), 0), np.float32), grid)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put lines of placeholders, each ended by a mark, in the place of each image's. items: by modality, in the
+        order of the prompt. Raises RequestError for another number of items, and for images without a tokenizer.
+        """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         token, (between, last) = self.token_ids["image"], self._mark_ids() if len(at) else (0, 0)
@@ -135,6 +145,9 @@ class PixtralProcessor(GridProcessor):
 
 
 def _read_longest(fields: ConfigFields) -> int:
+    """Return the longest edge in pixels of the field `size`, a number or a mapping. Raises ModelConfigError for other
+    values, and outside 1 to MAX_SIDE.
+    """
     size = fields.value("size")
     longest = size.get("longest_edge") if isinstance(size, Mapping) else size
     if type(longest) is not int or not 1 <= longest <= MAX_SIDE:

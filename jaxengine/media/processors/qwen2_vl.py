@@ -90,7 +90,9 @@ class Qwen2VLProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_sizes(self, folder: Path, modality: str, *places: tuple[str, str]) -> Sizes:
-        """Read a modality's settings from the first of `places`, as of read_settings. Raises ModelFileError."""
+        """Read a modality's settings from the first of `places`, as of read_settings. Raises ModelFileError for none,
+        and for settings that are invalid or do not fit the tower.
+        """
         path, found = read_settings(folder, *places)
         fields = found.with_defaults(**self.defaults, temporal_patch_size=2, merge_size=2)
         tower = self.tower
@@ -105,6 +107,7 @@ class Qwen2VLProcessor(GridProcessor):
             raise ModelFileError(path, str(error)) from None
 
     def placeholder(self, modality: str) -> str:
+        """Return the text of a placeholder between the tokens around it. Needs the tokenizer."""
         before, after = self.around
         ids = before, self.token_ids[modality], after
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
@@ -113,6 +116,10 @@ class Qwen2VLProcessor(GridProcessor):
         return _OPTIONS
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Resize and cut an image or a video's frames, for the tower. value: uint8[H, W, 3] or frames.Video; options:
+        bounds of their pixels, min_pixels, max_pixels or size; most: limit of patches. Raises RequestError for others,
+        more patches, and extreme aspect ratios.
+        """
         check_options(options, self.option_names())
         if modality == "image":
             check_pictures(modality, value, self.modalities, 3)
@@ -130,7 +137,7 @@ class Qwen2VLProcessor(GridProcessor):
 
     def seconds(self, video: Any) -> tuple[float, ...]:
         """Return the start of each temporal step of a video in seconds after its first frame; steps have equal
-        duration.
+        duration. video: frames.Video; without fps, UNKNOWN_FPS of its frames a second.
         """
         steps = -(-len(video.frames) // self.tower.temporal_patch_size)
         fps = video.fps
@@ -155,6 +162,9 @@ class Qwen2VLProcessor(GridProcessor):
         return high, wide
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the largest item, or one of `size`, (height, width) in pixels, with patches f32[P, 0]; a video has
+        LARGEST_FRAMES frames. Raises RequestError for an extreme size.
+        """
         frames, bounds = LARGEST_FRAMES if modality == "video" else 1, self.sizes[modality].bounds
         if size is not None:
             height, width = self.resized_size(modality, frames, size[0], size[1], bounds)
@@ -186,6 +196,10 @@ class Qwen2VLProcessor(GridProcessor):
         return high * self.factor, units // high * self.factor
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Repeat each placeholder as often as its item has embeddings, and compute M-RoPE positions. items: by
+        modality, in the order of the prompt. Raises RequestError for another number of items, and for a video that
+        lasts too long.
+        """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         chosen = [items[modality][number] for modality, number in order]
@@ -202,7 +216,7 @@ class Qwen2VLProcessor(GridProcessor):
         return Expanded(ids.tolist(), positions, order, places, delta)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps."""
+        """Return the temporal M-RoPE positions of an item's steps, i64[grid[0]]: here their numbers."""
         return np.arange(item.grid[0])
 
 
@@ -212,6 +226,9 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
     """
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of the tower's rows, as indexes into the item's rows line by line, sorted by attention
+        window, and the window of each, int [rows]. grid: (time, height, width) in patches.
+        """
         merge, side = self.tower.spatial_merge_size, self.tower.window_size // self.tower.spatial_merge_size
         time, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
         wide, high = -(-columns // side), -(-rows // side)
@@ -221,6 +238,9 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
         return order, window[order]
 
     def times(self, item: Processed) -> np.ndarray:
+        """Return the temporal M-RoPE positions of an item's steps, in proportion to seconds; 0 for a single step.
+        Raises RequestError as whole_times.
+        """
         if len(item.seconds) < 2:
             return np.zeros(item.grid[0], np.int64)
         # In float32, as transformers counts them.
@@ -229,13 +249,15 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
 
 
 def shrunk(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
-    """Return the sides divided by `ratio` and rounded down to multiples of `factor`, in pixels."""
+    """Return (height, width) in pixels, divided by `ratio` and rounded down to multiples of `factor`, at least
+    `factor`.
+    """
     high, wide = (max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))
     return high, wide
 
 
 def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
-    """Return the sides multiplied by `ratio` and rounded up to multiples of `factor`, in pixels."""
+    """Return (height, width) in pixels, multiplied by `ratio` and rounded up to multiples of `factor`."""
     return math.ceil(height * ratio / factor) * factor, math.ceil(width * ratio / factor) * factor
 
 
@@ -243,7 +265,7 @@ def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
     """Read pixel bounds: `size` with shortest_edge and longest_edge, which are numbers of pixels here, or min_pixels
     and max_pixels; the latter have precedence.
 
-    default: of bounds that are not there. Raises ModelConfigError.
+    default: of bounds that are not there. Raises ModelConfigError unless 1 <= least <= most <= MAX_PIXELS.
     """
     size = ConfigFields(fields.mapping("size") or {})
     least = size.integer("shortest_edge", None) or size.integer("min_pixels", default.least)

@@ -25,21 +25,33 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     }
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the midpoint between the first and last frame of each temporal step, in seconds."""
+        """Return the midpoint between the first and last frame of each temporal step, in seconds. video: frames.Video;
+        without fps, UNKNOWN_FPS frames a second.
+        """
         depth = self.tower.temporal_patch_size
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         shown = np.concatenate([shown, np.repeat(shown[-1:], -len(shown) % depth)]).reshape(-1, depth)
         return tuple(((shown[:, 0] + shown[:, -1]) / 2).tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
+        """Return (height, width) in pixels after resizing, within bounds of an image's pixels or of those of all
+        num_frames of a video. Raises RequestError for an extreme aspect ratio.
+        """
         if modality == "image":
             return super().resized_size(modality, num_frames, height, width, bounds)
         return resized_frames(num_frames, height, width, bounds, self.factor, self.tower.temporal_patch_size)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
+        """Return the height and width in pixels of the largest frames, the squarest with at most bounds.most; the
+        num_frames of a video share it.
+        """
         return self.widest(bounds.most if modality == "image" else bounds.most // num_frames)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put the tokens of `_steps` in the place of each placeholder, and compute M-RoPE positions. items: by
+        modality, in the order of the prompt. Raises RequestError for another number of items, and a video without a
+        tokenizer.
+        """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
         parts: list[np.ndarray] = []
@@ -68,16 +80,16 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return Expanded(ids.tolist(), positions, order, places, delta)
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """Return the span [start, end) of the prompt to replace for a video: its placeholder and the tokens around it,
-        as each step has its own.
+        """Return the span [start, end) of the prompt to replace for a video: its placeholder at `place` in the token
+        ids and, if they are there, the tokens around it, as each step has its own.
         """
         before, after = self.around
         whole = 0 < place < len(ids) - 1 and ids[place - 1] == before and ids[place + 1] == after
         return (place - 1, place + 2) if whole else (place, place + 1)
 
     def _steps(self, modality: str, item: Processed) -> list[np.ndarray]:
-        """Return tokens, i64, of each step of an item: placeholders for an image, which is one step; a time and
-        placeholders for each temporal step of a video.
+        """Return tokens, i64, of each step of an item of this modality: placeholders for an image, which is one step; a
+        time and placeholders for each temporal step of a video.
 
         Raises RequestError for a video without a tokenizer.
         """
@@ -91,11 +103,13 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return [np.asarray(self.step_tokens(item, seconds), np.int64) for seconds in item.seconds]
 
     def seen_id(self, modality: str) -> int:
-        """Return the placeholder token at whose positions embeddings go."""
+        """Return the placeholder token at whose positions embeddings of the modality go."""
         return self.token_ids[modality]
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
-        """Return the tokens of a temporal step of a video that is shown at `seconds`."""
+        """Return the tokens of a temporal step of a video (`item`) that is shown at `seconds`: the time, and its
+        embeddings between two marks.
+        """
         before, after = self.around
         each = item.num_rows // item.grid[0]
         said = self.tokenizer.encode(f"<{seconds:.1f} seconds>", False)

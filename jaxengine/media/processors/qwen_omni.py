@@ -40,6 +40,9 @@ class Qwen2_5OmniImages(Qwen2_5VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
+        """Return the temporal M-RoPE positions of an item's steps, in whole numbers, in proportion to seconds; 0 for a
+        single step. Raises RequestError for a video that lasts too long.
+        """
         return _times(item, self.per_second)
 
 
@@ -61,6 +64,9 @@ class Qwen3OmniImages(Qwen2VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
+        """Return the temporal M-RoPE positions of an item's steps, in whole numbers, in proportion to seconds; 0 for a
+        single step. Raises RequestError for a video that lasts too long.
+        """
         return _times(item, self.per_second)
 
 
@@ -71,9 +77,11 @@ class Qwen2_5OmniSounds(Qwen2AudioProcessor):
     token_fields = ("audio_token_id",)
 
     def num_samples(self, sound: Sound) -> int:
+        """Return the number of a sound's samples, filled up to whole frames and _APART more of silence."""
         return -(-len(sound.samples) // HOP) * HOP + _APART * HOP
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
+        """Return the frames f32[P, bins] of samples f32[N], without those of the silence."""
         return log_mel(samples, self.num_bins)[:-_APART]
 
 
@@ -81,6 +89,9 @@ class Qwen3OmniSounds(Qwen3SoundProcessor):
     """Processor of the sounds of Qwen3-Omni: one that is shorter than a chunk is not filled up."""
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return one column, i32[1, num_frames], 0 within the sound and after it -1, or the tower's `cut` in a single
+        chunk, and the rows, i32, -1 where there is no embedding.
+        """
         columns, rows = super().placed(sound, num_frames)
         return (np.where(columns < 0, self.tower.cut, columns) if num_frames == self.chunk else columns), rows
 
@@ -89,19 +100,23 @@ class OmniProcessor(PairedProcessor):
     """Both processors of a model with M-RoPE, in which sounds have the positions of tokens."""
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds."""
+        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds. M-RoPE
+        positions are computed, too. Raises RequestError for another number of placeholders than of items.
+        """
         return self.seeing.expand(token_ids, items)
 
 
 def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen2.5-Omni for the towers that it is served with. Arguments are those of the
-    processors' classes.
+    """Return the processor of Qwen2.5-Omni for the towers that it is served with. folder: of the checkpoint;
+    config_json: content of its config.json; tokenizer: None without one. Raises ModelFileError, ModelConfigError.
     """
     return _processor(Qwen2_5OmniImages, Qwen2_5OmniSounds, folder, config_json, model_config, tokenizer)
 
 
 def qwen3_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen3-Omni; as qwen2_5_omni."""
+    """Return the processor of Qwen3-Omni; folder: of the checkpoint; config_json: content of its config.json;
+    tokenizer: None without one. Raises ModelFileError, ModelConfigError.
+    """
     return _processor(Qwen3OmniImages, Qwen3OmniSounds, folder, config_json, model_config, tokenizer)
 
 
@@ -115,7 +130,8 @@ def _processor(
 ) -> MediaProcessor:
     """Return the processor of the towers that model_config has: of both, or the only one's own.
 
-    images, sounds: classes of the two. Other arguments are those of the classes.
+    images, sounds: classes of the two. folder: of the checkpoint; config_json: its config.json, whose thinker_config
+    counts first; tokenizer: None without one. Raises ModelFileError, ModelConfigError.
     """
     thinker = {**_IDS, **config_json, **(config_json.get("thinker_config") or {})}
     # Qwen2.5-Omni calls them otherwise.
@@ -133,11 +149,14 @@ def _processor(
 
 
 def _per_second(config_json: Mapping[str, Any]) -> float:
+    """Return position_id_per_seconds of a config.json, 25 if it is missing. Raises ModelConfigError."""
     return ConfigFields(config_json).number("position_id_per_seconds", 25)
 
 
 def _times(item: Processed, per_second: float) -> np.ndarray:
-    """Return the temporal M-RoPE position of each step of an item, in whole numbers."""
+    """Return the temporal M-RoPE position of each step of an item, i64[grid[0]], rounded down: 0 for a single step.
+    per_second: positions a second. Raises RequestError for a video that lasts too long.
+    """
     if len(item.seconds) < 2:
         return np.zeros(item.grid[0], np.int64)
     # In float32, as transformers counts them.

@@ -30,11 +30,10 @@ _MOST = 1e6
 
 
 def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
-    """Read a processor's settings from the first of `places` that the checkpoint has; return the file and the
-    settings.
+    """Read a processor's settings from the first of `places` that the checkpoint has; return the file and the settings.
 
-    places: pairs of a key in the file of all processors (WHOLE) and the name of a file of this one alone. Raises
-    ModelFileError.
+    places: pairs of a key in the file of all processors (WHOLE) and the name of a file of this one alone. folder: of
+    the checkpoint. Raises ModelFileError if it has none of them, and for an unreadable file.
     """
     whole = read_object(folder, WHOLE) or {}
     for key, name in places:
@@ -76,20 +75,20 @@ class Pixels:
         return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", least=1 / _MOST))
 
     def resized(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
-        """Resize uint8[H, W, 3] to uint8[height, width, 3]."""
+        """Resize uint8[H, W, 3] to uint8[height, width, 3]; one of that size is returned itself."""
         if picture.shape[:2] == (height, width):
             return picture
         return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling(self.resample)))
 
     def normalized(self, pictures: np.ndarray) -> np.ndarray:
-        """Normalise uint8[..., 3] to f32[..., 3]."""
+        """Normalise uint8[..., 3] to f32[..., 3]: (byte * scale - mean) / std."""
         scaled = pictures.astype(np.float32) * np.float32(self.scale)
         return (scaled - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
 
 
 def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[float, ...]:
-    """Read a number for each of the three colours; a single one counts for all. Raises ModelConfigError for one that is
-    not from `least` to _MOST.
+    """Read the field `name`, a number for each of the three colours; a single one counts for all. Raises
+    ModelConfigError for one that is not from `least` to _MOST.
     """
     value = fields.value(name)
     listed = value if isinstance(value, (list, tuple)) else [value] * 3
@@ -99,7 +98,9 @@ def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[fl
 
 
 def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise RequestError for mm_processor_kwargs that the model does not have. known: names of those that it has."""
+    """Raise RequestError for mm_processor_kwargs (`options`) that the model does not have. known: names of those that
+    it has.
+    """
     for name in options:
         if name not in known:
             text = f"{OPTIONS} has {str(name)[:100]!r}; this model has {', '.join(known) or 'none'}"

@@ -49,7 +49,8 @@ class SmolVLMProcessor(Idefics3Processor):
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:
-        """Read video_edge from the checkpoint's settings of videos.
+        """Read video_edge from the settings of videos in the checkpoint's folder. Raises ModelFileError if it has no
+        settings.
 
         None if they are invalid, or frames are preprocessed differently from images: such videos are not supported.
         """
@@ -69,12 +70,18 @@ class SmolVLMProcessor(Idefics3Processor):
 
     @property
     def in_tokens(self) -> tuple[str, ...]:
+        """Return the modalities whose placeholder is one token: images."""
         return ("image",)
 
     def placeholder(self, modality: str) -> str:
+        """Return the text that stands for an image or, <video>, a video."""
         return _VIDEO if modality == "video" else super().placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one square a frame, with their times.
+        options: mm_processor_kwargs; most: limit of patches. Raises RequestError for unknown options, other values,
+        strips, more patches, and too long a video.
+        """
         if modality == "image":
             return super().process(modality, value, options, most)
         frames = self.checked_frames(modality, value, options, most)
@@ -84,6 +91,9 @@ class SmolVLMProcessor(Idefics3Processor):
         return self._processed(self._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; of videos one of
+        LARGEST_FRAMES frames, whatever the size.
+        """
         if modality == "image":
             return super().largest(modality, size)
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})

@@ -82,20 +82,24 @@ class SoundProcessor:
 
     @abstractmethod
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound."""
+        """Return the number of embeddings of a sound; 0 for one that is too short."""
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return columns and rows (jaxengine.scheduler.media.MediaItem) of a sound of so many frames: all rows of the
-        tower in order, and no columns.
+        """Return columns and rows (jaxengine.scheduler.media.MediaItem) of a sound of num_frames frames, those of
+        silence included: all rows of the tower in order, and no columns.
         """
         count = num_frames // self.tower.merge
         return np.zeros((0, num_frames), np.int32), np.arange(count, dtype=np.int32)
 
     def placeholder(self, modality: str) -> str:
+        """Return the text of the placeholder token between those around it. Needs the tokenizer."""
         begin, end = self.around
         return f"{begin}{self.tokenizer.convert_ids_to_tokens([self.token_id])[0]}{end}"
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Return the item of a Sound (`value`): its spectrogram, filled up to whole chunks. most: limit of patches,
+        None for none. Raises RequestError for options, other values, and a sound that is too short or long.
+        """
         check_options(options, ())
         if modality != AUDIO or not isinstance(value, Sound):
             raise RequestError(f"{modality} is not supported by this model; it takes sounds", param=modality)
@@ -110,10 +114,11 @@ class SoundProcessor:
         return Processed(frames, *self.placed(value, len(frames)), num_rows, (1, len(frames), 1))
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Raise RequestError: sounds are not given as embeddings."""
         raise RequestError("sounds are not given as embeddings", param=AUDIO)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest item of a step, one window; its patches have no pixels."""
+        """Return the largest item of a step, one window, whatever the arguments; its patches are f32[P, 0]."""
         count, sound = self.num_frames, Sound(np.zeros(self.num_frames * self.hop, np.float32))
         none = np.zeros((count, 0), np.float32)
         return Processed(none, *self.placed(sound, count), self.num_rows(sound), (1, count, 1))
@@ -128,10 +133,13 @@ class SoundProcessor:
         return np.flatnonzero(np.asarray(token_ids, np.int64) == self.token_id)
 
     def length(self, item: Processed) -> int:
-        """Return how many tokens a sound has in a prompt."""
+        """Return how many tokens a sound (`item`) has in a prompt: its embeddings and marks."""
         return item.num_rows + len(self.marks)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Repeat each placeholder as often as its sound has embeddings, with marks around them. items: by modality, in
+        the order of the prompt. Raises RequestError for another number of sounds.
+        """
         ids, found = np.asarray(token_ids, np.int64), items.get(AUDIO, ())
         at = self.found(token_ids)
         shown = self.token_id if self.tokenizer is None else self.placeholder(AUDIO)
@@ -158,16 +166,21 @@ class Qwen2AudioProcessor(SoundProcessor):
     around = ("<|audio_bos|>", "<|audio_eos|>")
 
     def num_samples(self, sound: Sound) -> int:
+        """Return the samples of a window, to which every sound is filled up. Raises RequestError for a longer one."""
         most = self.num_frames * HOP
         check_length(sound, most)
         return most
 
     def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound without the silence."""
         # The second convolution, and the mean of two.
         positions = (_frames_of(sound) - 1) // 2 + 1
         return (positions - 2) // 2 + 1
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return one column, i32[1, num_frames], 0 within the sound and -1 after it, and the rows, -1 after its
+        embeddings.
+        """
         frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
         return np.where(frames < _frames_of(sound), 0, -1)[None].astype(np.int32), _cut(rows, self.num_rows(sound))
 
@@ -187,10 +200,12 @@ class VoxtralProcessor(SoundProcessor):
     around = ("[BEGIN_AUDIO]", "")
 
     def num_samples(self, sound: Sound) -> int:
+        """Return the number of a sound's samples, filled up to whole windows."""
         window = self.num_frames * HOP
         return -(-len(sound.samples) // window) * window
 
     def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of all windows that a sound has begun."""
         return self.num_samples(sound) // HOP // self.tower.merge
 
 
@@ -214,12 +229,15 @@ class Qwen3SoundProcessor(SoundProcessor):
             raise self.features.fail("min_length", f"an integer >= 0 and <= {_LONGEST_LEAST}")
 
     def num_samples(self, sound: Sound) -> int:
+        """Return the number of a sound's samples, at least `least`."""
         return max(self.least, len(sound.samples))
 
     def num_rows(self, sound: Sound) -> int:
+        """Return the number of embeddings of a sound."""
         return int((self._rows(sound) >= 0).sum())
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return one column, i32[1, num_frames], 0 within the sound and -1 after it, and the rows of `_rows`."""
         held = self.num_samples(sound) // HOP
         return np.where(np.arange(num_frames) < held, 0, -1)[None].astype(np.int32), self._rows(sound)
 
@@ -252,7 +270,7 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
 
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
         """Return the messages that ask for a transcript of a sound. language: a key of `languages`; None lets the model
-        name it. context: text whose words the transcript may have.
+        name it; KeyError for others. context: text whose words the transcript may have, "" for none.
         """
         said: list[dict[str, Any]] = [{"role": "system", "content": context}] if context else []
         said.append({"role": "user", "content": [{"type": AUDIO}]})

@@ -29,7 +29,8 @@ from jaxengine.scheduler.errors import RequestError
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
     """Read the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
 
-    A plain number stands for a mapping with a single key. Raises ModelConfigError.
+    A plain number stands for a mapping with a single key. Sides that are None do not count. Raises ModelConfigError for
+    other keys, and outside 1 to MAX_SIDE.
     """
     value = fields.value(name)
     single = next((keys for keys in allowed if len(keys) == 1), None)
@@ -89,7 +90,9 @@ class UnitProcessor:
         self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the family's settings, in addition to those of Pixels. Raises ModelConfigError."""
+        """Read the family's settings from `fields` and keep them, in addition to those of Pixels. Raises
+        ModelConfigError.
+        """
 
     @abstractmethod
     def placeholder_id(self) -> int:
@@ -97,14 +100,15 @@ class UnitProcessor:
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Cut uint8[H, W, 3] into squares of `side` pixels; return them and their (rows, columns).
+        """Cut an image, uint8[H, W, 3], into squares of `side` pixels, uint8[side, side, 3]; return them and their
+        (rows, columns).
 
-        options: mm_processor_kwargs, of which it uses `option_names`. Raises RequestError.
+        options: mm_processor_kwargs, of which it uses `option_names`. Raises RequestError for an invalid one.
         """
 
     @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image in the prompt, with `image_id` for each of its embeddings."""
+        """Return the tokens of an image (`item`) in the prompt, with `image_id` for each of its embeddings."""
 
     @abstractmethod
     def largest_size(self) -> tuple[int, int]:
@@ -130,7 +134,9 @@ class UnitProcessor:
         return self.placeholder_id()
 
     def token_id(self, *names: str) -> int:
-        """Return a token id from the first of these fields that config.json has. Raises ModelConfigError."""
+        """Return a token id from the first of these fields that config.json has. Raises ModelConfigError if none is
+        there, or it is not below vocab_size.
+        """
         name = next((name for name in names if self.config_fields.has(name)), names[0])
         found = self.config_fields.integer(name, minimum=0)
         if found >= self.vocab_size:
@@ -138,6 +144,7 @@ class UnitProcessor:
         return found
 
     def placeholder(self, modality: str) -> str:
+        """Return the text of the modality's placeholder token. Needs the tokenizer."""
         return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id_of(modality)])[0])
 
     def placeholder_id_of(self, modality: str) -> int:
@@ -146,12 +153,17 @@ class UnitProcessor:
         return self.placeholder_id()
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of a video in the prompt. Families that take videos override it. Raises RequestError."""
+        """Return the tokens of a video in the prompt. Families that take videos override it; this raises
+        RequestError.
+        """
         raise RequestError(
             f"video is not supported by this model; it takes {', '.join(self.modalities)}", param="video"
         )
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Cut an image, uint8[H, W, 3], into units and those into patches. options: of option_names; most: limit of
+        patches. Raises RequestError for others, strips, and more patches.
+        """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         check_ratio(*value.shape[:2])
@@ -162,8 +174,8 @@ class UnitProcessor:
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
         """Check a video and return its frames, uint8 [N, H, W, 3], of each of which a unit is to be made.
 
-        Arguments as of MediaProcessor.process; `value` may also be the frames alone. Raises RequestError for unknown
-        options, a value without frames, strips, and more than `most` patches.
+        value: frames.Video, or the frames alone. options: mm_processor_kwargs; most: None for no limit. Raises
+        RequestError for unknown options, a value without frames, strips, and more than `most` patches.
         """
         check_options(options, self.option_names())
         frames = getattr(value, "frames", value)
@@ -173,9 +185,13 @@ class UnitProcessor:
         return frames
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the item of a black image of the largest size, or of this one in pixels."""
         return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return (1, side, side * units) in patches. Raises RequestError if a grid is given, for partial units, and for
+        more than most_given.
+        """
         rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
             tiles = f"{rows}, those of one tile: positions of more than one are undefined"
@@ -185,6 +201,9 @@ class UnitProcessor:
         return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put the pieces of each item in the place of its placeholder, and adjust the tokens by `joined`. items: by
+        modality, in the order of the prompt. Raises RequestError for another number of items.
+        """
         wanted = {self.placeholder_id_of(modality): modality for modality in self.in_tokens}
         for token, modality in wanted.items():
             shown = token if self.tokenizer is None else self.placeholder(modality)
@@ -207,14 +226,15 @@ class UnitProcessor:
         return Expanded(out, positions, order)
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Adjust an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text.
+        """Adjust an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text; return
+        both, here unchanged. token_ids: of the prompt.
 
         owners: for each token the number of its image or video in the prompt; -1 for the prompt's own tokens.
         """
         return token_ids, owners
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """Normalise uint8[..., 3] to f32[..., 3]."""
+        """Normalise units uint8[..., 3] to f32[..., 3] by `pixels`."""
         return self.pixels.normalized(units)
 
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
@@ -238,7 +258,7 @@ class UnitProcessor:
 def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
     """Return the option `name` of mm_processor_kwargs, an integer from 1 to `most`; `default` if it is not given.
 
-    Raises RequestError.
+    Raises RequestError for other values.
     """
     value = options.get(name, default)
     if type(value) is not int or not 1 <= value <= most:
@@ -247,7 +267,9 @@ def integer_option(options: Mapping[str, Any], name: str, default: int, most: in
 
 
 def boolean_option(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return the option `name` of mm_processor_kwargs, a boolean; `default` if it is not given. Raises RequestError."""
+    """Return the option `name` of mm_processor_kwargs, a boolean; `default` if it is not given. Raises RequestError for
+    other values.
+    """
     value = options.get(name, default)
     if not isinstance(value, bool):
         raise bad_option(name, value, "true or false")

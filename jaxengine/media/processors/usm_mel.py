@@ -48,7 +48,9 @@ class UsmMel:
 
     @classmethod
     def read(cls, fields: ConfigFields, num_bins: int) -> UsmMel:
-        """Read the settings of a feature extractor, with transformers' defaults. Raises ModelConfigError."""
+        """Read the settings of a feature extractor (`fields`), with transformers' defaults. Raises ModelConfigError for
+        values out of range. num_bins: of a spectrum, the tower's.
+        """
         if (milliseconds := fields.number("frame_length_ms", 20.0)) > _MOST_MILLISECONDS:
             raise fields.fail("frame_length_ms", f"a number > 0 and <= {_MOST_MILLISECONDS}")
         window = fields.integer("frame_length", round(RATE * milliseconds / 1000))
@@ -104,15 +106,17 @@ class UsmMel:
 
     @cached_property
     def _shape(self) -> np.ndarray:
+        """Return the Hann window, f32[window]; kept."""
         return np.hanning(self.window + 1)[:-1].astype(np.float32)
 
     @cached_property
     def _filters(self) -> np.ndarray:
+        """Return the mel filters, [length / 2 + 1, num_bins]; kept."""
         return htk_filters(self.num_bins, self.length, self.lowest, self.highest)
 
 
 def _from_zero(fields: ConfigFields, name: str, most: float) -> float:
-    """Read a number from 0 to `most`; 0.0 where it is missing. Raises ModelConfigError."""
+    """Read the field `name`, a number from 0 to `most`; 0.0 where it is missing. Raises ModelConfigError for others."""
     value = fields.number(name) if fields.value(name, 0) != 0 else 0.0
     if value > most:
         raise fields.fail(name, f"a number from 0 to {most}")
@@ -120,8 +124,8 @@ def _from_zero(fields: ConfigFields, name: str, most: float) -> float:
 
 
 def _of_bins(fields: ConfigFields, name: str, count: int, default: float, least: float) -> tuple[float, ...]:
-    """Return a number from `least` to _MOST for each bin, `default` for all if the field is missing or null. Raises
-    ModelConfigError.
+    """Return the field `name`, a number from `least` to _MOST for each of `count` bins, `default` for all if the field
+    is missing or null. Raises ModelConfigError for others.
     """
     given = fields.raw.get(name)
     try:

@@ -41,6 +41,10 @@ class WhisperProcessor:
     modalities: tuple[str, ...] = (AUDIO,)
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. folder: of the checkpoint; config_json: content of its config.json;
+        model_config: with the tower's sizes; tokenizer None: no `previous` or `no_speech`. Raises ModelFileError for
+        settings that are invalid or not the tower's.
+        """
         tower: Any = model_config.tower
         self.num_frames, self.num_bins = tower.unit, tower.num_features
         self.has_alignment = tower.aligns
@@ -59,7 +63,9 @@ class WhisperProcessor:
         self.settings = f"{type(self).__name__} {self.num_frames} {self.num_bins}"
 
     def _read(self, fields: ConfigFields, vocab_size: int) -> None:
-        """Set the attributes that follow from generation_config.json (`fields`). Raises ModelConfigError."""
+        """Set the attributes that follow from generation_config.json (`fields`). vocab_size: exclusive limit of token
+        ids. Raises ModelConfigError for a missing or invalid field.
+        """
         self.start, self.no_timestamps = (
             _token(fields, name, vocab_size) for name in ("decoder_start_token_id", "no_timestamps_token_id")
         )
@@ -88,9 +94,13 @@ class WhisperProcessor:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def placeholder(self, modality: str) -> str:
+        """Return "": prompts have no placeholder of the sound."""
         return ""
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Return a Sound or Spectrogram of at most one window, filled up with silence, as one item. Raises RequestError
+        for options, longer sounds, and spectrograms of another shape.
+        """
         check_options(options, ())
         if isinstance(value, Sound):
             if len(value.samples) > self.num_frames * HOP:
@@ -111,9 +121,11 @@ class WhisperProcessor:
         return np.zeros((0, self.num_frames), np.int32), np.zeros(1, np.int32)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Raise RequestError: sounds are not given as embeddings."""
         raise RequestError("sounds are not given as embeddings", param="multi_modal_data")
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return the item of one window, whatever the arguments; its patches are f32[num_frames, 0]."""
         return Processed(np.zeros((self.num_frames, 0), np.float32), *self._place(), 1, (1, self.num_frames, 1))
 
     def with_options(self, options: Mapping[str, Any]) -> WhisperProcessor:
@@ -122,6 +134,9 @@ class WhisperProcessor:
         return self
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Return the prompt unchanged, with one sound at position 0. Raises RequestError for another number
+        of sounds.
+        """
         count = len(items.get(AUDIO, ()))
         if count != 1:
             raise RequestError(f"multi_modal_data has {count} sounds; allowed is 1", param="multi_modal_data")
@@ -139,7 +154,7 @@ def _older(config_json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(fields: ConfigFields, name: str, vocab_size: int) -> int:
-    """Read the token id `name`. Raises ModelConfigError."""
+    """Read the token id `name`. Raises ModelConfigError if it is missing or not below vocab_size."""
     found = fields.integer(name, minimum=0)
     if found >= vocab_size:
         raise fields.fail(name, f"a token id below vocab_size {vocab_size}")
@@ -147,8 +162,8 @@ def _token(fields: ConfigFields, name: str, vocab_size: int) -> int:
 
 
 def _tokens(fields: ConfigFields, name: str, vocab_size: int, most: int) -> tuple[int, ...]:
-    """Read a token id or a list of at most `most`, without the -1 that some files have for none; empty for an absent
-    field. Raises ModelConfigError.
+    """Read the field `name`, a token id below vocab_size or a list of at most `most`, without the -1 that some files
+    have for none; empty for an absent field. Raises ModelConfigError for others.
     """
     value = fields.value(name, ())
     ids = value if isinstance(value, (list, tuple)) else (value,)
@@ -158,7 +173,9 @@ def _tokens(fields: ConfigFields, name: str, vocab_size: int, most: int) -> tupl
 
 
 def _tokens_by_name(fields: ConfigFields, name: str, vocab_size: int) -> Mapping[str, int]:
-    """Read a mapping of names to token ids; empty for an absent field. Raises ModelConfigError."""
+    """Read the field `name`, a mapping of names to token ids below vocab_size; empty for an absent field. Raises
+    ModelConfigError for others.
+    """
     found = fields.mapping(name) or {}
     if any(type(each) is not int or not 0 <= each < vocab_size for each in found.values()):
         raise fields.fail(name, f"a mapping of names to token ids below vocab_size {vocab_size}")

@@ -28,6 +28,7 @@ class LeastRecent(Generic[T]):
     """
 
     def __init__(self, max_bytes: int):
+        """Begin empty. max_bytes: limit of the sum of sizes."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._values: OrderedDict[bytes, tuple[T, int]] = OrderedDict()
@@ -79,11 +80,13 @@ class MediaCache(Protocol):
         ...
 
     def get(self, digest: bytes) -> Processed | None:
-        """Return the item, with or without pixels (`without_pixels`), or None if it must be preprocessed."""
+        """Return the item stored under `digest`, with or without pixels (`without_pixels`), or None if it must be
+        preprocessed.
+        """
         ...
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """Store a preprocessed item under a digest."""
+        """Store a preprocessed item under a digest; others may be dropped for it."""
         ...
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
@@ -119,6 +122,7 @@ class ProcessorCache:
             self._items.put(digest, item, item.patches.nbytes + item.columns.nbytes + item.rows.nbytes)
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
+        """Return `item` unchanged: its pixels are in this process."""
         return item
 
     def clear(self) -> None:
@@ -139,7 +143,7 @@ class PreparedItem(MediaItem):
     make: Callable[[], Processed] | None
 
     def whole(self) -> PreparedItem:
-        """Return the item with pixels, preprocessing it again if they are missing."""
+        """Return the item with pixels, preprocessing it again, which takes long, if they are missing."""
         if self.make is None:
             return self
         found = self.make()
@@ -164,8 +168,8 @@ def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed
 
 
 def without_pixels(item: Processed) -> Processed:
-    """Return a copy with empty patches and columns of the same count; enough for `MediaProcessor.expand` and for
-    limits.
+    """Return a copy with patches [n, 0] and columns [0, n] for its n patches; enough for `MediaProcessor.expand` and
+    for limits.
     """
     count = len(item.patches)
     return item._replace(patches=np.empty((count, 0), np.float32), columns=np.empty((0, count), np.int32))

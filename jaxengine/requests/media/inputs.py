@@ -39,7 +39,7 @@ _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a prompt has images or videos that are not preprocessed yet."""
+    """Whether a prompt has media that are not preprocessed yet, options for them, or vLLM's encoder prompt."""
     return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS) or ENCODER in prompt)
 
 
@@ -47,7 +47,7 @@ def one_prompt(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a prompt with its media next to its text, made of vLLM's form {"encoder_prompt": {"multi_modal_data":
     ...}, "decoder_prompt": a prompt} if it has that; other prompts are returned unchanged.
 
-    Raises RequestError for an encoder prompt with text.
+    Raises RequestError for an encoder prompt with text, without a decoder prompt, or with other keys.
     """
     if ENCODER not in prompt:
         return prompt
@@ -110,7 +110,8 @@ class MediaInputs:
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return a prompt, already tokenized, with a Media object in place of its files and arrays.
 
-        Waits until they are loaded and preprocessed. Raises RequestError; for too many items before anything is loaded.
+        Waits until they are loaded and preprocessed. text: None if the prompt has token ids alone; a processor with
+        `encode` tokenizes it again. Raises RequestError; for too many items before anything is loaded.
         """
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)
@@ -161,8 +162,8 @@ class MediaInputs:
         return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta)
 
     def _options(self, options: Any) -> dict[str, Any]:
-        """Return a request's mm_processor_kwargs, merged over the engine's. Raises RequestError for anything but a
-        dict, and for more than 16,384 characters of JSON.
+        """Return a request's mm_processor_kwargs (None for none), merged over the engine's. Raises RequestError for
+        anything but a dict, and for more than 16,384 characters of JSON.
         """
         if options is not None and not isinstance(options, Mapping):
             problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
@@ -177,7 +178,8 @@ class MediaInputs:
     def _find(
         self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
     ) -> _Found:
-        """Return an item from the cache, or preprocess and cache it. cache: None for none.
+        """Return an item from the cache, or preprocess and cache it. cache: None for none. digest: of digest_of, for
+        `value`, a loaded item or Embeds.
 
         Raises RequestError for an item that the processor cannot use, and for more patches or embeddings than the
         encoder has room for.
@@ -200,8 +202,8 @@ class MediaInputs:
         return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
     def _embedded(self, given: Embeds) -> Processed:
-        """Make an item of embeddings that the request brings, [n, size]. Raises RequestError for a size other than the
-        tower's and for a grid that does not fit n.
+        """Return an item of the embeddings that the request brings (`given`), f32[n, size], without preprocessing.
+        Raises RequestError for a size other than the tower's and for a grid that does not fit n.
         """
         count, size = given.values.shape
         if size != self._row_size:
@@ -213,11 +215,13 @@ class MediaInputs:
         return Processed(given.values, no_columns, rows, count, grid)
 
     def _tower(self, modality: str) -> TowerConfig:
-        """Return the tower that encodes a modality."""
+        """Return the tower that encodes a modality, the first of the model if none fits."""
         return next((tower for tower in self._towers if tower.hears == (modality == AUDIO)), self._towers[0])
 
     def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
-        """Raise RequestError for an image or video with more patches or embeddings than the encoder has room for."""
+        """Raise RequestError for an image or video (`found`, of this modality) with more patches or embeddings than the
+        encoder has room for. Sounds are not checked here, and the patches of given embeddings (is_embedded) neither.
+        """
         config = self._config
         if self._tower(modality).hears:  # by its processor
             return
@@ -232,8 +236,8 @@ class MediaInputs:
 
 
 def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
-    """Pad an item to a multiple of the tower's unit, at which every item begins: patches with 0, columns and rows with
-    -1.
+    """Return an item padded to a multiple of the tower's unit, at which every item begins: patches with 0, columns and
+    rows with -1.
     """
     missing = -len(item.patches) % tower.unit
     return item._replace(
@@ -244,10 +248,10 @@ def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
 
 
 def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[TowerConfig]) -> MediaOptions:
-    """Return the engine's media options, with max_audio_seconds lowered to what a prompt has room for: what is too long
-    is then not decoded to its end.
+    """Return the engine's media options, with max_audio_seconds lowered, to at least 1, to what a prompt has room for:
+    what is too long is then not decoded to its end.
 
-    The options are returned unchanged without a tower of sounds.
+    config: the engine's, returned unchanged without a tower of sounds. processor: the model's.
     """
     tower = next((tower for tower in towers if tower.hears), None)
     if tower is None:

@@ -32,7 +32,8 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
     """Return the token ids of a prompt with `prompt_embeds`, placeholders, and its Media.
 
     Its value is an array [n, hidden_size] of a floating-point dtype, as numpy reads it, or a file or its base64: .npy,
-    safetensors, or what torch.save writes. Raises RequestError, also for an engine without enable_prompt_embeds.
+    safetensors, or what torch.save writes. Raises RequestError, also for an engine without enable_prompt_embeds, a
+    prompt that has text, tokens or media as well, and n outside 1 to max_model_len - 1.
     """
     if not config.enable_prompt_embeds:
         problem = "prompt_embeds is given; the engine was started without enable_prompt_embeds"
@@ -56,7 +57,9 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
 
 
 def check_embedded(params: Any) -> None:
-    """Raise RequestError for sampling parameters that need the prompt's token ids, of which embeddings have none."""
+    """Raise RequestError for sampling parameters (`params`) that need the prompt's token ids, of which embeddings have
+    none.
+    """
     rows = {name: row.neutral for name, row in ROWS.items() if row.reads_prompt}
     for name, neutral in {"prompt_logprobs": None, **rows}.items():
         if (value := getattr(params, name)) != neutral:
@@ -66,7 +69,7 @@ def check_embedded(params: Any) -> None:
 
 def _read(value: Any, options: MediaOptions) -> np.ndarray:
     """Return the rows f32[n, E] of an array, or of the bytes (or base64) of a .npy, safetensors or torch.save file with
-    one tensor. Raises MediaError.
+    one tensor, or of anything that numpy converts. options: max_media_bytes is the limit of a file. Raises MediaError.
     """
     if isinstance(value, (str, bytes)):
         data = decoded(value, options.max_media_bytes)
@@ -87,7 +90,9 @@ def _read(value: Any, options: MediaOptions) -> np.ndarray:
 
 
 def _media(values: np.ndarray, size: int) -> Media:
-    """Return the Media of a prompt of embeddings f32[n, E], an item for each page of `size` tokens."""
+    """Return the Media of a prompt of embeddings, values f32[n, E]: an item for each page of `size` tokens, the last
+    one maybe shorter.
+    """
     items = []
     for first in range(0, len(values), size):
         rows = values[first : first + size]

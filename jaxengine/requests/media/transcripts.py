@@ -57,16 +57,20 @@ class Recording(NamedTuple):
     num_frames: int
 
     def window(self, seek: int, num_frames: int) -> dict[str, Any]:
-        """Return the media of a prompt with at most `num_frames` frames from `seek` on."""
+        """Return the media of a prompt with at most `num_frames` frames from frame `seek` on; a view."""
         return {DATA: {AUDIO: Spectrogram(self.frames[seek : seek + num_frames])}}
 
     def num_positions(self, seek: int, num_frames: int) -> int:
-        """Return how many positions the encoder makes of the sound in a window, at least one."""
+        """Return how many positions the encoder makes of the sound, without silence, in the window of num_frames from
+        frame `seek` on; at least one.
+        """
         return max(1, min(self.num_frames - seek, num_frames) // _FRAMES)
 
 
 def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
-    """Return the processor of a model that transcribes. Raises RequestError for another model."""
+    """Return the processor of a model that transcribes. media: the model's, None for a text model. Raises RequestError
+    for another model.
+    """
     processor = None if media is None else media.processor
     if not isinstance(processor, WhisperProcessor):
         problem = "this model transcribes no sounds; serve one that does, such as Whisper: see docs/audio.md"
@@ -76,22 +80,26 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
 
 def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechProcessor | None:
     """Return the processor of a model that is asked for transcripts with the whole sound in its prompt; None for
-    others.
+    others. media: the model's, None for a text model.
     """
     processor = None if media is None else media.processor
     return processor if isinstance(processor, (Qwen3ASRProcessor, GraniteSpeechProcessor)) else None
 
 
 async def read_whole(media: MediaInputs, data: bytes, param: str) -> Sound:
-    """Decode a sound file on a thread. param: the field with the file, for errors. Raises as read_recording does."""
+    """Decode a sound file, given as its bytes, on a thread. param: the field with the file, for errors. Raises
+    RequestError for a file that cannot be used, OverloadedError if too many wait.
+    """
     (sound,) = (await media.reader.loader.load([MediaPart(AUDIO, data, param, param)]))[AUDIO]
     return sound
 
 
 async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recording:
-    """Decode a sound file and compute its spectrogram, both on threads. param: the field with the file, for errors.
+    """Decode a sound file, given as its bytes, and compute its spectrogram, both on threads. param: the field with the
+    file, for errors.
 
-    Raises RequestError for a file that cannot be used, OverloadedError if too many wait.
+    Raises RequestError for a file that cannot be used, and for a model that transcribes no sounds; OverloadedError if
+    too many wait.
     """
     processor, loader = sound_processor(media), media.reader.loader
     sound = await read_whole(media, data, param)
@@ -101,9 +109,11 @@ async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recordi
 
 
 def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, timed: bool) -> list[int]:
-    """Return the tokens that ask for a transcript. language: a code; None for a model of one language.
+    """Return the tokens that ask for a transcript. language: a code; None for a model of one language. timed: with
+    timestamps. A model of English alone takes "en" too.
 
-    Raises RequestError for a language or task that the model does not have.
+    task: "transcribe" or "translate". Raises RequestError for a language that the model does not have, and for
+    translation by a model of English alone; KeyError for a task that it does not have.
     """
     if not processor.languages:
         if task != "transcribe" or language not in (None, "en"):

@@ -33,8 +33,8 @@ class Word(NamedTuple):
 
 
 def token_positions(alignment: np.ndarray) -> np.ndarray:
-    """Return i64[N], the position of the sound at which each token begins, on the path through f32[N, S] on which the
-    sum is largest and neither tokens nor positions go back (dynamic time warping).
+    """Return i64[N], the position of the sound at which each token begins, on the path through `alignment`, f32[N, S],
+    N and S >= 1, on which the sum is largest and neither tokens nor positions go back (dynamic time warping).
 
     Sums are rounded to float32, and equal ones resolved, as in transformers.
     """
@@ -81,7 +81,7 @@ def find_words(
 
 def _bare(text: str) -> str:
     """Return a text without white space and punctuation (Unicode's categories P) at its ends; the sign or point of a
-    number that begins it stays.
+    number that begins it stays. "" if nothing else is left.
     """
     whole = text.strip()
     kept = [at for at, each in enumerate(whole) if not (each.isspace() or unicodedata.category(each).startswith("P"))]
@@ -95,7 +95,10 @@ def _bare(text: str) -> str:
 def group_words(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], language: str
 ) -> list[tuple[str, list[int]]]:
-    """Return the words of a text, with spaces and punctuation, each with the numbers of its tokens."""
+    """Return the words of a text, with spaces and punctuation, each with the numbers of its tokens. decode: turns
+    tokens into text; language: its code. A space or punctuation begins a word; in languages without spaces (Chinese,
+    Japanese, ...) every character does.
+    """
     words: list[tuple[str, list[int]]] = []
     for text, members in _characters(decode, tokens):
         begins = language in _UNSPACED or text.startswith(" ") or text.strip() in string.punctuation
@@ -107,7 +110,9 @@ def group_words(
 
 
 def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the shortest runs of tokens that are whole characters, or bytes that are none, with the tokens' numbers."""
+    """Yield the shortest runs of tokens that are whole characters, or bytes that are none, with the tokens' numbers,
+    from 0. decode: turns tokens into text.
+    """
     whole, done, members = decode(tokens), 0, []
     for number in range(len(tokens)):
         members.append(number)
@@ -119,7 +124,9 @@ def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _with_next(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Return the words, with each mark of punctuation joined to the word that it belongs to."""
+    """Return the words, (text, numbers of tokens), with opening marks of punctuation joined to the word after them, and
+    closing ones to the word before.
+    """
     joined: list[tuple[str, list[int]]] = []
     for text, members in reversed(words):
         last = joined[-1] if joined else None

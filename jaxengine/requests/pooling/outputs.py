@@ -89,7 +89,9 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-        """Convert the output of a request whose data is an embedding f32[N]."""
+        """Convert the output of a request whose data is an embedding f32[N]. It must have a result (`check`):
+        finish_reason becomes "stop".
+        """
         return EmbeddingRequestOutput(*_rest(output, EmbeddingOutput(output.outputs.data.tolist())))
 
 
@@ -100,7 +102,9 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
-        """Convert the output of a request whose data is a score for each label, f32[N]."""
+        """Convert the output of a request whose data is a score for each label, f32[N]. It must have a result
+        (`check`): finish_reason becomes "stop".
+        """
         return ClassificationRequestOutput(*_rest(output, ClassificationOutput(output.outputs.data.tolist())))
 
 
@@ -111,16 +115,16 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-        """Convert the output of a request whose data is a single score."""
+        """Convert the output of a request whose data is a single score; raises ValueError for several."""
         return ScoringRequestOutput(*_rest(output, ScoringOutput(float(output.outputs.data.item()))))
 
     @staticmethod
     def of_pair(
         first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
     ) -> ScoringRequestOutput:
-        """Return the score of a query and a document. Of embeddings of prompts it is the cosine, 0 if one has no
-        length; of embeddings of tokens the sum, over the query's, of the largest product with one of the document's.
-        Prompts are concatenated, as in vLLM.
+        """Return the score of a query (`first`) and a document (`second`), outputs with a result. Of embeddings of
+        prompts it is the cosine, 0 if one has no length; of embeddings of tokens the sum, over the query's, of the
+        largest product with one of the document's. Prompts are concatenated, as in vLLM.
         """
         one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
         if one.ndim == 2:
@@ -137,5 +141,5 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def _rest(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
-    """Return the fields of an output in order, with `outputs` replaced."""
+    """Return the first four fields of an output in order, with `outputs` replaced."""
     return output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens

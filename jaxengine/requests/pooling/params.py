@@ -47,7 +47,7 @@ class PoolingRecipe:
 
     def finish(self, vectors: np.ndarray) -> np.ndarray:
         """Compute the answer f32[..., dimensions] (f32[..., N] if dimensions is None) from the model's vectors f32[...,
-        N].
+        N]: cut first, then the activation over the last axis, computed in float64.
         """
         kept = vectors[..., : self.dimensions].astype(np.float64)
         if self.activation == NORMALIZE:
@@ -64,7 +64,7 @@ class PoolingRecipe:
         return kept.astype(np.float32)
 
     def finish_tokens(self, rows: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
-        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's tokens; n leaves
+        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's token_ids; n leaves
         out special tokens that the task does without.
         """
         assert self.tokens is not None
@@ -104,7 +104,9 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def recipe(self, model: PoolingModel) -> PoolingRecipe:
-        """Return how the answer is computed. Raises RequestError for parameters that this model does not support."""
+        """Return how the answer is computed, with the model's own values for what was not given. Raises RequestError
+        for tasks and parameters that this model does not support, and for switches that contradict each other.
+        """
         for name in _SWITCHES:
             if getattr(self, name) not in (None, True, False):
                 raise _refuse(name, getattr(self, name), "True, False or None")
@@ -163,11 +165,14 @@ class PoolingParams:
         return model.cut(token_ids, longest if keep == -1 else keep)
 
     def token_params(self, model: PoolingModel, recipe: PoolingRecipe) -> TokenParams:
-        """Return the parameters that the engine's steps need. recipe: from `recipe`."""
+        """Return the parameters that the engine's steps need. recipe: from `recipe`. The prompt is computed whole for a
+        task about tokens, a pooler that reads all tokens, and skip_reading_prefix_cache.
+        """
         tokens = recipe.tokens is not None
         reads_prompt = tokens or model.pooler.reads_all or self.skip_reading_prefix_cache is True
         return TokenParams(temperature=0.0, reads_prompt=reads_prompt, token_results=tokens)
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError about parameter `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

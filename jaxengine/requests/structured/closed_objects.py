@@ -34,9 +34,10 @@ class _UnclearError(ValueError):
 def forbid_additional_properties(text: str) -> str:
     """Return the schema (JSON text) with `"additionalProperties": false` in each object that can be closed safely.
 
-    Such an object lists properties, including all required ones; no other schema applies to the same value (it is not
-    part of an allOf, nor next to a $ref or anyOf, wherever it is referred to from); and it is not a branch of a oneOf,
-    unless a constant in each branch distinguishes them.
+    The schema is returned unchanged if there is none, or if a part of it cannot be analysed. Raises ValueError for text
+    that is not JSON. Such an object lists properties, including all required ones; no other schema applies to the same
+    value (it is not part of an allOf, nor next to a $ref or anyOf, wherever it is referred to from); and it is not a
+    branch of a oneOf, unless a constant in each branch distinguishes them.
     """
     if '"properties"' not in text:
         return text
@@ -51,7 +52,9 @@ def forbid_additional_properties(text: str) -> str:
 
 
 def lists_all(schema: dict[str, Any]) -> bool:
-    """Whether the object's own keywords need no other properties than those it lists."""
+    """Whether a schema lists `properties`, all that it requires among them, and has no keyword of its own that mentions
+    or counts others.
+    """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list) or _NEEDS_OTHERS & schema.keys():
         return False
@@ -59,8 +62,8 @@ def lists_all(schema: dict[str, Any]) -> bool:
 
 
 def _closable(root: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects that can be closed. Raises _UnclearError for parts with an $id, and references that lead
-    nowhere.
+    """Yield the parts of the schema `root` that are objects which can be closed. Raises _UnclearError for parts with an
+    $id, and references that lead nowhere.
     """
     waiting: list[tuple[Any, bool]] = [(root, True)]
     seen: dict[tuple[int, bool], dict[str, Any]] = {}
@@ -79,7 +82,7 @@ def _closable(root: Any) -> Iterator[dict[str, Any]]:
 
 
 def _num_rules(schema: dict[str, Any]) -> int:
-    """Return the number of schemas that apply to the same value."""
+    """Return the number of schemas in this one that apply to the same value: its own keywords, references, branches."""
     count = bool(_OWN & schema.keys()) + sum(word in schema for word in (*REFERENCES, "anyOf", "oneOf", "not", "if"))
     return count + len(_listed(schema, "allOf"))
 
@@ -126,12 +129,13 @@ def _have_discriminator(branches: list[Any]) -> bool:
 
 
 def _constant(rule: Any) -> str | None:
+    """Return the string that the `const` of a schema (`rule`) demands; None without one."""
     found = rule.get("const") if isinstance(rule, dict) else None
     return found if isinstance(found, str) else None
 
 
 def _followed(schema: Any, root: Any) -> dict[str, Any]:
-    """Return a schema, resolved if it is only a reference. Raises _UnclearError."""
+    """Return a schema, looked up in `root` if it has a $ref; {} if it is no object. Raises _UnclearError."""
     found = _resolved(schema["$ref"], root) if isinstance(schema, dict) and "$ref" in schema else schema
     return found if isinstance(found, dict) else {}
 
@@ -149,10 +153,12 @@ def _resolved(reference: Any, root: Any) -> Any:
 
 
 def _listed(schema: dict[str, Any], word: str) -> list[Any]:
+    """Return the list under the keyword `word` of a schema; [] for other values and without it."""
     found = schema.get(word)
     return found if isinstance(found, list) else []
 
 
 def _named(schema: dict[str, Any], word: str) -> list[Any]:
+    """Return the values of the object under the keyword `word` of a schema; [] for other values and without it."""
     found = schema.get(word)
     return list(found.values()) if isinstance(found, dict) else []

@@ -29,7 +29,8 @@ _KEY_PATTERNS = {
 def fit_for_grammar(text: str, lenient: bool) -> str:
     """Rewrite a schema for the grammar compiler, from JSON text to JSON text.
 
-    lenient: drop patterns that no grammar supports; otherwise they stay, and the compiler refuses them.
+    lenient: drop patterns that no grammar supports; otherwise they stay, and the compiler refuses them. Text without a
+    format, pattern or propertyNames is returned unchanged. Raises ValueError for what is not JSON.
     """
     if not any(f'"{word}"' in text for word in ("format", "pattern", "propertyNames")):
         return text
@@ -111,6 +112,7 @@ class _Fitting:
 
 
 def _is_beyond(schema: Any) -> bool:
+    """Whether a schema has a pattern with look-around, word boundaries or back references."""
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     return isinstance(pattern, str) and _BEYOND_REGULAR.search(pattern) is not None
 

@@ -34,11 +34,14 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 
 
 def _refuse(name: str, value: Any, allowed: str, owner: str = "structured_outputs") -> RequestError:
+    """Return the RequestError about the field owner.name."""
     return RequestError(f"{owner}.{name} must be {allowed}, got {show_value(value)}", param=owner, value=value)
 
 
 def _text(name: str, value: Any, at_most: int, owner: str = "structured_outputs") -> str:
-    """Return a value that is a text of 1 to `at_most` bytes of UTF-8. Raises RequestError for others."""
+    """Return a value that is a text of 1 to `at_most` bytes of UTF-8. Raises RequestError, about owner.name, for
+    others.
+    """
     allowed = f"a string of 1 to {at_most} bytes of UTF-8"
     if not isinstance(value, str) or not value or len(value) > at_most:
         raise _refuse(name, value, allowed, owner)
@@ -133,6 +136,7 @@ class StructuredOutputsParams:
                 raise _refuse("reasoning_begin", self.reasoning_begin, "None without reasoning_end")
 
     def _normalize(self, name: str, value: Any) -> None:
+        """Set a field of the frozen dataclass; only called by __post_init__."""
         object.__setattr__(self, name, value)  # only called by __post_init__
 
     @property
@@ -170,7 +174,7 @@ class StructuredOutputsParams:
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
-        """Return the body of a Lark rule equivalent to `json` or `json_object`."""
+        """Return the body of a Lark rule equivalent to `json` or `json_object`; for these alone."""
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
@@ -192,7 +196,7 @@ class StructuredOutputsParams:
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
     """Check a value of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields.
 
-    Raises RequestError for `name`.
+    Raises RequestError, about `name`, for others and unknown fields; as StructuredOutputsParams for invalid ones.
     """
     if isinstance(value, StructuredOutputsParams):
         return value
@@ -225,7 +229,7 @@ def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _few(owner: str, name: str, value: Any) -> Any:
-    """Return a list of 1 to MAX_WORDS entries unchanged. Raises RequestError for other values."""
+    """Return a list of 1 to MAX_WORDS entries unchanged. Raises RequestError, about owner.name, for other values."""
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
         allowed = f"a string, or a list of 1 to {MAX_WORDS} of strings or lists of strings"
         raise _refuse(name, value, allowed, owner)
@@ -233,8 +237,8 @@ def _few(owner: str, name: str, value: Any) -> Any:
 
 
 def _choices(value: Any) -> tuple[str, ...]:
-    """Return the field `choice` as a tuple. Raises RequestError for an empty or repeated string, and too many or too
-    long ones.
+    """Return the field `choice`, a list or tuple of 1 to MAX_CHOICES different texts, as a tuple. Raises RequestError
+    for an empty or repeated string, and too many or too long ones.
     """
     allowed = f"a list of 1 to {MAX_CHOICES} different strings, none of them empty"
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES:
@@ -281,6 +285,7 @@ def _schema(value: Any) -> str:
 
 
 def _no_constant(name: str) -> Any:
+    """Raise ValueError: json.loads passes NaN, Infinity and -Infinity here."""
     raise ValueError(f"{name} is not JSON")
 
 

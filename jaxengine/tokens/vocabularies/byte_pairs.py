@@ -76,7 +76,7 @@ def splits_in_two(tokens: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def spelt(tokens: Iterable[bytes]) -> list[str]:
-    """Spell each run of bytes with one printable character a byte, as GPT-2 does (Radford et al. 2019)."""
+    """Return each run of bytes spelt with one printable character a byte, as GPT-2 does (Radford et al. 2019)."""
     return [token.decode("latin-1").translate(CHAR_OF_BYTE) for token in tokens]
 
 

@@ -77,7 +77,7 @@ def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
 
 
 def unigram_pieces(pieces: Pieces) -> Tokenizer:
-    """Build a unigram tokenizer: the pieces whose scores have the largest sum. `pieces` has an unknown one."""
+    """Build a unigram tokenizer: the pieces whose scores have the largest sum. `pieces` must have an unknown one."""
     unknown = pieces.with_types(UNKNOWN)[0]
     has_bytes = bool(pieces.with_types(BYTE))
     scored = [(name, float(score)) for name, score in zip(pieces.names, pieces.scores, strict=True)]
@@ -94,7 +94,10 @@ def unigram_pieces(pieces: Pieces) -> Tokenizer:
 
 
 def add_marked_tokens(tokenizer: Tokenizer, names: Sequence[str], types: Sequence[int]) -> None:
-    """Make control and unknown tokens special, and have user-defined ones found in texts before anything else."""
+    """Make control and unknown tokens special, and have user-defined ones found in texts before anything else.
+
+    Changes `tokenizer` in place. names, types: of all pieces, by id.
+    """
     special = [AddedToken(names[at], special=True, normalized=False) for at in _of(types, CONTROL, UNKNOWN)]
     tokenizer.add_special_tokens(special)
     defined = [AddedToken(names[at], special=False, normalized=False) for at in _of(types, USER_DEFINED)]
@@ -132,11 +135,14 @@ def _longest_of(texts: Sequence[str]) -> str:
 
 
 def _of(types: Sequence[int], *wanted: int) -> list[int]:
+    """Return the indices in `types` of those wanted, ascending."""
     return [at for at, kind in enumerate(types) if kind in wanted]
 
 
 def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
-    """Give a tokenizer the normaliser and the decoder of its vocabulary."""
+    """Give a tokenizer the normaliser and the decoder of its vocabulary and, where it takes whole pieces, a
+    pre-tokenizer; in place, and return it.
+    """
     steps: list[Any] = [normalizers.Precompiled(pieces.char_map)] if pieces.char_map else []
     if pieces.strips:
         # Not \s: a mark of the end of a line is a character like others, unless the map makes it a space. Runs first,

@@ -90,7 +90,9 @@ def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
 
 
 def _fields(source: bytes, path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a message: numbers of varints, bytes of the others. Raises ModelFileError."""
+    """Yield (number of the field, value) for each field of a message (`source`): an int for a varint, bytes for the
+    others. path: for errors. Raises ModelFileError for damaged messages and groups.
+    """
     at = 0
     while at < len(source):
         key, at = _varint(source, at, path)
@@ -132,6 +134,7 @@ def _signed(value: Any) -> int:
 
 
 def _text(value: Any, path: Path) -> str:
+    """Return a piece's bytes (`value`) as text. Raises ModelFileError for what is not bytes in UTF-8."""
     try:
         return value.decode()
     except (AttributeError, UnicodeDecodeError):
@@ -139,6 +142,9 @@ def _text(value: Any, path: Path) -> str:
 
 
 def _score(value: Any, path: Path) -> float:
+    """Return the little-endian float32 in 4 bytes (`value`). Raises ModelFileError for other values, and if it is not
+    finite.
+    """
     score = struct.unpack("<f", value)[0] if isinstance(value, bytes) and len(value) == 4 else math.nan
     if not math.isfinite(score):
         raise ModelFileError(path, "not a SentencePiece model: a score is no finite float")

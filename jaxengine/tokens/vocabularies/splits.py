@@ -31,7 +31,9 @@ def _either(*patterns: str) -> str:
 
 
 def _cased(suffix: str, upper: str = f"[{_UPPER}]", lower: str = f"[{_LOWER}]") -> str:
-    """Return an expression for words that end where a small letter meets a capital one. suffix: what may follow."""
+    """Return an expression for words that end where a small letter meets a capital one. suffix: what may follow; upper,
+    lower: expressions for one letter of each case.
+    """
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{upper}*{lower}+{suffix}|{start}{upper}+{lower}*{suffix}"
 
@@ -111,12 +113,15 @@ class Splitting(NamedTuple):
         return pre_tokenizers.Sequence(list(self._steps()))
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Return the normalisation of a text before it is split, or None."""
+        """Return the normalisation of a text before it is split: spaces to U+2581 unless spells_bytes, else NFC if
+        `composes`; None without.
+        """
         if not self.spells_bytes:
             return normalizers.Replace(" ", "\u2581")
         return normalizers.NFC() if self.composes else None
 
     def _steps(self) -> Iterator[Any]:
+        """Yield the pre-tokenizers in order; one that spells bytes comes last unless `patterns` places it."""
         spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         for pattern in self.patterns:
             yield spell if pattern == BYTES else pre_tokenizers.Split(Regex(pattern), "isolated")

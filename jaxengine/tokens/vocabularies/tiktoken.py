@@ -76,7 +76,7 @@ LLAMA3 = Ranks(
 
 
 def is_tiktoken(source: bytes) -> bool:
-    """Whether the content of a file is tiktoken's: its first line is a token and a rank."""
+    """Whether the content of a file (`source`) is tiktoken's: its first line is a token and a rank."""
     return _LINE.fullmatch(source[: source.find(b"\n")].rstrip()) is not None
 
 
@@ -85,7 +85,7 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
 
     source: content of the file at `path`. named: special tokens by id, as the folder names them. bos: text of the
     beginning-of-text token, used if `row.adds_bos`. Raises ModelFileError for a file with other lines, and for ranks
-    that are not the numbers from 0 on.
+    that are not the numbers from 0 on, and too many or too long tokens.
     """
     tokens = spelt(_tokens(source, path))
     if (problem := too_long(tokens)) is not None:
@@ -101,7 +101,9 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
 
 
 def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
-    """Return the tokens, as bytes, by rank. Raises ModelFileError."""
+    """Return the tokens in a file's content (`source`), as bytes, by rank. Raises ModelFileError unless the content has
+    256 to MAX_TOKENS lines, with distinct tokens and the ranks from 0 on.
+    """
     lines = source.split()
     size = len(lines) // 2
     if len(lines) % 2 or not 256 <= size <= MAX_TOKENS:
@@ -117,7 +119,9 @@ def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
 
 
 def _special(row: Ranks, named: Mapping[int, str], first: int, path: Path) -> list[str]:
-    """Return the special tokens in order, from the id `first` on. Raises ModelFileError for too many."""
+    """Return the special tokens in order, from the id `first` on. named: special tokens by id, which win over those of
+    `row`. Raises ModelFileError for more than MAX_SPECIAL.
+    """
     known = dict(enumerate(row.special, first)) | {at: name for at, name in named.items() if at >= first}
     size = max(row.more, max(known, default=first) + 1 - first)
     if size > MAX_SPECIAL:
