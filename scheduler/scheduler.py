@@ -241,7 +241,7 @@ class Scheduler:
         """Schedule the next step, and count it as in flight if it has rows.
 
         Running requests come first, and may be preempted for want of pages; then waiting ones are admitted, those that
-        extensions no longer hold included; extensions give drafts and data. A step without rows means that nothing can
+        extensions no longer hold included; extensions add what is theirs. A step without rows means that nothing can
         run before the next `update`. now: seconds of the engine's clock; requests whose deadline has passed are ended
         (`ScheduledStep.expired`).
         """

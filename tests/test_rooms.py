@@ -59,6 +59,7 @@ APART = {
     "jaxengine.runner:base": (
         "jaxengine.runner.card",
         "jaxengine.runner.extension",
+        "jaxengine.runner.fetched",
         "jaxengine.runner.memory",
         "jaxengine.runner.program",
         "jaxengine.runner.programs.device_state",
@@ -100,7 +101,7 @@ ROOMS = {
     "jaxengine.pallas_kernels.matmul.cpu": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
     ),
-    "jaxengine.pallas_kernels.matmul.native": "jaxengine.pallas_kernels.matmul.cpu",
+    "jaxengine.pallas_kernels.matmul.native": "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.cpu",
     "jaxengine.pallas_kernels.matmul.tpu": (
         "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
     ),

@@ -223,6 +223,27 @@ def measure(
         beyond.append(times[2] - 2 * times[1] + times[0])
     best = min(found, key=lambda spent: spent.sum())
     schedule, pack, update = (best / num_steps * 1e6).round(1).tolist()
+    loop, over = _loops(steps, num_steps, longest, turnover, width, rounds, offload)
+    more = {"more": round(float(statistics.median(beyond)) / num_steps * 1e6, 1)} if compared else {}
+    return {
+        "num_seqs": num_seqs,
+        "us_per_step": round(float(best.sum()) / num_steps * 1e6, 1),
+        "schedule": schedule,
+        "pack": pack,
+        "update": update,
+        "loop": round(loop * 1e6, 1),
+        **more,
+        **over,
+    }
+
+
+def _loops(
+    steps: _Steps, num_steps: int, longest: int, turnover: int, width: int, rounds: int, offload: bool
+) -> tuple[float, dict[str, float]]:
+    """Return the least seconds of a loop's step, and, with `offload`, "over_without"; operands as of `measure`.
+
+    longest: tokens of the longest request.
+    """
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -237,19 +258,8 @@ def measure(
             row[index] = loops[index].run(size)
     for each in loops:
         each.shutdown()
-    loop = float(spent[:, -1].min()) / size
     over = {"over_without": round(float(np.median(spent[:, 1] / spent[:, 0])), 4)} if offload else {}
-    more = {"more": round(float(statistics.median(beyond)) / num_steps * 1e6, 1)} if compared else {}
-    return {
-        "num_seqs": num_seqs,
-        "us_per_step": round(float(best.sum()) / num_steps * 1e6, 1),
-        "schedule": schedule,
-        "pack": pack,
-        "update": update,
-        "loop": round(loop * 1e6, 1),
-        **more,
-        **over,
-    }
+    return float(spent[:, -1].min()) / size, over
 
 
 def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any]:

@@ -36,9 +36,7 @@ class Engine:
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None, clock: Callable[[], float] = time.monotonic):
-        """Build the loop of a started runner. inputs: prepares requests; None: they are tokens. clock: seconds.
-        Raises ConfigError if an extension cannot be made with the options.
-        """
+        """Build the loop of a started runner. inputs: prepares requests; None: they are tokens. clock: seconds."""
         self.runner, self._now = runner, clock
         self.extensions = Extensions(runner, inputs)
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
@@ -62,9 +60,7 @@ class Engine:
         return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queue the requests of a caller's n outputs, and set their queued_time; if one is refused, end them all and
-        raise its RequestError.
-        """
+        """Queue the requests of a caller's n outputs; if one is refused, end them all and raise its RequestError."""
         added = []
         try:
             for request in requests:
@@ -82,9 +78,7 @@ class Engine:
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request at once unless it has ended: free its pages and tell the extensions. stop_reason: the stop
-        string or token id that ended it, if any.
-        """
+        """End a request at once unless it has ended. stop_reason: the stop string or token id that ended it, if any."""
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
@@ -98,10 +92,7 @@ class Engine:
             self.stats.count_undelivered(self.request_stats.observe_end(request, reason, num_output))
 
     def step(self) -> EngineOutput:
-        """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return new results.
-        With nothing in flight, to dispatch or to report, it waits up to _IDLE_SECONDS for each extension, until one may
-        have events.
-        """
+        """Dispatch a step; collect the oldest if enough are in flight or none was dispatched; return new results."""
         with self.runner.compiles.watch():
             output = EngineOutput()
             for poll in self._hooks.poll:
@@ -133,9 +124,7 @@ class Engine:
         output.refused += events.rejected
 
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
-        """Schedule a step and dispatch its forward pass; return it, or None in a pause or if no request can run.
-        Requests that timed out, and those that extensions end, go to `output`.
-        """
+        """Schedule a step and dispatch its forward pass; return it, or None in a pause or if no request can run."""
         start = self._now()
         if self.scheduler.paused:
             output.finished += self.scheduler.expire(start)
@@ -165,9 +154,7 @@ class Engine:
         return done
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatch the newest step's sampler, or what replaces it; first collect the steps whose tokens it needs, into
-        `output`, and poll until the extensions' `before_sample` permit it.
-        """
+        """Dispatch the newest step's sampler, or what replaces it; first collect the steps whose tokens it needs."""
         if self._epilogue is not None:
             return self._epilogue(newest.pending)
         step, hooks = newest.step, self._hooks
@@ -204,9 +191,6 @@ class Engine:
         self.timeline.collected(done.record, result, (start, arrived, updated))
 
     def _ended(self, request: Request) -> None:
-        """Tell the extensions that a request has ended, set its finished_time and add it to the timeline. Count its end
-        at once if it was aborted, failed, or its text cannot end it earlier; else leave it in `uncounted`.
-        """
         for ended in self._hooks.ended:
             ended(request)
         request.finished_time = self._now()

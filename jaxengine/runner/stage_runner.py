@@ -208,7 +208,7 @@ class StageRunner:
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Return another StageRunner with the same weights and these programs, of which only the state changes have
-        been compiled or loaded. It has no draft model.
+        been compiled or loaded. It has no extensions with weights of their own.
         """
         other = StageRunner(programs, self.params, self._cache_dir)
         other.executables.unused = self.executables.unused

@@ -20,6 +20,7 @@ from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.sampling_fields import ROWS
 
 # Imported by name: it is in no extra, as it pins other versions of what jaxengine needs.
 try:
@@ -46,8 +47,8 @@ _FRONTENDS = ("stop", "include_stop_str_in_output")
 _NEUTRAL = {"use_beam_search": (False,), "length_penalty": (1.0,), "best_of": (1,)}
 # Options that SamplingParams has under the same name.
 _SAME = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("seed", "logit_bias", "max_tokens", "min_tokens", "ignore_eos"),
+    *ROWS,
+    *("n", "seed", "logit_bias", "max_tokens", "min_tokens", "ignore_eos"),
 )
 
 

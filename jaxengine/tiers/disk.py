@@ -105,7 +105,8 @@ class DiskTier:
         """
         path = self._path(key)
         try:
-            raw = self._content(path, len(header := _MAGIC + key) + _CHECKSUM_BYTES)
+            overhead = len(header := _MAGIC + key) + _CHECKSUM_BYTES
+            raw = _content(path, None if self._most_bytes is None else self._most_bytes + overhead)
         except OSError:
             self._forget(key)
             return None
@@ -122,15 +123,6 @@ class DiskTier:
             if key in self._known:
                 self._known.move_to_end(key)
         return np.frombuffer(body, np.uint8)
-
-    def _content(self, path: Path, overhead: int) -> bytes:
-        """Return the bytes of a file, none if it is larger than a block and `overhead` or not a plain file. Raises
-        OSError.
-        """
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it waits for no writer of a pipe
-            status = os.fstat(file.fileno())
-            is_large = self._most_bytes is not None and status.st_size > self._most_bytes + overhead
-            return b"" if is_large or not stat.S_ISREG(status.st_mode) else file.read()
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
         """Yield the keys that `read` finds, with their blocks."""
@@ -317,6 +309,16 @@ class DiskTier:
         with self._lock:
             self.num_bytes -= self._known.pop(key, 0)
             self._by_folder[key[0]].discard(key)
+
+
+def _content(path: Path, most: int | None) -> bytes:
+    """Return the bytes of a file, none if there are more than `most` or it is not a plain file; None for any number.
+    Raises OSError.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it waits for no writer of a pipe
+        status = os.fstat(file.fileno())
+        is_large = most is not None and status.st_size > most
+        return b"" if is_large or not stat.S_ISREG(status.st_mode) else file.read()
 
 
 def _remove(path: Path) -> None:

@@ -52,6 +52,9 @@ OTHER_OPTIONS = {
     *("--build-arg", "--rm"),
     *("--budget-s", "--platform", "--tiny", "--out"),
     *("--branch", "--depth", "--run", "--only", "--data-binary"),
+    # Of Dynamo's workers, which jaxengine.server.dynamo takes.
+    *("--namespace", "--component", "--endpoint", "--endpoint-types", "--discovery-backend", "--request-plane"),
+    *("--event-plane", "--router-mode"),
 }
 # Modules that need packages which no environment of the project has, and their files.
 NEEDS_OTHERS = {f"jaxengine.rl.{name}": f"jaxengine/rl/{name}.py" for name in ("tunix", "marin")}

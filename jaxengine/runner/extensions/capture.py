@@ -15,7 +15,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.taps import FINAL_NORM, RESIDUAL, ROUTER, Tap, all_taps, read_taps
 from jaxengine.models.layers.taps import Taps, check_parts
 from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
-from jaxengine.runner.extensions.fetched import fetched, fetched_shape, fetched_tokens
+from jaxengine.runner.fetched import fetched, fetched_shape, fetched_tokens
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.buckets import Bucket

@@ -12,7 +12,7 @@ import numpy as np
 from jaxengine.models.config.taps import EXPERTS, Tap
 from jaxengine.models.layers.taps import Taps
 from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
-from jaxengine.runner.extensions.fetched import fetched, fetched_shape, fetched_tokens
+from jaxengine.runner.fetched import fetched, fetched_shape, fetched_tokens
 from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.buckets import Bucket

@@ -118,15 +118,15 @@ FURTHER = pytest.mark.thorough("a further family of a kind")
 
 
 def test_every_architecture_that_transformers_has_is_recorded():
-    """Those that see have the text layers of others; the classes of MiniCPM, InternLM3, Ling and Baichuan come with
-    their checkpoints, Mistral 4's sees; the numbers of Apertus's activation are no weights here, and sparse attention
-    and compressed keys need pages."""
+    """Those that see have the text layers of others; the classes of MiniCPM, InternLM, Ling, Baichuan and DeepSeekMoE
+    come with their checkpoints, Mistral 4's sees; the numbers of Apertus's activation are no weights here, and sparse
+    attention and compressed keys need pages."""
     assert set(RECORDED) >= KINDS
     found = {json.loads((CHECKPOINTS / name / "config.json").read_text())["architectures"][0] for name in RECORDED}
     texts = {name for name in MODELS if name.endswith("ForCausalLM")}
     assert texts - found == {
         *("MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "InternLM3ForCausalLM", "BailingMoeV2ForCausalLM"),
-        "BaichuanForCausalLM",
+        *("BaichuanForCausalLM", "DeepseekForCausalLM", "InternLM2ForCausalLM"),
         *("Mistral4ForCausalLM", "ApertusForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
         "DeepseekV4ForCausalLM",
     }

@@ -156,7 +156,7 @@ BAD = {
     ),
     "misspelt architecture": ({"architectures": ["Qwen25ForCausalLM"]}, "the nearest is Qwen2ForCausalLM; "),
     "of another kind": (
-        {"architectures": ["Gemma2ForTokenClassification"]},
+        {"architectures": ["Gemma2ForQuestionAnswering"]},
         "the nearest is Gemma2ForCausalLM; .*CONTRIBUTING.md",
     ),
     "no architecture": ({"architectures": None}, "architectures is missing"),

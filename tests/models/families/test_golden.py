@@ -46,7 +46,15 @@ WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 
 
 # Whose prompts have sounds: tests/jaxengine/engine/test_sounds.py, test_prompt_sounds.py and test_omni.py.
-_HEARING = ("Whisper", "Qwen2Audio", "Voxtral", "Qwen3ASR", "Qwen2_5OmniThinker", "Qwen3OmniMoeThinker")
+_HEARING = (
+    "Whisper",
+    "Qwen2Audio",
+    "Voxtral",
+    "Qwen3ASR",
+    "GraniteSpeech",
+    "Qwen2_5OmniThinker",
+    "Qwen3OmniMoeThinker",
+)
 HEARING = frozenset(f"{name}ForConditionalGeneration" for name in _HEARING)
 
 
