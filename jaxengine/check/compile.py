@@ -245,8 +245,12 @@ class Compiler:
         return StageNeeds(programs, workspace, whole.steps.memory), forward, held, of_others
 
     def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
-        """Return a memory plan as a dict for the report: bytes by purpose, pages, and how many requests of
-        max_model_len tokens fit.
+        """Return a memory plan as a dict for the report: MemoryPlan.parts (bytes by purpose); "total", "page_bytes",
+        "page_size", "num_pages", "pages_per_seq" and "max_model_len" of the plan; "num_requests" of max_model_len
+        tokens that fit, rounded to tenths; "layers", their number, "windows" of the cache groups, and "ranks", the
+        number of replicas.
+
+        whole: the stage with all its layers.
         """
         found = {"layers": len(whole.model.stage.layers), "windows": list(whole.windows), **plan.parts}
         names = ("total", "page_bytes", "page_size", "num_pages", "pages_per_seq", "max_model_len")

@@ -84,7 +84,8 @@ class OrderTaker:
         return do
 
     def _part_of_weight(self, number: int, arrays: Any, *, first: int, count: int, **which: int) -> None:
-        """Answer with some bytes of a part of a weight; host 0 requests one part at a time, from its first byte on.
+        """Answer with some bytes of a part of a weight, u8[n], or without an array if another process is the one to
+        send it. Host 0 requests one part at a time, from its first byte on.
 
         number: of the order. first, count: the bytes; which: stage, index and part, as of
         `jaxengine.runner.process_weights.bytes_of_part`. Raises as `bytes_of_part`.

@@ -175,8 +175,8 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
-    """Return the destinations of the options that `words` contain; empty if they do not form a complete command. Prints
-    nothing. parser: of the command; words: without its name.
+    """Return the destinations of the options that `words` contain, and of all that have a default; empty if the words
+    do not form a complete command. Prints nothing. parser: of the command; words: without its name.
     """
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -216,8 +216,9 @@ def _read(path: str) -> Mapping[str, Any]:
 def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentParser, given: set[str]) -> list[str]:
     """Return the options of a config file as words of a command line.
 
-    Left out are values of None, and options among `given` that the command line has set. path: the file's name, for
-    errors. Raises ConfigError for an option that `parser` does not have.
+    Left out are values of None, and options without a default that are among `given`, those of the command line; it
+    overrides others as its words come later. path: the file's name, for errors. Raises ConfigError for an option that
+    `parser` does not have.
     """
     words = []
     for key, value in content.items():

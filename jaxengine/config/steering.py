@@ -40,8 +40,8 @@ def read_steer(value: Any) -> tuple[str, ...]:
 
 
 def read_steering_vectors(value: Any) -> dict[str, str]:
-    """Return the option `steering_vectors` as given as a dict from name to file. "~" in files is expanded; they are not
-    opened. Raises ConfigError for others.
+    """Return the option `steering_vectors`, which must be given as a mapping from names to files, as a dict of texts.
+    "~" in files is expanded; they are not opened. Raises ConfigError for anything else.
     """
     named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
     if not named or not all(isinstance(path, (str, Path)) for path in value.values()):

@@ -75,8 +75,8 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
 def _forms(
     document: SchemaDocument, place: Place, known: dict[int, list[ArgumentForm]], depth: int
 ) -> list[ArgumentForm]:
-    """Return the forms of the schema at `place`, `depth` references and combinations below the root; one for no object
-    schema.
+    """Return the forms of the schema at `place`, `depth` references and combinations below the root; one without
+    parameters for true, false and what is no schema.
 
     known: forms found so far by the id of their schema, to which this adds. A schema that contains itself adds nothing
     where it comes again. Raises ValueError for too many alternatives or levels, UnresolvedError for a reference to

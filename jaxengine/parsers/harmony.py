@@ -42,8 +42,9 @@ class Header:
     def function(self, functions: Collection[str]) -> str | None:
         """Return the name of the function that the message calls, by its recipient; None for other messages.
 
-        A recipient "functions.NAME" calls NAME, even if the request has no such function. One without the prefix must
-        be in `functions`, the names of the request's functions, and not be a built-in tool of gpt-oss.
+        A recipient "functions.NAME" calls NAME, even if the request has no such function, unless NAME is empty or not
+        printable. One without the prefix must be in `functions`, the names of the request's functions, and not be a
+        built-in tool of gpt-oss.
         """
         found = _RECIPIENT.search(self.text)
         recipient = "" if found is None else found.group(1)

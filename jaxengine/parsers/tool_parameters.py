@@ -301,7 +301,8 @@ class ParameterToolParser(StateParser):
             self._inside, self._state = Opening(self._words.parameter[0], self._words.call[2]), self._between
 
     def _after_call(self, text: str, at: int) -> int:
-        """State after a call. White space before the next call, or before the end of the section, is dropped.
+        """State after a call. White space before the next call, or before the end of the section, is dropped;
+        before other text it is content, too.
 
         Reads `text` from the position `at`; returns the position after what it read.
         """

@@ -27,7 +27,9 @@ _CPU_DEVICES = "jax_num_cpu_devices"
 
 
 def client_share(utilization: float) -> float:
-    """Return the share of a card that a client needs for an engine to plan for `utilization` of it, both at most 1."""
+    """Return the share of a card that a client needs for an engine to plan for `utilization` of it: the share of which
+    `usable` leaves so much, at most 1.
+    """
     return min(1.0, utilization * _GAPS / (_GAPS - 1))
 
 

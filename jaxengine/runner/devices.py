@@ -230,9 +230,11 @@ def split_stages(
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
     """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else so that the largest stage
-    has the fewest bytes.
+    has the fewest bytes. In the latter case a layer that takes another one's selection of keys is in the stage of that
+    one, unless there are more stages than such groups of layers.
 
-    Raises as `build_split` does if sizes must be computed, that is for several stages without `pipeline_layers`.
+    Raises, for several stages without `pipeline_layers`, as `build_split` does, and ValueError for more stages than
+    layers.
     """
     if config.pipeline_layers is not None:
         return stages_of(config.pipeline_layers)

@@ -292,7 +292,7 @@ class DiskTier:
                 _remove(Path(file.path))
 
     def _path(self, key: bytes) -> Path:
-        """Return the path of a key's file: named by the key, in a subfolder named by its first byte."""
+        """Return the path of a key's file: named by the key in hexadecimal, in a subfolder named by its first byte."""
         name = key.hex()
         return self.folder / name[:2] / name
 

@@ -84,7 +84,7 @@ class HostTier:
                 self._pins[key] = count
 
     def clear(self) -> None:
-        """Forget all blocks; pins stay."""
+        """Forget all blocks, and which were evicted; pins stay."""
         for each in (self._once, self._again, self._once_gone, self._again_gone):
             each.clear()
         self.num_bytes = self._target = 0

@@ -145,8 +145,8 @@ def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[
 
 
 def _added(entry: Any, content: str) -> AddedToken:
-    """Return the token that an entry of tokenizer_config.json describes, a text or an object with flags. content: its
-    text.
+    """Return the token that an entry of tokenizer_config.json describes, a text or an object with flags; one that is no
+    bool has AddedToken's default. content: its text.
     """
     given = entry if isinstance(entry, dict) else {}
     return AddedToken(content, **{name: given[name] for name in ADDED_TOKEN_FLAGS if type(given.get(name)) is bool})

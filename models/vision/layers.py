@@ -95,6 +95,9 @@ def stretched(
 def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
     """Return the four of `side` learned positions around each of `places` i32[P], on sides of `sizes` i32[P] patches,
     with their weights: pairs i32[P], f32[P]. Beyond an edge, its own position is taken again.
+
+    The centre of patch p is at (p + 0.5) * side / size - 0.5 of the learned positions. Weights are those of cubic
+    convolution (Keys 1981) with a = _KEYS.
     """
     spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
     low = jnp.floor(spot)

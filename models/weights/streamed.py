@@ -178,7 +178,9 @@ class _Stream:
             self._load(group, self._add if in_pieces else self._place)
 
     def _load(self, group: _Group, place: Callable[[_Group], None]) -> None:
-        """Load what a group holds by `place`, unless a fault is known already, and release it. Records faults."""
+        """Load what a group holds by `place`, unless a fault is known already, and release it: the loader keeps the
+        shapes alone (Taken), and deletes donated arrays. Records a ModelFileError of `place` as faults.
+        """
         if not self.faults:
             try:
                 place(group)

@@ -85,9 +85,11 @@ def ragged_paged_attention(
         `tuning` be given; None is the table's sizes of the chip.
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
     slopes: f32 [N] if `spec.has_slopes`, else None: after scale and cap, a logit loses its head's slope times the
-        distance of the key's position (ALiBi). Needs causal=True; TPU and GPU kernels leave such calls to plain XLA.
+        distance of the key's position (ALiBi). Needs causal=True and no tree_mask; TPU and GPU kernels leave such calls
+        to plain XLA.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
-        new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
+        new token b of its own sequence. Bits narrow the causal range: a parent comes before its children. Needs
+        causal=True, window=None and chunk=None.
     return_lse: return (o, log-sum-exp f32 [T, N]).
     platform: None, or the pool's platform as a check.
     Raises ValueError for shapes, dtypes or options that do not fit, and for another platform.

@@ -113,7 +113,7 @@ class Offload(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Measure the rate of computing tokens, in steps with prompts."""
+        """Measure for the tiers the rate of computing tokens, in steps with more tokens than decodes alone have."""
         if step.step.num_tokens > self._most_decodes:  # hardly a step of decodes alone
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 

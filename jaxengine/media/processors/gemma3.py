@@ -59,14 +59,16 @@ class Gemma3Processor(UnitProcessor):
         return ("do_pan_and_scan", _CROPS, _CROP_SIZE, _RATIO)
 
     def placeholder_id(self) -> int:
-        """Return the token that stands for an image in a prompt, boi_token_index of config.json, which also comes
-        before its embeddings. Raises ModelConfigError.
+        """Return the token that stands for an image in a prompt, boi_token_index of config.json or else boi_token_id,
+        which also comes before its embeddings. Raises ModelConfigError as `token_id`.
         """
         return self.token_id("boi_token_index", "boi_token_id")
 
     @property
     def image_id(self) -> int:
-        """Return the token at whose positions embeddings go. Raises ModelConfigError."""
+        """Return image_token_index of config.json, or else image_token_id: the token at whose positions embeddings go.
+        Raises ModelConfigError as `token_id`.
+        """
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
@@ -77,7 +79,10 @@ class Gemma3Processor(UnitProcessor):
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Return `picture`, uint8[H, W, 3], stretched to the square, then its crops if options ask for pan and scan,
-        and (1, their number). Raises RequestError.
+        and (1, their number).
+
+        options: mm_processor_kwargs, of which those of `option_names` replace the settings of these names. Raises
+        RequestError for an invalid one.
         """
         parts = [picture]
         if boolean_option(options, "do_pan_and_scan", self.scans):

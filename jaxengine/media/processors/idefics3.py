@@ -53,7 +53,7 @@ class Idefics3Processor(UnitProcessor):
         return ("size", "do_image_splitting")
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError."""
+        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
         return self.token_id("image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
@@ -63,7 +63,11 @@ class Idefics3Processor(UnitProcessor):
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Scale an image, `picture` uint8[H, W, 3], to the longest edge and up to whole tiles; return its tiles, then
-        the whole if there are several, and (rows, columns). Raises RequestError for an invalid option.
+        the whole if there are several, and (rows, columns). The whole is resized to a square. An image that is not to
+        be cut gives the whole alone, and (1, 1).
+
+        options: mm_processor_kwargs, of which `size`, {"longest_edge": n}, and `do_image_splitting` replace
+        longest_edge and splits. Raises RequestError for an invalid one.
         """
         edge, side, resize = self.edge(options, self.longest_edge), self.side, self.pixels.resized
         height, width = picture.shape[:2]

@@ -80,7 +80,7 @@ class InternVLProcessor(UnitProcessor):
         return ("crop_to_patches", "min_patches", "max_patches")
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError."""
+        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
         return self.token_id("image_token_id")
 
     def placeholder_id_of(self, modality: str) -> int:
@@ -123,7 +123,10 @@ class InternVLProcessor(UnitProcessor):
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Resize an image, `picture` uint8[H, W, 3], to the nearest tiling; return its tiles, then the whole if there
-        are several, and (rows, columns). Raises RequestError for an invalid option.
+        are several, and (rows, columns). The whole is resized to a square.
+
+        options: mm_processor_kwargs, of which `min_patches` and `max_patches` replace the limits of tiles; with
+        `crop_to_patches` False the whole alone is returned, and (1, 1). Raises RequestError for an invalid one.
         """
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)

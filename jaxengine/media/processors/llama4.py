@@ -62,7 +62,9 @@ class Llama4Processor(UnitProcessor):
 
     @property
     def image_id(self) -> int:
-        """Return the token at whose positions embeddings go. Raises ModelConfigError."""
+        """Return image_token_index of config.json, or else image_token_id: the token at whose positions embeddings go.
+        Raises ModelConfigError as `token_id`.
+        """
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
@@ -72,7 +74,10 @@ class Llama4Processor(UnitProcessor):
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Fit an image, `picture` uint8[H, W, 3], into the best tiling, padded with black; return its tiles, then the
-        whole if there are several, and (rows, columns). Raises RequestError for an invalid option.
+        whole, resized to a square, if there are several, and (rows, columns).
+
+        options: mm_processor_kwargs, of which `max_patches` and `resize_to_max_canvas` replace max_tiles and fills.
+        Raises RequestError for an invalid one.
         """
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)

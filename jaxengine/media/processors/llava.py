@@ -46,7 +46,7 @@ class LlavaProcessor(UnitProcessor):
             )
 
     def placeholder_id(self) -> int:
-        """Return the image token of config.json. Raises ModelConfigError."""
+        """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError as `token_id`."""
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:

@@ -137,9 +137,11 @@ class Bundle:
         return ConfigError.because("bundle", f"the bundle {self.path!r} cannot be used: {why}", advice)
 
     def _verified(self, content: bytes, key: bytes | None) -> dict[str, Any]:
-        """Return the fields of a manifest, after its digest and signature have been checked. Raises ConfigError.
+        """Return the fields of a manifest whose digest and signature are right, in a form that can be relied on. Raises
+        ConfigError for others: damaged, not signed by the key, of another format, or with fields that are missing or of
+        another form.
 
-        key: of the signature; None if it needs none.
+        content: of the file. key: of the signature; None if it needs none.
         """
         body, _, end = content.partition(b"\n")  # a line of JSON, and a line with its digest and signature
         try:
@@ -269,7 +271,9 @@ def _replacing(folder: Path, name: str) -> Iterator[Any]:
 
 
 def _code(key: bytes, body: bytes) -> bytes:
-    """Return the signature of a manifest: the HMAC-SHA256 of its first line, in hexadecimal."""
+    """Return the signature of a manifest: the HMAC-SHA256 of "jaxengine bundle", a zero byte and its first line,
+    `body`, in hexadecimal.
+    """
     return hmac.digest(key, b"jaxengine bundle\0" + body, "sha256").hex().encode()
 
 

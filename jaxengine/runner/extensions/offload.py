@@ -300,7 +300,8 @@ class PageMover(HostExtension):
         return repr((self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]))
 
     def save(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
-        """Dispatch the copying of pages to the host, as they are after the newest dispatched step.
+        """Dispatch the copying of pages to the host, as they are after the newest dispatched step; return the copies,
+        each of at most SIZES[-1] pages of a replica.
 
         ranks: for each replica, (key, page) of those to copy.
         """
@@ -313,7 +314,8 @@ class PageMover(HostExtension):
         return found
 
     def save_states(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
-        """Dispatch the copying of snapshots to the host, as they are after the newest dispatched step.
+        """Dispatch the copying of snapshots to the host, as they are after the newest dispatched step; return the
+        copies, each of at most one snapshot of a replica.
 
         ranks: for each replica, (key, snapshot) of those to copy.
         """

@@ -58,8 +58,9 @@ class Forwarded(NamedTuple):
 def unpack(
     spec: StepSpec, slots: SlotState, last_token: jax.Array | None, buffer: jax.Array, given: dict[str, Any]
 ) -> ForwardPass:
-    """Expand a replica's message, buffer i32[size], into a ForwardPass whose slots have the message's page-table
-    entries and numbers of computed tokens. Tokens that only the device knows are still -1.
+    """Expand a replica's message, buffer i32[size], into a ForwardPass. Its slots are `slots` with the message's
+    page-table entries, and with the numbers of tokens that are computed once the step has run. Tokens that only the
+    device knows are still -1.
 
     last_token: i32[R], of TokenState; None if the message has every token. given: arrays that extensions provide. Both
     are only passed on.

@@ -454,7 +454,7 @@ def _read(scores: Scores) -> TokenScores:
 
 
 def _columns(rows: np.ndarray) -> list[tuple[str, str, list[int], bytes]]:
-    """Return rows in the form of a message; rows with named fields as a column for each."""
+    """Return rows in the form of FoundPart.columns: a column for each named field, or one for rows without."""
     fields = {"": rows} if rows.dtype.names is None else {name: rows[name] for name in rows.dtype.names}
     return [(name, own.dtype.name, [*own.shape], own.tobytes()) for name, own in fields.items()]
 

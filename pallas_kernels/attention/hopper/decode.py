@@ -62,7 +62,9 @@ class DecodeShape:
 
     @property
     def rows(self) -> int:
-        """Rows of queries, maxima and sums of a (row, kv head) pair in global memory: M, a multiple of 8."""
+        """Rows of queries, maxima and sums of a (row, kv head) pair in global memory: M, the most new tokens of a row
+        times the query heads of a kv head, rounded up to a multiple of 8.
+        """
         return -(-self.tokens * self.spec.group_size // 8) * 8
 
     @property

@@ -112,7 +112,7 @@ class ChatRenderer:
 
     def _template(self, body: ChatRequest) -> str:
         """Return the text in which a request's template is searched for variables: its own template, or else the
-        engine's option or the tokenizer's. Raises RequestError without a tokenizer.
+        engine's option, or else the tokenizer's. Raises RequestError if it comes to that and there is no tokenizer.
         """
         template = body.chat_template or self._inputs.config.chat_template
         return str(template or self._inputs.require_tokenizer().chat_template)

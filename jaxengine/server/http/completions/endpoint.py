@@ -76,7 +76,8 @@ class _Completion:
         return body.sampling_params(self._engine.inputs, self._config, **changes)
 
     async def read_prompts(self, encoder: PromptEncoder) -> None:
-        """Read and tokenize all prompts, before any of them runs, truncated if the request asks for it.
+        """Read all prompts, those of prompt_embeds first, before any of them runs; texts are tokenized, and cut like
+        token ids if the request asks for it.
 
         Raises RequestError for the first prompt that cannot run, for more than max_prompts, and for fields that they
         cannot have; OverloadedError. The tokens of a text that is the only prompt are counted when it runs.

@@ -150,7 +150,8 @@ def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[st
 
 
 def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """Convert a part to one of a chat message. The fields of an image are checked later, for all APIs in one place.
+    """Convert a part to one of a chat message: an image to a PlacedPart with its fields, which are checked later, for
+    all APIs in one place; others to a text part.
 
     kinds: the allowed types of parts. place: path of the part; where: path of its item; both for errors. Raises
     RequestError for a part of another type or without a text.
