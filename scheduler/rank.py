@@ -357,7 +357,9 @@ class Rank:
         return scheduled
 
     def _unfed(self) -> np.ndarray:
-        """Return the slots whose known tokens are not all computed, i64[n]."""
+        """Return the slots that do not decode yet, i64[n]: some of the tokens that were known when the request took the
+        slot are not computed.
+        """
         s = self.slots
         return (s.active & (s.num_computed < s.num_fed)).nonzero()[0]
 

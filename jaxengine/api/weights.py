@@ -153,7 +153,7 @@ class WeightMethods(ABC):
 
         mode: what happens to running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
           ends them. Raises RequestError for another mode, for "wait" while the engine sleeps and has requests, and if
-          another thread ends the pause before it is complete.
+          another thread ends the pause before it is complete; EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).pause(mode)
@@ -161,7 +161,7 @@ class WeightMethods(ABC):
 
     def resume_generation(self) -> None:
         """End the pause of `pause_generation`; pauses of weight updates stay. Raises RequestError while the engine
-        sleeps.
+        sleeps on request, EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).resume()
@@ -323,7 +323,7 @@ class AsyncWeightMethods(ABC):
         await self._once_paused(weights, None, lambda: None)
 
     async def resume_generation(self) -> None:
-        """End the pause of `pause_generation`. Raises RequestError while the engine sleeps."""
+        """End the pause as `LLM.resume_generation`, whose errors this raises."""
         weights = await self._weights()
         await self.between_steps(weights.resume)
 

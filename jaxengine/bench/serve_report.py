@@ -88,12 +88,14 @@ def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str
 
 
 def _rate(count: float, seconds: float) -> float:
-    """Return count a second, rounded; 0 in no time."""
+    """Return count a second, rounded to three decimals; 0 in no time."""
     return round(count / seconds, 3) if seconds else 0.0
 
 
 def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean, median and percentiles of SHARES by name; None for each without values."""
+    """Return the mean, median and percentiles of SHARES by name, rounded to three decimals; None for each without
+    values.
+    """
     names = ("mean", "median", *(f"p{share}" for share in SHARES if share != 50))
     if not values:
         return dict.fromkeys(names)

@@ -270,7 +270,8 @@ def _keeps_place(module: Module, instruction: Instruction) -> bool:
 
 
 def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) -> list[Instruction]:
-    """Return the results of a fused computation that are as large as its first one; members of a tuple separately.
+    """Return the results of a fused computation: its root, or the members of a root that is a tuple, as far as they are
+    as large as the first one. [] without a root.
 
     body: its instructions; by_name: the same by name.
     """
@@ -284,7 +285,8 @@ def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) ->
 
 
 def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -> str:
-    """Return the opcode of the instruction that an instruction passes on unchanged, or its own.
+    """Return an instruction's opcode; for a bitcast or get-tuple-element, that of the instruction whose result, or a
+    member of it, reaches it through such instructions alone.
 
     by_name: instructions of its computation.
     """

@@ -429,7 +429,9 @@ class StagePrograms:
 
 
 def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Return the operands of attention with a number for each head, by name; None for those that it does not take."""
+    """Return the operands of attention with a number for each query head, f32[heads], by name: "sinks" and "slopes";
+    None for one that it does not take.
+    """
     given = {"sinks": has_sinks, "slopes": spec.has_slopes}
     return {
         name: jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if has else None for name, has in given.items()

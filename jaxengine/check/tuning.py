@@ -65,7 +65,8 @@ def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
 
 
 def _device_of(target: Target) -> Any:
-    """Return this machine's device if it is of the target's kind, else None.
+    """Return this machine's device if it is of the target's kind, a GPU with its compute capability or a TPU of its
+    generation, else None.
 
     Only the first device of this process is looked at.
     """

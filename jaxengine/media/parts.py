@@ -114,8 +114,8 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
     """Return a message's content for a template, media as {"type": modality}, and append its media to `parts`.
 
-    where: name of the content in errors. Raises RequestError for media in a role that may have none, and for a part of
-    an unknown type or form.
+    where: name of the content in errors; a PlacedPart has a name of its own. Raises RequestError for media in a role
+    that may have none or with a `uuid`, and for a part of an unknown type or form.
     """
     _check_types(content, where)
     kept: list[Any] = []
@@ -195,7 +195,8 @@ def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
     """Read an image of the Responses API by "image_url"; return (modality, key, source). Raises RequestError for
-    another form, and if file_id is given. where: path of the part, param: field of the request, for errors.
+    another form, an invalid detail, and if file_id is given. where: path of the part, param: field of the request, for
+    errors.
     """
     if part.get("file_id") is not None:
         text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"

@@ -65,8 +65,8 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
     """Return the forms that a function's arguments may have, one for each combination of alternatives.
 
     function: JSON schema of the arguments, an object. Properties by reference, of allOf and of alternatives are
-    included; conditions (if) and patterns are not. Raises ValueError for too many alternatives or levels,
-    UnresolvedError for a reference to nowhere.
+    included; conditions (if), patterns and alternatives that are no objects are not. Raises ValueError for too many
+    alternatives or levels, UnresolvedError for a reference to nowhere.
     """
     document = SchemaDocument(function)
     return _forms(document, document.root, {}, 0)

@@ -233,7 +233,8 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
 
     def _choice(self, prompt: list[int], answer: CompletionOutput) -> dict[str, Any]:
         """Return the fields of a ChatCompletion's choice: index, finish_reason, message, log-probabilities by token,
-        and the token ids of the prompt and the answer. A token without a name is <id_N>.
+        and the token ids of the prompt and the answer. A token without a name is <id_N>. Raises ValueError for an
+        answer without log-probabilities.
         """
         names = self.tokenizer.convert_ids_to_tokens([*answer.token_ids])
         content = [

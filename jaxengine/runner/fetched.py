@@ -14,7 +14,10 @@ from jaxengine.sharding.collectives import stack_ranks
 
 
 def fetched_shape(shape: StageShape, num_tokens: int, width: int, dtype: Any) -> Any:
-    """Return the abstract array that a stage leaves of num_tokens tokens of each replica, `width` numbers each."""
+    """Return the abstract array that a stage leaves of num_tokens tokens of each replica, `width` numbers each:
+    [replicas, num_tokens, width] in an engine of several processes, where every device has all of it; otherwise
+    [replicas * num_tokens, width], split by replica.
+    """
     if _is_gathered(shape):
         return shape.shape((shape.num_ranks, num_tokens, width), dtype)
     return shape.rows(num_tokens, dtype, width)

@@ -17,7 +17,7 @@ from jaxengine.runner.model_runner import ModelRunner
 
 
 class Absent(NamedTuple):
-    """Description of a freed array, from which it is restored, with fields as jax.Array's."""
+    """Description of a freed array, with fields as jax.Array's; it can be restored if copies are kept (`host`)."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -27,8 +27,8 @@ class Absent(NamedTuple):
     host: list[tuple[Any, np.ndarray]] | None = None
 
     def restored(self, memory: HugePages | None) -> jax.Array:
-        """Return the array, on its devices again. memory: huge pages for devices that share the host's memory; None for
-        none.
+        """Return the array, on its devices again, from its copies in `host`, which must not be None. memory: huge pages
+        for devices that share the host's memory; None for none.
         """
         assert self.host is not None
         parts = [jax.device_put(part if memory is None else memory.copy(part), device) for device, part in self.host]

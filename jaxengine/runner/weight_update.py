@@ -262,9 +262,9 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each of one stage's weights by name, with layers numbered over all stages.
+    """Return the part of `checksums` for one stage's weights, with layers numbered over all stages.
 
-    fetch: returns an array by its index; None for a stage whose weights are all on devices of this process.
+    fetch: returns a whole array by its index in stage.params; None for a stage that is all on devices of this process.
     """
     model, found = stage.programs.model, {}
     layers = model.stage.layers
@@ -379,7 +379,7 @@ def _of_head(
 
 
 def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return all tensors by name, and the faults of those that are no arrays or are given twice, by name."""
+    """Return tensors by name, empty ones for what is no array, and faults by name, also for a name given twice."""
     given, faults = dict[str, Any](), dict[str, str]()
     for name, array in tensors:
         if name in given:
@@ -399,7 +399,7 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from (name, array), one tensor at a time. Raises ModelFileError."""
+    """Return each stage's new arrays by leaf index, read tensor by tensor. Raises ModelFileError, WeightUpdateError."""
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
@@ -410,7 +410,7 @@ def _of_tensors(
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
     """Check and return each stage's new arrays, by leaf index, that were made from finite numbers: only float16 can
-    have overflowed.
+    have overflowed, for which this raises WeightUpdateError.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 

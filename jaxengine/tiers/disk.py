@@ -159,7 +159,9 @@ class DiskTier:
         self._forget(key)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all blocks so far are written, for `seconds` at most; return whether they are."""
+        """Wait until no block waits to be written, for `seconds` at most, or until the thread ends; return whether none
+        waits. A block that could not be written, or was dropped, does not wait any more.
+        """
         end = time.monotonic() + seconds
         while self._num_waiting and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.002)
@@ -197,7 +199,7 @@ class DiskTier:
                 self._scan()
 
     def _write(self, key: bytes, block: np.ndarray) -> None:
-        """Write the file of a block, if there is room and the key was not dropped. Raises OSError."""
+        """Write the file of a block, unless its key has one, was dropped, or there is no room. Raises OSError."""
         if key in self._known or key in self._unwanted:
             return
         path, body = self._path(key), block.data

@@ -125,10 +125,12 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
 
 
 def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[list[str], list[AddedToken]]:
-    """Return the names of pieces in tokenizer_config.json (`added_tokens_decoder`), and the tokens that it describes.
+    """Return the names of pieces, by id, as tokenizer_config.json changes them (`added_tokens_decoder`), and the tokens
+    that it describes.
 
-    A repository gives the spare pieces of a vocabulary names of its own. config: content of that file, at `path`.
-    Raises ModelFileError.
+    A repository gives the spare pieces of a vocabulary names of its own. A name that another piece has is not given a
+    second time, and ids from len(names) on are ignored. names: of the vocabulary's pieces, by id. config: content of
+    that file, at `path`. Raises ModelFileError for an invalid entry.
     """
     entries = config.get(ADDED_TOKENS, {})
     _check_ids(entries, path)

@@ -85,9 +85,9 @@ _XLM = "XLMRoberta"
 
 
 def hf_architecture(fields: ConfigFields) -> str:
-    """Read `architectures`, a list of one class name, and return that, or the class that the file means with it: as
-    jinaai/jina-embeddings-v3 is published, it says XLM-RoBERTa, with rope. Raises ModelConfigError for anything but
-    such a list.
+    """Read `architectures`, a list of one class name, and return the name. If it begins with XLMRoberta and
+    `position_embedding_type` is "rotary", as jinaai/jina-embeddings-v3 is published, JinaEmbeddingsV3 takes the place
+    of that beginning. Raises ModelConfigError for anything but such a list.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):

@@ -82,9 +82,9 @@ class RopeScaling:
     def from_hf(cls, raw: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
         """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope.
 
-        None also for rope_type dynamic, which differs only beyond max_position_embeddings, a length that no engine
-        exceeds. max_position_embeddings: the model's, default of the original context. Raises ModelConfigError for
-        another type, and fields that are missing or wrong.
+        None also for rope_type dynamic without `alpha`, which differs only beyond max_position_embeddings, a length
+        that no engine exceeds. max_position_embeddings: the model's, default of the original context. Raises
+        ModelConfigError for another type, dynamic with `alpha`, and fields that are missing or wrong.
         """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")

@@ -114,8 +114,8 @@ def _ffn_size(fields: ConfigFields) -> int:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """Return CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, without
-    it all.
+    """Return CONV or FULL for each layer: as `layer_types` lists them; without it, FULL for those in `full_attn_idxs`,
+    and for all if that is missing, too.
 
     Raises ModelConfigError.
     """

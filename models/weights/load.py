@@ -455,8 +455,8 @@ def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
 
 
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
-    """Raise ModelFileError unless the model's rope scaling equals one of the tensors in which GGUF files store it. Of a
-    model with proportional rope only that is compared.
+    """Raise ModelFileError unless the scaling of each of the model's ropes equals one of the tensors `names` of
+    `source`, in which GGUF files store it. Of a model with proportional rope only that is compared.
     """
     stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
     ropes = {attention.rope for attention in model.config.attention if attention.rope is not None}

@@ -278,7 +278,9 @@ class Adapters(SchedulerExtension):
         self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
-        """Whether the request has no adapter, or one that it may use now (AdapterSlots.admits)."""
+        """Whether the request has no adapter, or one that it may use now; `adapter_slot` is then set. One that may
+        not is recorded as waiting, as AdapterSlots.admits says.
+        """
         return request.adapter is None or self.slots.admits(request)
 
     def ready(self) -> Iterable[Request]:

@@ -57,7 +57,9 @@ class Adapters(LoopExtension):
             request.adapter = self._of_sounds
 
     def poll(self) -> Events:
-        """Begin and finish loads of adapters that have slots; reject the requests whose adapter could not be loaded."""
+        """Begin and finish loads of adapters that have slots, without waiting; return the requests whose adapter could
+        not be loaded, as rejected.
+        """
         failed = self.store.advance(self.loop.scheduler.extension("adapters").slots, self._in_use)
         return Events(rejected=failed) if failed else NO_EVENTS
 
@@ -66,8 +68,8 @@ class Adapters(LoopExtension):
         self.store.set_rows(step, self.loop.scheduler.config.max_num_seqs)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Start to load adapters that the scheduler has just requested slots for; return those requests that became
-        ready.
+        """Do as `poll`, so that adapters to which the scheduler has just given slots begin to load at once. step: not
+        used.
         """
         return self.poll()
 

@@ -66,8 +66,9 @@ class Gemma4Processor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_settings(self, folder: Path, modality: str) -> Settings:
-        """Read a modality's settings from the checkpoint's folder. Raises ModelFileError for a missing or invalid file,
-        and for settings that do not fit the tower.
+        """Read a modality's settings from the checkpoint's folder; those of videos, if it has none that can be read,
+        are those of images with the videos' default budget. Raises ModelFileError for a missing or invalid file, and
+        for settings that do not fit the tower.
         """
         path, fields = _found(folder, modality)
         fields = fields.with_defaults(
@@ -228,7 +229,7 @@ class Gemma4Processor(GridProcessor):
 
 def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
     """Return the file with a modality's settings, and the settings. Frames have those of images, without their budget,
-    where a checkpoint has none for videos.
+    where a checkpoint has none for videos that can be read.
 
     folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
     """

@@ -90,9 +90,11 @@ class MediaCache(Protocol):
         ...
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
-        """Return the item to put into the request.
+        """Return the item to put into the request: `item` itself where the cache has its pixels in this process, else a
+        PreparedItem for the engine's process.
 
-        made: result of `get` or of the processor; make: preprocesses the item again, with pixels.
+        item: with the arrays of `made`. made: result of `get` or of the processor, with or without pixels; make:
+        preprocesses the item again, with pixels.
         """
         ...
 

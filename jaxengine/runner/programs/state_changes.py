@@ -34,7 +34,9 @@ _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 def column_shapes() -> list[Shape]:
-    """Return the argument shapes of a change that sets one int32 of some slots: slots and values."""
+    """Return the argument shapes of a change that sets an int32 of each of some slots: slots and values,
+    i32[NUM_COLUMN_ROWS] each.
+    """
     return [((NUM_COLUMN_ROWS,), np.int32, EVERYWHERE)] * 2
 
 
@@ -76,7 +78,11 @@ def _set_counts(state: DeviceState, slots: jax.Array, rows: jax.Array) -> Device
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
-    """Turn a function that changes sampling parameters of some slots into one that changes DeviceState."""
+    """Turn a function that changes sampling parameters of some slots into one that changes DeviceState.
+
+    function: (sampling parameters, slots i32[n] by the replica's own numbers, ...) -> sampling parameters. The result
+    takes slots numbered over all replicas.
+    """
 
     def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:
         return state._replace(sampling=function(state.sampling, own_slot(state, slots), *arguments))

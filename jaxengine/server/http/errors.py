@@ -80,6 +80,7 @@ def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
     """Return the response for an exception, by its class; an ApiError unchanged. OverloadedError becomes 429,
     EngineDeadError 503, both with Retry-After; UnknownAdapterError 404; RequestError and RequestValidationError 400;
     another HTTPException keeps its status. An unexpected class becomes a 500 without details; the caller logs it.
+    EngineDrainingError, an EngineDeadError, keeps its message and also gets "Connection: close".
 
     given: names of the fields in the request's body, by one of which a faulty field is called.
     """

@@ -22,7 +22,8 @@ _USUAL = frozenset(
 
 
 def scrub(message: str, kept: str = "") -> str:
-    """Remove tracebacks, file paths and object addresses from a message, and cut it to MAX_MESSAGE_CHARS and "...".
+    """Replace what is internal in a message: a traceback and all that follows it by "<traceback>", file paths by
+    "<path>", object addresses by "<address>". Return it, cut to MAX_MESSAGE_CHARS and "..." if it is longer.
 
     A path is absolute and begins with a folder at the root of this machine's file system, or with a drive. Whether the
     rest exists is not checked: otherwise the caller could probe for files. Other texts with slashes stay as they are.

@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def padded(self) -> int:
-        """Number of rows including the padding of the last tile."""
+        """Number of rows up to the end of the last tile's 64-row products, padding included."""
         return (self.row_tiles - 1) * self.tile_rows + self.parts * WARPGROUP_ROWS
 
     @property

@@ -220,8 +220,9 @@ class Shape:
 
     @property
     def handed_rows(self) -> int:
-        """Rows of sums that one warpgroup passes to the other, plus eight, so that neighbours are in different
-        banks."""
+        """Rows of sums that one warpgroup passes to the other with gates and ups, plus eight, so that neighbours are in
+        different banks; 0 without `gating`.
+        """
         return 0 if self.gating is None else self.tile_rows + 8
 
     @property

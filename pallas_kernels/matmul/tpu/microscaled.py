@@ -103,7 +103,7 @@ def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
 
 def _combined(parts: list[jax.Array], group: int) -> jax.Array:
     """Return the maximum over each group of `group` lanes of up to `group` parts [rows, LANES] at once, as one
-    [rows, LANES]: that of part n is in lane n of its group.
+    [rows, LANES]: that of part n is in lane n of its group. group: a power of two.
     """
     found, lane = dict(enumerate(parts)), lax.broadcasted_iota(jnp.int32, parts[0].shape, 1)
     step = group // 2

@@ -257,7 +257,9 @@ class SlotHistory(HostExtension):
 
 
 def drafts_of(shape: StageShape, bucket: Bucket) -> Drafts:
-    """Return the abstract Drafts of a wide bucket's rows: token ids i32[S, W - 1] and counts i32[S] of each replica."""
+    """Return the abstract Drafts of a wide bucket's rows, those of all replicas joined: token ids
+    i32[replicas * S, W - 1] and counts i32[replicas * S].
+    """
     rows = shape.rows
     return Drafts(rows(bucket.num_seqs, np.int32, bucket.width - 1), rows(bucket.num_seqs, np.int32))
 
