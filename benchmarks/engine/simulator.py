@@ -34,7 +34,7 @@ from jaxengine.simulate.buckets import choose
 from jaxengine.simulate.calibrate import costs_of, simulated, text
 from jaxengine.simulate.costs import MeasuredCosts
 from jaxengine.simulate.loop import Outcome
-from jaxengine.simulate.synthetic import KINDS, synthetic
+from jaxengine.simulate.synthetic import synthetic
 from jaxengine.simulate.trace import Trace, trace_of
 
 OPTIONS = {
@@ -79,7 +79,7 @@ def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[
     times, scheduler = _Times(), engine.scheduler
     scheduler.reset_prefix_cache()
     engine.extensions.by_name["times"] = times
-    engine.extensions.active.append(times)
+    engine.extensions.require("times")
     stats, index, start = engine.stats, 0, time.monotonic()
     before = _counts(engine)
     while index < len(prompts) or engine.has_unfinished:
@@ -93,6 +93,7 @@ def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[
             index += 1
         engine.step()
     engine.extensions.active.remove(times)
+    engine.extensions.hooks.update(engine.extensions.active)
     first = [each.first_token_time - each.arrival_time for each in times.requests if each.first_token_time is not None]
     seconds = time.monotonic() - start
     counts = {name: value - before[name] for name, value in _counts(engine).items()}
@@ -133,7 +134,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
         write_config(folder, TINY_SHAPE if args.tiny else SHAPE)
         options = engine_options(folder)
         llm = LLM(**options)
-        cases = {kind: make_trace(kind, args.requests, llm.core.runner.vocab_size) for kind in KINDS}
+        cases = {kind: make_trace(kind, args.requests, llm.core.runner.vocab_size) for kind in SCALES}
         for kind, case in cases.items():
             recorder.add(at_once(llm, kind, case))
         if args.counts:
