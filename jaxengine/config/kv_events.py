@@ -63,6 +63,16 @@ class KVEventsConfig:
         return KVEventsConfig(**given)
 
 
+def address_of_replica(address: str, rank: int) -> str:
+    """Return a replica's own address, by its number: for tcp:// the port plus the number, for ipc:// from the second
+    replica on a file of its own.
+    """
+    if address.startswith("tcp:"):
+        head, _, port = address.rpartition(":")
+        return f"{head}:{int(port) + rank}"
+    return f"{address}_dp{rank}" if rank else address
+
+
 def _is_address(value: Any) -> bool:
     """Whether a value is a tcp:// address with a port from 1 to 65535, or an ipc:// one."""
     if not isinstance(value, str):

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.config.engine_args import EngineArgs
+from jaxengine.config.kv_events import address_of_replica
 from jaxengine.config.kv_transfer import CONSUMER, PRODUCER
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -139,16 +140,14 @@ class DynamoEngine(_backend.LLMEngine):
             await asyncio.to_thread(engine.shutdown)
 
     async def kv_event_sources(self) -> list[Any]:
-        """Return where each replica publishes its KV events: of a tcp endpoint, its port plus the replica's number. []
-        before `start`, and if kv_events_config is missing or does not publish.
+        """Return where each replica publishes its KV events (`address_of_replica`). [] before `start`, and if
+        kv_events_config is missing or does not publish.
         """
         events = self._options.kv_events_config
         if self.engine is None or events is None or not events.publishes:
             return []
-        base, _, port = events.endpoint.replace("*", "127.0.0.1").rpartition(":")
-        is_tcp, ranks = events.endpoint.startswith("tcp:"), range(self.engine.core.runner.num_ranks)
-        addresses = [f"{base}:{int(port) + rank}" if is_tcp else events.endpoint for rank in ranks]
-        return [_publisher.ZmqSource(each, events.topic, rank) for rank, each in enumerate(addresses)]
+        endpoint, ranks = events.endpoint.replace("*", "127.0.0.1"), range(self.engine.core.runner.num_ranks)
+        return [_publisher.ZmqSource(address_of_replica(endpoint, rank), events.topic, rank) for rank in ranks]
 
     def _params(self, request: dict[str, Any]) -> SamplingParams:
         """Return the sampling parameters of a request: new tokens per output, without texts. A prefill worker makes one

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from jaxengine.config.errors import ConfigError
-from jaxengine.config.kv_events import KVEventsConfig
+from jaxengine.config.kv_events import KVEventsConfig, address_of_replica
 from jaxengine.engine.extension import Events, Loop, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.metric_types import Counter, Metric
@@ -127,10 +127,7 @@ class Publisher:
 
         name: of the option with the address. Raises ConfigError, with all sockets closed, if it cannot be used.
         """
-        if self._rank:
-            head, _, port = address.rpartition(":")
-            is_tcp = address.startswith("tcp:")
-            address = f"{head}:{int(port) + self._rank}" if is_tcp else f"{address}_dp{self._rank}"
+        address = address_of_replica(address, self._rank)
         socket.set(zmq.IPV6, "[" in address)
         try:
             if binds or "*" in address or "::" in address or address.startswith("ipc:"):

@@ -37,7 +37,7 @@ MAX_ONE_BYTE_HEAD_DIM = 192
 
 
 class Computing(NamedTuple):
-    """What the computing warpgroups of a card's kernels do, None for this card's."""
+    """Functions of the computing warpgroups of a card's kernels; None for Hopper's."""
 
     decode: Callable[..., None] | None = None  # see `decode_partials`
     prefill: Callable[..., None] | None = None  # see `prefill_attention`

@@ -113,7 +113,7 @@ def options(tmp_path: Path) -> EngineConfig:
 
 
 def test_a_model_is_read_by_its_parts(proxy, tmp_path):
-    """Of all weights each byte once, of a shard its own; with an answer in two throttled the same arrays."""
+    """Reads fetch each byte of the weights once, and of a shard its own; throttled answers change no array."""
     source, local = open_model(options(tmp_path)), SafetensorsCheckpoint(FOLDER)
     assert isinstance(source.weights, SafetensorsCheckpoint)
     size = sum(file.stat().st_size for file in FOLDER.glob("*.safetensors"))

@@ -177,7 +177,7 @@ def test_a_connection_that_ends_in_a_message_is_lost(ends):
 
 
 def test_nobody_between_reads_or_repeats_a_connection():
-    """What passes between two ends holds no word of theirs, and host 0 refuses all of it when it comes again."""
+    """Recorded bytes of a connection hold no word of its messages, and host 0 refuses them when they come again."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as tap:
         heard: dict[str, bytearray] = {"worker": bytearray(), "host 0": bytearray()}
 

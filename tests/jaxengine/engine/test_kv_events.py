@@ -13,7 +13,7 @@ import zmq
 from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.errors import ConfigError
-from jaxengine.config.kv_events import KVEventsConfig
+from jaxengine.config.kv_events import KVEventsConfig, address_of_replica
 from jaxengine.engine.extensions import kv_events
 from tests.conftest import TINY_OPTIONS
 from tests.tables import each_row
@@ -244,3 +244,8 @@ def test_options_that_publish_nothing():
     for sample in (0, 1.5, -1, float("nan")):
         with pytest.raises(ConfigError, match="kv_cache_metrics_sample"):
             EngineConfig.from_options(kv_cache_metrics_sample=sample)
+
+
+def test_replicas_have_addresses_of_their_own():
+    found = [address_of_replica(each, rank) for each in ("tcp://[::1]:5557", "ipc:///run/kv") for rank in (0, 2)]
+    assert found == ["tcp://[::1]:5557", "tcp://[::1]:5559", "ipc:///run/kv", "ipc:///run/kv_dp2"]

@@ -89,7 +89,7 @@ def test_a_conversation_stays_and_is_dropped(llm, make_llm):
 
 
 def test_sleep_keeps_pages_if_asked(llm, make_llm):
-    """They leave the pool for host memory, from which they come back; a sleep without the argument empties it."""
+    """Pages leave the pool for host memory and come back from there; a sleep without keep_kv empties both."""
     prompt = prompts_of(13)[12]
     (expected,) = plainly(make_llm, [prompt])
     assert ask(llm, prompt) == expected

@@ -88,7 +88,7 @@ def test_names_are_without_what_wrappers_of_modules_add():
 
 
 class Tensor:
-    """What as_array uses of a torch.Tensor, over a numpy array; `dtype` is torch's name of one numpy lacks, or None."""
+    """Stand-in for a torch.Tensor over a numpy array; `dtype` is torch's name of one that numpy lacks, or None."""
 
     def __init__(self, array: np.ndarray, dtype: str | None = None, *, is_detached: bool = False):
         self.array, self.is_detached, self.shape = array, is_detached, array.shape

@@ -89,7 +89,7 @@ def as_modules() -> dict[str, Any]:
 
 
 def differences() -> list[str]:
-    """What the installed package has otherwise than it is recorded here."""
+    """Names and parameters in which the installed package differs from what is recorded here."""
     real, publisher = import_module(NAME), import_module(f"{NAME}.publisher")
     found = [] if set(real.LLMEngine.__abstractmethods__) == ABSTRACT else ["abstract methods"]
     for name, parameters in METHODS.items():

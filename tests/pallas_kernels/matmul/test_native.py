@@ -45,7 +45,7 @@ XLA = (5, 6, 12)  # of CASES
 
 @pytest.fixture(scope="module")
 def about():
-    """What made the handlers, which other tests of this process do not have: their tokens are plain XLA's."""
+    """Text about what made the handlers; other tests of this process have none, as their tokens are plain XLA's."""
     own = sys.modules.pop("llvmlite", None)
     pytest.importorskip("llvmlite", reason="pip install 'jaxengine[cpu]'")
     yield library.load.__wrapped__()
@@ -142,7 +142,7 @@ def test_width_of_vectors_and_number_of_blocks_change_no_bits(about):
 
 
 def test_another_ffi_or_processor_is_named(tmp_path, monkeypatch, caplog):
-    """What the installed jaxlib's header has in other order is not used, and the log says what it is."""
+    """A header of jaxlib's with another layout is not used, and the log says what differs."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     text = header.read_text()
     assert library.ffi_abi(header)["major"] == 0

@@ -9,7 +9,7 @@ from jaxengine.scheduler.extensions.sounds import MAX_ALIGNED, RankSounds, Sound
 
 
 def test_a_step_aligns_few_prompts_and_admits_others():
-    """What they leave on the devices is in the memory plan for so many."""
+    """Alignments of so many texts are in the memory plan."""
     rank = RankSounds(SoundOptions(num_rows=1, max_frames=8))
     hits: Any = object()
     aligned: Any = SimpleNamespace(params=SimpleNamespace(alignment=(0, 1)), media=None)
