@@ -17,14 +17,23 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Option, OptionError, shared
-from benchmarks.kernels.attention_cases import AttentionCase, all_cases, step_cases
+from benchmarks.kernels.attention_cases import (
+    CHAIN_BYTES,
+    MAX_LAYERS,
+    POOL_LIMIT,
+    AttentionCase,
+    Timed,
+    all_cases,
+    shares,
+    step_cases,
+)
 from benchmarks.recorder import Recorder
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc, bits, storage_dtype
@@ -32,10 +41,6 @@ from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from jaxengine.pallas_kernels.registry import platform_of
 from jaxengine.results import machine as host
 
-# A chain reads at least this much, more than any cache holds, over at most MAX_LAYERS layers.
-CHAIN_BYTES = 1 << 30
-MAX_LAYERS = 32
-POOL_LIMIT = 48 << 30
 ROUNDS = 5
 JAX, TORCH = ("ours", "jax"), ("flashinfer", "sdpa", "flex")
 OPTIONS = {
@@ -45,18 +50,6 @@ OPTIONS = {
     "layers": Option(MAX_LAYERS, "most layers of a chain"),
     **shared(only="", budget_s=1e9, tiny=False),
 }
-
-
-class Timed(NamedTuple):
-    """Times of a measurement.
-
-    Attributes:
-      seconds: of one layer.
-      compile_s: seconds that compiling the chain took; None if that was not measured.
-    """
-
-    seconds: float
-    compile_s: float | None = None
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
@@ -95,21 +88,6 @@ def machine() -> dict[str, Any]:
     """Return host, device and versions."""
     device = jax.devices()[0]
     return {**host(), "device": device.device_kind, "platform": str(device.client.platform_version).splitlines()[0]}
-
-
-def shares(case: AttentionCase, timed: Timed, limits: dict[str, float | None]) -> dict[str, Any]:
-    """Return the row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percent of the limits that were
-    measured.
-
-    limits: "bytes_per_s" of a copy and "flops_per_s" of a matmul; None for one that was not measured.
-    """
-    rates = {"bytes_per_s": case.bytes / timed.seconds, "flops_per_s": case.flops / timed.seconds}
-    row: dict[str, Any] = {"us": round(timed.seconds * 1e6, 1), "GB_per_s": round(rates["bytes_per_s"] / 1e9, 1)}
-    row["TFLOP_per_s"] = round(rates["flops_per_s"] / 1e12, 3)
-    for name, kind in (("bytes_per_s", "copy"), ("flops_per_s", "matmul")):
-        if limit := limits.get(name):
-            row[f"percent_of_{kind}"] = round(100 * rates[name] / limit, 1)
-    return row if timed.compile_s is None else {**row, "compile_s": round(timed.compile_s, 2)}
 
 
 def median_seconds(run: Callable[[], Any], least: float = 0.02) -> float:

@@ -1,11 +1,17 @@
-"""The attention cases that are measured, and the bytes and operations that each needs. Knows no implementation."""
+"""The attention cases that are measured, the bytes and operations that each needs, and the row of a measured one.
+Knows no implementation.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
+# A chain reads at least this much, more than any cache holds, over at most MAX_LAYERS layers.
+CHAIN_BYTES = 1 << 30
+MAX_LAYERS = 32
+POOL_LIMIT = 48 << 30
 _SIZES = {"float32": 4, "bfloat16": 2}
 
 
@@ -147,3 +153,30 @@ def step_cases(kv_dtype: str = "float32") -> list[AttentionCase]:
     add("mixed 16 decodes + 400", (512, 32, 512), *[(1, 450)] * 16, (400, 400))
     add("verify S=16 q=4 kv=500", (64, 16, 512), *[(4, 500)] * 16)
     return found
+
+
+class Timed(NamedTuple):
+    """Times of a measurement.
+
+    Attributes:
+      seconds: of one layer.
+      compile_s: seconds that compiling the chain took; None if that was not measured.
+    """
+
+    seconds: float
+    compile_s: float | None = None
+
+
+def shares(case: AttentionCase, timed: Timed, limits: dict[str, float | None]) -> dict[str, Any]:
+    """Return the row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percent of the limits that were
+    measured.
+
+    limits: "bytes_per_s" of a copy and "flops_per_s" of a matmul; None for one that was not measured.
+    """
+    rates = {"bytes_per_s": case.bytes / timed.seconds, "flops_per_s": case.flops / timed.seconds}
+    row: dict[str, Any] = {"us": round(timed.seconds * 1e6, 1), "GB_per_s": round(rates["bytes_per_s"] / 1e9, 1)}
+    row["TFLOP_per_s"] = round(rates["flops_per_s"] / 1e12, 3)
+    for name, kind in (("bytes_per_s", "copy"), ("flops_per_s", "matmul")):
+        if limit := limits.get(name):
+            row[f"percent_of_{kind}"] = round(100 * rates[name] / limit, 1)
+    return row if timed.compile_s is None else {**row, "compile_s": round(timed.compile_s, 2)}

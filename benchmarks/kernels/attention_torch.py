@@ -11,8 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.kernels.attention import CHAIN_BYTES, MAX_LAYERS, POOL_LIMIT, Timed, shares
-from benchmarks.kernels.attention_cases import AttentionCase
+from benchmarks.kernels.attention_cases import CHAIN_BYTES, MAX_LAYERS, POOL_LIMIT, AttentionCase, Timed, shares
 from benchmarks.recorder import Recorder
 from jaxengine.results import machine as host
 
