@@ -67,6 +67,7 @@ from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration, Glm4vMoeForConditionalGeneration
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
 from jaxengine.models.families.glm_ocr import GlmOcrForConditionalGeneration
+from jaxengine.models.families.got_ocr2 import GotOcr2ForConditionalGeneration
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
 from jaxengine.models.families.granite_moe import (
@@ -240,6 +241,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "PaddleOCRVLForConditionalGeneration": PaddleOCRVLForConditionalGeneration,
     "GlmOcrForConditionalGeneration": GlmOcrForConditionalGeneration,
     "DotsOCRForCausalLM": DotsOCRForCausalLM,
+    "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
     **{name: declared_class(name, row) for rows in _ROWS for name, row in rows.items()},
 }
 # The same of models that only pool.

@@ -145,5 +145,6 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "PaddleOCRVLForConditionalGeneration": ("PaddlePaddle/PaddleOCR-VL",),
     "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
     "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
+    "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
 }

@@ -11,6 +11,7 @@ from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.gemma4_sounds import gemma4
 from jaxengine.media.processors.glm4v import Glm4vProcessor, GlmOcrProcessor
+from jaxengine.media.processors.got_ocr2 import GotOcr2Processor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
@@ -61,6 +62,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "PaddleOCRVLForConditionalGeneration": PaddleOcrVLProcessor,
     "GlmOcrForConditionalGeneration": GlmOcrProcessor,
     "DotsOCRForCausalLM": DotsOcrProcessor,
+    "GotOcr2ForConditionalGeneration": GotOcr2Processor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,

@@ -262,13 +262,14 @@ GLM4V: dict[str, Any] = {
 }
 # Models that read documents, by their class.
 DOCUMENTS = {row.config["architectures"][0]: row.config for row in read_names() if "OCR" in row.names[0].upper()}
-PADDLE, DOTS, LIGHTON, GLM_OCR = (
+PADDLE, DOTS, LIGHTON, GLM_OCR, GOT = (
     DOCUMENTS[name]
     for name in (
         "PaddleOCRVLForConditionalGeneration",
         "DotsOCRForCausalLM",
         "LightOnOcrForConditionalGeneration",
         "GlmOcrForConditionalGeneration",
+        "GotOcr2ForConditionalGeneration",
     )
 )
 
@@ -455,6 +456,15 @@ def test_models_that_read_documents():
         (PADDLE, None, {"compression_ratio": 2.0}, "compression_ratio must be 1.0 or absent, got 2.0"),
         (LIGHTON, "text_config", {"model_type": "llama"}, "model_type must be qwen3 in text_config, got 'llama'"),
         (GLM_OCR, "vision_config", {"out_hidden_size": 8}, "out_hidden_size must be the hidden_size of the text, 1536"),
+        (
+            GOT,
+            "vision_config",
+            {"image_size": 1008},
+            r"vision_config.image_size must be a multiple of 4 \* patch_size = 64",
+        ),
+        (GOT, "vision_config", {"mlp_dim": 10**9}, "vision_config.mlp_dim must be 1 to 1048576, got 1000000000"),
+        (GOT, "vision_config", {"window_size": 65}, "vision_config.window_size must be 0 to 64, got 65"),
+        (GOT, "vision_config", {"global_attn_indexes": 3}, "global_attn_indexes must be a list of layers, got 3"),
         (GLM4V, "vision_config", {"image_size": 7}, "image_size must be 1 to 1024 times patch_size 14, got 7"),
         (GLM4V, "vision_config", {"out_hidden_size": 8}, "out_hidden_size must be the hidden_size of the text, 4096"),
         (
