@@ -55,6 +55,11 @@ class PaddleOcrVLTowerConfig(TowerConfig):
     temporal_patch_size: int = 1
 
     @property
+    def num_layers(self) -> int:
+        """Return the number of the tower's layers."""
+        return self.vit.num_layers
+
+    @property
     def patch_size(self) -> int:
         """Return the pixels of a patch's side."""
         return self.vit.patch_size
