@@ -68,6 +68,7 @@ def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
     """
     fields = fields.with_defaults(hidden_size=1536, num_heads=12, attention_bias=False)
     shared = _read_shared(fields, hidden_size)
+    shared["columns"] = ("segment", "row", "column", "height", "width")
     patch, image = shared["patch_size"], fields.integer("image_size", 336)
     if not patch <= image <= 1024 * patch:
         raise fields.fail("image_size", f"1 to 1024 times patch_size {patch}")
@@ -75,7 +76,7 @@ def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
         intermediate_size=fields.integer("intermediate_size", 13696),
         layer_size=hidden_size,
         side=image // patch,
-        **shared | {"columns": ("segment", "row", "column", "height", "width")},
+        **shared,
     )
 
 
