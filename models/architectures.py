@@ -48,6 +48,7 @@ _OTHER_NAMES = {
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
+    "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     "MT5EncoderModel": "T5EncoderModel",
     "MiMoForCausalLM": "Qwen2ForCausalLM",

@@ -49,6 +49,7 @@ from jaxengine.models.families.deepseek_v4 import DeepseekV4ForCausalLM
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
 from jaxengine.models.families.distilbert import DistilBertModel
 from jaxengine.models.families.dots1 import Dots1ForCausalLM
+from jaxengine.models.families.dots_ocr import DotsOCRForCausalLM
 from jaxengine.models.families.electra import ElectraModel
 from jaxengine.models.families.ernie4_5 import Ernie4_5ForCausalLM
 from jaxengine.models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
@@ -65,6 +66,8 @@ from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration, Glm4vMoeForConditionalGeneration
 from jaxengine.models.families.glm_moe_dsa import GlmMoeDsaForCausalLM
+from jaxengine.models.families.glm_ocr import GlmOcrForConditionalGeneration
+from jaxengine.models.families.got_ocr2 import GotOcr2ForConditionalGeneration
 from jaxengine.models.families.gpt_oss import GptOssForCausalLM
 from jaxengine.models.families.granite import GraniteForCausalLM
 from jaxengine.models.families.granite_moe import (
@@ -86,6 +89,7 @@ from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
 from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
+from jaxengine.models.families.lighton_ocr import LightOnOcrForConditionalGeneration
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from jaxengine.models.families.llava import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
@@ -104,6 +108,7 @@ from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
 from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
 from jaxengine.models.families.olmo_hybrid import OlmoHybridForCausalLM
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
+from jaxengine.models.families.paddleocr_vl import PaddleOCRVLForConditionalGeneration
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
 from jaxengine.models.families.phimoe import PhiMoEForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
@@ -232,6 +237,11 @@ MODELS: dict[str, type[CausalLM]] = {
     "Glm4vMoeForConditionalGeneration": Glm4vMoeForConditionalGeneration,
     "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
     "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
+    "LightOnOcrForConditionalGeneration": LightOnOcrForConditionalGeneration,
+    "PaddleOCRVLForConditionalGeneration": PaddleOCRVLForConditionalGeneration,
+    "GlmOcrForConditionalGeneration": GlmOcrForConditionalGeneration,
+    "DotsOCRForCausalLM": DotsOCRForCausalLM,
+    "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
     **{name: declared_class(name, row) for rows in _ROWS for name, row in rows.items()},
 }
 # The same of models that only pool.

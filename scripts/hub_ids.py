@@ -141,5 +141,10 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Qwen3VLMoeForConditionalGeneration": ("Qwen/Qwen3-VL-30B-A3B-Instruct",),
     "Glm4vForConditionalGeneration": ("zai-org/GLM-4.1V-9B-Thinking",),
     "Glm4vMoeForConditionalGeneration": ("zai-org/GLM-4.5V", "zai-org/GLM-4.6V"),
+    "LightOnOcrForConditionalGeneration": ("lightonai/LightOnOCR-1B-1025", "lightonai/LightOnOCR-2-1B"),
+    "PaddleOCRVLForConditionalGeneration": ("PaddlePaddle/PaddleOCR-VL",),
+    "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
+    "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
+    "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
 }

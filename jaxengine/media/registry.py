@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.processor import MediaProcessor
+from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.gemma4_sounds import gemma4
-from jaxengine.media.processors.glm4v import Glm4vProcessor
+from jaxengine.media.processors.glm4v import Glm4vProcessor, GlmOcrProcessor
+from jaxengine.media.processors.got_ocr2 import GotOcr2Processor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
 from jaxengine.media.processors.kimi_k25 import KimiK25Processor
 from jaxengine.media.processors.kimi_vl import KimiVLProcessor
+from jaxengine.media.processors.lighton_ocr import LightOnOcrProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.media.processors.paddleocr_vl import PaddleOcrVLProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
@@ -54,6 +58,11 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Glm4vMoeForConditionalGeneration": Glm4vProcessor,
     "KimiVLForConditionalGeneration": KimiVLProcessor,
     "KimiK25ForConditionalGeneration": KimiK25Processor,
+    "LightOnOcrForConditionalGeneration": LightOnOcrProcessor,
+    "PaddleOCRVLForConditionalGeneration": PaddleOcrVLProcessor,
+    "GlmOcrForConditionalGeneration": GlmOcrProcessor,
+    "DotsOCRForCausalLM": DotsOcrProcessor,
+    "GotOcr2ForConditionalGeneration": GotOcr2Processor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,

@@ -1,13 +1,15 @@
-"""Vision tower of GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006).
+"""Vision towers of GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006) and GLM-OCR (Z.ai 2026).
 
 Queries and keys are rotated by row and column, and patches have learned positions, stretched to an image's size. They
-attend to those of the same frame; a convolution joins a square of them, and a gated MLP follows.
+attend to those of the same frame; a convolution joins a square of them, and a gated MLP follows. GLM-OCR has no learned
+positions; its queries and keys are normed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +43,20 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
     """Sizes of the tower, in addition to Qwen2-VL's.
 
     Attributes:
-      intermediate_size: of the merger's MLP; that of layers is the text model's hidden size.
-      side: rows and columns of the learned positions.
+      intermediate_size: inner size of the merger's MLP.
+      layer_size: inner size of the MLPs of layers.
+      side: rows and columns of the learned positions; 0 for a tower without them, and without the norm before them.
       norm_eps: of all RMS norms.
-      attention_bias: whether q, k and v have one.
+      attention_bias, layer_bias: whether q, k and v have biases, and whether all other products of layers have.
+      qk_norm: whether each head of q and of k is normed.
     """
 
+    layer_size: int
     side: int
     norm_eps: float
     attention_bias: bool
+    layer_bias: bool = False
+    qk_norm: bool = False
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Glm4vTower(self, hidden_size, build)
@@ -59,67 +66,93 @@ def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
     """Read the tower's sizes from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
     for another out_hidden_size, and an image_size that is not 1 to 1024 times patch_size.
     """
-    sizes = read_sizes(fields, depth=24, hidden_size=1536, num_heads=12, patch_size=14, hidden_act="silu")
-    if fields.integer("out_hidden_size", hidden_size) != hidden_size:
-        raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
-    patch, image = sizes["patch_size"], fields.integer("image_size", 336)
+    fields = fields.with_defaults(hidden_size=1536, num_heads=12, attention_bias=False)
+    shared = _read_shared(fields, hidden_size)
+    shared["columns"] = ("segment", "row", "column", "height", "width")
+    patch, image = shared["patch_size"], fields.integer("image_size", 336)
     if not patch <= image <= 1024 * patch:
         raise fields.fail("image_size", f"1 to 1024 times patch_size {patch}")
-    sizes |= {"columns": ("segment", "row", "column", "height", "width")}
     return Glm4vTowerConfig(
         intermediate_size=fields.integer("intermediate_size", 13696),
+        layer_size=hidden_size,
         side=image // patch,
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        attention_bias=fields.boolean("attention_bias", False),
-        **sizes,
+        **shared,
     )
 
 
-class Glm4vTower(nnx.Module):
-    """Vision tower of GLM-4.1V: learned positions, layers with RMS norms and gated MLPs, and a merger.
+def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
+    """Read the sizes of GLM-OCR's tower from a vision_config, for a text model of this hidden size. Raises
+    ModelConfigError, also for another out_hidden_size.
+    """
+    shared = _read_shared(fields.with_defaults(hidden_size=1024, num_heads=16, attention_bias=True), hidden_size)
+    return Glm4vTowerConfig(
+        intermediate_size=3 * hidden_size,  # as many as an image has colours
+        layer_size=fields.integer("intermediate_size", 4096),
+        side=0,
+        layer_bias=shared["attention_bias"],
+        qk_norm=True,
+        **shared,
+    )
 
-    Further RMS norms come before the first and after the last layer. Queries and keys are rotated by row and column.
+
+def _read_shared(fields: ConfigFields, hidden_size: int) -> dict[str, Any]:
+    """Read what both towers spell alike, as arguments of a Glm4vTowerConfig. Raises ModelConfigError."""
+    if fields.integer("out_hidden_size", hidden_size) != hidden_size:
+        raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
+    return read_sizes(fields, depth=24, patch_size=14, hidden_act="silu") | {
+        "norm_eps": fields.number("rms_norm_eps", 1e-5),
+        "attention_bias": fields.boolean("attention_bias"),
+    }
+
+
+class Glm4vTower(nnx.Module):
+    """Vision tower of GLM-4.1V or GLM-OCR: layers with RMS norms and gated MLPs, and a merger.
+
+    A further RMS norm comes after the last layer and, with learned positions, before the first. Queries and keys are
+    rotated by row and column.
     """
 
     def __init__(self, config: Glm4vTowerConfig, hidden_size: int, build: Build):
         self.config = config
         size, features = config.hidden_size, config.num_features
         self.patches = PatchEmbedding(features, size, source=f"{VISUAL}.patch_embed.proj", bias=True, build=build)
-        self.first_norm = self._norm(f"{VISUAL}.post_conv_layernorm", build)
+        self.first_norm = self._norm(f"{VISUAL}.post_conv_layernorm", build) if config.side else None
         rows = Source(f"{VISUAL}.embeddings.position_embedding.weight", config.side**2)
-        self.positions = declare((rows.rows, size), build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
-        self.layers = nnx.List(
-            [self._make_layer(hidden_size, replace(build, layer=layer)) for layer in range(config.num_layers)]
-        )
+        decl = ParamDecl((None, None), (rows,), init_std=0.02)
+        self.positions = declare((rows.rows, size), build.dtype, decl) if config.side else None
+        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
         self.last_norm = self._norm(f"{VISUAL}.post_layernorm", build)
         # A convolution of the same kind as the one of patches.
         joined = size * config.merge
         self.joining = PatchEmbedding(joined, hidden_size, source=f"{VISUAL}.downsample", bias=True, build=build)
         self.merger = Glm4vMerger(config, hidden_size, build)
 
-    def _norm(self, source: str, build: Build) -> RMSNorm:
-        """Make an RMS norm over the tower's hidden size. source: its checkpoint module."""
-        return RMSNorm(self.config.hidden_size, self.config.norm_eps, source=source, build=build)
+    def _norm(self, source: str, build: Build, size: int = 0) -> RMSNorm:
+        """Make an RMS norm over `size` elements, the tower's hidden size for 0. source: its checkpoint module."""
+        return RMSNorm(size or self.config.hidden_size, self.config.norm_eps, source=source, build=build)
 
-    def _make_layer(self, ffn_size: int, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`. ffn_size: inner size of its MLP."""
+    def _make_layer(self, build: Build) -> TowerLayer:
+        """Make the layer with the number `build.layer`."""
         config, size = self.config, self.config.hidden_size
+        head_dim, names = size // config.num_heads, (f"{LAYER}.attn.{name}_norm" for name in "qk")
+        q_norm, k_norm = (self._norm(name, build, head_dim) if config.qk_norm else None for name in names)
         attention = TowerAttention(
             size,
             config.num_heads,
             qkv=joined_qkv(f"{LAYER}.attn.qkv", size),
             out=f"{LAYER}.attn.proj",
             bias=config.attention_bias,
-            out_bias=False,
+            out_bias=config.layer_bias,
+            norms=(q_norm, k_norm),
             build=build,
         )
         mlp = TowerMLP(
             size,
-            ffn_size,
+            config.layer_size,
             up=[f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up")],
             down=f"{LAYER}.mlp.down_proj",
             activation=ACTIVATIONS[config.activation],
-            bias=False,
+            bias=config.layer_bias,
             build=build,
         )
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
@@ -129,17 +162,18 @@ class Glm4vTower(nnx.Module):
 
         columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
         """
-        segment, row, column, height, width = columns
+        segment, row, column, *sides = columns
         config = self.config
         head_dim = config.hidden_size // config.num_heads
         freqs = rope_frequencies(head_dim // 2, config.rope_theta)
         with jax.named_scope("rope_table"):
             turns = axial_rope(row, column, freqs, freqs)
         with jax.named_scope("patches"):
-            x = self.first_norm(self.patches(patches))
-        with jax.named_scope("positions"):
-            side = config.side
-            x = x + stretched(self.positions[...], (side, side), (row, height), (column, width)).astype(x.dtype)
+            x = self.patches(patches)
+        if self.first_norm is not None and self.positions is not None:
+            with jax.named_scope("positions"):
+                x, (height, width), square = self.first_norm(x), sides, (config.side, config.side)
+                x = x + stretched(self.positions[...], square, (row, height), (column, width)).astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):

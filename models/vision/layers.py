@@ -75,19 +75,24 @@ def stretched(
     sides: tuple[int, int],
     rows: tuple[jax.Array, jax.Array],
     columns: tuple[jax.Array, jax.Array],
+    *,
+    linear: bool = False,
 ) -> jax.Array:
-    """Interpolate learned positions to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table entries.
+    """Interpolate learned positions to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table entries,
+    or linearly between 2 x 2.
 
-    The sixteen terms are added one after the other, so that memory holds no more than one for each patch.
+    The terms are added one after the other, so that memory holds no more than one for each patch.
 
     Args:
       table: [height * width, D]. sides: (height, width) of the table.
       rows, columns: of patches: their index i32[P], and the number of rows or columns in their image, i32[P].
+      linear: interpolate linearly.
     """
     height, width = sides
+    taps = _linear_taps if linear else _taps
     total = jnp.zeros((len(rows[0]), table.shape[1]), jnp.float32)
-    for row, row_share in _taps(*rows, height):
-        for column, share in _taps(*columns, width):
+    for row, row_share in taps(*rows, height):
+        for column, share in taps(*columns, width):
             total += table[row * width + column].astype(jnp.float32) * (row_share * share)[:, None]
     return total
 
@@ -96,10 +101,9 @@ def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Arra
     """Return the four of `side` learned positions around each of `places` i32[P], on sides of `sizes` i32[P] patches,
     with their weights: pairs i32[P], f32[P]. Beyond an edge, its own position is taken again.
 
-    The centre of patch p is at (p + 0.5) * side / size - 0.5 of the learned positions. Weights are those of cubic
-    convolution (Keys 1981) with a = _KEYS.
+    Weights are those of cubic convolution (Keys 1981) with a = _KEYS.
     """
-    spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
+    spot = _spots(places, sizes, side)
     low = jnp.floor(spot)
     taps = []
     for offset in range(-1, 3):
@@ -109,6 +113,22 @@ def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Arra
         tap = jnp.clip(low.astype(jnp.int32) + offset, 0, side - 1)
         taps.append((tap, jnp.where(far <= 1, near_share, far_share)))
     return taps
+
+
+def _linear_taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the two of `side` learned positions around each of `places`, with their weights, as `_taps` does."""
+    spot = _spots(places, sizes, side)
+    low = jnp.floor(spot)
+    first = low.astype(jnp.int32)
+    shares = (first, 1 - (spot - low)), (first + 1, spot - low)
+    return [(jnp.clip(tap, 0, side - 1), share) for tap, share in shares]
+
+
+def _spots(places: jax.Array, sizes: jax.Array, side: int) -> jax.Array:
+    """Return the centre of each patch among `side` learned positions, f32[P]: (p + 0.5) * side / size - 0.5 for the one
+    with index p. places, sizes: i32[P].
+    """
+    return (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
 
 
 class PatchEmbedding(nnx.Module):
@@ -134,6 +154,7 @@ class TowerAttention(nnx.Module):
       out: checkpoint module of the output projection.
       bias, out_bias: whether the projections have biases.
       interleaved: whether rope rotates neighbouring elements, instead of halves of a head.
+      norms: norms over each head of q and of k, before rope; None without.
     """
 
     def __init__(
@@ -147,8 +168,10 @@ class TowerAttention(nnx.Module):
         bias: bool = True,
         out_bias: bool = True,
         interleaved: bool = False,
+        norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
     ):
         self.interleaved = interleaved
+        self.q_norm, self.k_norm = norms
         self.head_dim = size // num_heads
         heads = tower_axis("heads", build)
         parts = tuple(part._replace(group=self.head_dim) for part in qkv)
@@ -161,6 +184,8 @@ class TowerAttention(nnx.Module):
         """
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             q, k = (apply_rope(each, *turns, interleaved=self.interleaved) for each in (q, k))
         with jax.named_scope("attend"):

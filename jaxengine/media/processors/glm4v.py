@@ -78,3 +78,9 @@ class Glm4vProcessor(Qwen3VLProcessor):
         before, after = self.around
         each = item.num_rows // item.grid[0]
         return [before, *[self.token_ids["image"]] * each, after, *self.tokenizer.encode(str(int(seconds)), False)]
+
+
+class GlmOcrProcessor(Glm4vProcessor):
+    """Processor of GlmOcrForConditionalGeneration: the same for images, and no videos."""
+
+    modalities: tuple[str, ...] = ("image",)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed, check_room
+from jaxengine.media.processor import Expanded, Processed, check_room
+from jaxengine.media.processors.mrope import repeated
 from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
@@ -132,6 +133,17 @@ class GridProcessor:
             shown = f"{list(grid) if grid else 'none'} for {num_rows} rows"
             raise RequestError(f"embeddings of an image need image_grid_thw, {allowed}; got {shown}", param="image")
         return time, height, width
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Repeat each placeholder as often as its item has embeddings. items: by modality, in the order of the prompt.
+        Raises RequestError for another number of items.
+        """
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        counts = [items[kind][number].num_rows for kind, number in order]
+        expanded, starts = repeated(ids, at, counts)
+        spans = zip(starts.tolist(), counts, strict=True)
+        return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
         """Return an item's grid in embeddings, after merging."""

@@ -27,6 +27,7 @@ class InternVLProcessor(UnitProcessor):
 
     Attributes:
       min_tiles, max_tiles: limits of an image's tiles, without the whole.
+      crops: whether images are cut into tiles where a request does not say.
     """
 
     defaults = {
@@ -39,6 +40,7 @@ class InternVLProcessor(UnitProcessor):
     }
     modalities: tuple[str, ...] = ("image", "video")
     needs_tokenizer = True
+    crops = True
     min_tiles: int
     max_tiles: int
 
@@ -131,7 +133,7 @@ class InternVLProcessor(UnitProcessor):
         side, resize = self.side, self.pixels.resized
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
         least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
-        if not boolean_option(options, "crop_to_patches", True) or most == 1:
+        if not boolean_option(options, "crop_to_patches", self.crops) or most == 1:
             return [resize(picture, side, side)], (1, 1)
         rows, columns = _tiling(picture.shape[0], picture.shape[1], side, least, most)
         whole = resize(picture, rows * side, columns * side)

@@ -5,15 +5,14 @@ rows of the tower.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processor import Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
-from jaxengine.media.processors.mrope import repeated
 from jaxengine.media.processors.settings import (
     IMAGES,
     Pixels,
@@ -126,17 +125,6 @@ class KimiVLProcessor(GridProcessor):
         else:
             grid = num_frames, *self._largest_grid(limit)
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
-
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its item has embeddings. items: by modality, in the order of the prompt.
-        Raises RequestError for another number of items.
-        """
-        ids = np.asarray(token_ids, np.int64)
-        at, order = self.placeholders(ids, items)
-        counts = [items[kind][number].num_rows for kind, number in order]
-        expanded, starts = repeated(ids, at, counts)
-        spans = zip(starts.tolist(), counts, strict=True)
-        return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if

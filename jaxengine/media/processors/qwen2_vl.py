@@ -64,7 +64,8 @@ class Qwen2VLProcessor(GridProcessor):
     """
 
     modalities: tuple[str, ...] = ("image", "video")
-    around_name: ClassVar[str] = "vision"  # prefix of the config fields of tokens around a placeholder
+    # Prefix of the config fields of tokens around a placeholder; None for a configuration without them.
+    around_name: ClassVar[str | None] = "vision"
     # transformers' defaults of missing settings, and of the bounds of images and frames.
     defaults: ClassVar[Mapping[str, Any]] = {
         "image_mean": list(CLIP_MEAN),
@@ -81,7 +82,7 @@ class Qwen2VLProcessor(GridProcessor):
         self.tokenizer = tokenizer
         fields = ConfigFields(config_json)
         self.token_ids = {kind: fields.integer(f"{kind}_token_id", minimum=0) for kind in self.modalities}
-        names = (f"{self.around_name}_{side}_token_id" for side in ("start", "end"))
+        names = [f"{self.around_name}_{side}_token_id" for side in ("start", "end") if self.around_name]
         self.around = tuple(fields.integer(name, minimum=0) for name in names)
         self.check_token_ids(model_config, *self.around)
         # Early versions of transformers 4 wrote no separate file for videos.
@@ -94,7 +95,7 @@ class Qwen2VLProcessor(GridProcessor):
         and for settings that are invalid or do not fit the tower.
         """
         path, found = read_settings(folder, *places)
-        fields = found.with_defaults(**self.defaults, temporal_patch_size=2, merge_size=2)
+        fields = found.with_defaults(**{"temporal_patch_size": 2, "merge_size": 2, **self.defaults})
         tower = self.tower
         try:
             fields.require(

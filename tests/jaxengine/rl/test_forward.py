@@ -119,7 +119,8 @@ FURTHER = pytest.mark.thorough("a further family of a kind")
 
 def test_every_architecture_that_transformers_has_is_recorded():
     """Those that see have the text layers of others; the classes of MiniCPM, InternLM, Ling, Baichuan and DeepSeekMoE
-    come with their checkpoints, Mistral 4's sees; the numbers of Apertus's activation are no weights here, and sparse
+    come with their checkpoints, Mistral 4's sees, and
+    dots.ocr's; the numbers of Apertus's activation are no weights here, and sparse
     attention and compressed keys need pages."""
     assert set(RECORDED) >= KINDS
     found = {json.loads((CHECKPOINTS / name / "config.json").read_text())["architectures"][0] for name in RECORDED}
@@ -128,7 +129,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
         *("MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "InternLM3ForCausalLM", "BailingMoeV2ForCausalLM"),
         *("BaichuanForCausalLM", "DeepseekForCausalLM", "InternLM2ForCausalLM"),
         *("Mistral4ForCausalLM", "ApertusForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
-        "DeepseekV4ForCausalLM",
+        *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM"),
     }
 
 

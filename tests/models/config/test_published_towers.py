@@ -9,12 +9,13 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.rope import Rope, RopeScaling
-from jaxengine.models.registry import read_hf
+from jaxengine.models.registry import model_for_hf, read_hf
 from jaxengine.models.vision.glm4v import Glm4vTowerConfig
 from jaxengine.models.vision.moonvit import MoonVitTowerConfig
 from jaxengine.models.vision.pixtral import PixtralTowerConfig
 from jaxengine.models.vision.qwen2_vl import Qwen2_5VLTowerConfig, Qwen2VLTowerConfig
 from jaxengine.models.vision.qwen3_vl import Qwen3VLTowerConfig
+from scripts.model_names import read_names
 from tests.tables import each_row
 
 TOKENS = {"vision_start_token_id": 151652, "image_token_id": 151655, "video_token_id": 151656}
@@ -259,6 +260,18 @@ GLM4V: dict[str, Any] = {
         "temporal_patch_size": 2,
     },
 }
+# Models that read documents, by their class.
+DOCUMENTS = {row.config["architectures"][0]: row.config for row in read_names() if "OCR" in row.names[0].upper()}
+PADDLE, DOTS, LIGHTON, GLM_OCR, GOT = (
+    DOCUMENTS[name]
+    for name in (
+        "PaddleOCRVLForConditionalGeneration",
+        "DotsOCRForCausalLM",
+        "LightOnOcrForConditionalGeneration",
+        "GlmOcrForConditionalGeneration",
+        "GotOcr2ForConditionalGeneration",
+    )
+)
 
 
 def test_qwen2_vl():
@@ -382,6 +395,23 @@ def test_glm_4_1v():
     assert {layer.rope for layer in config.attention} == {rope} and config.attention[0].bias
 
 
+def test_models_that_read_documents():
+    towers = {name: read_hf(raw).tower for name, raw in DOCUMENTS.items()}
+    lighton = replace(read_hf(MISTRAL3).tower, norm_eps=1e-6)
+    assert towers["LightOnOcrForConditionalGeneration"] == lighton
+    glm = towers["GlmOcrForConditionalGeneration"]
+    assert isinstance(glm, Glm4vTowerConfig) and (glm.side, glm.layer_size, glm.intermediate_size) == (0, 4096, 4608)
+    assert glm.qk_norm and glm.attention_bias and glm.layer_bias
+    config = read_hf(DOCUMENTS["PaddleOCRVLForConditionalGeneration"])
+    assert {layer.rope for layer in config.attention} == {Rope(128, 5e5, sections=(16, 24, 24))}
+    names = model_for_hf(config.architecture).checkpoint_names
+    for published, other in (("mlp_AR.", "model.projector."), ("visual.", "model.visual."), ("model.layers.", None)):
+        assert names.renamed(other or "model.language_model.layers.") == published == names.renamed(published)
+    # As first published.
+    first = DOCUMENTS["LightOnOcrForConditionalGeneration"]
+    assert read_hf(first | {"architectures": ["LightOnOCRForConditionalGeneration"]}) == read_hf(first)
+
+
 @each_row(
     ("raw", "where", "change", "message"),
     [
@@ -419,6 +449,22 @@ def test_glm_4_1v():
             {"head_dim": 32},
             "head_dim must be hidden_size / num_attention_heads = 64, got 32",
         ),
+        (DOTS, "vision_config", {"is_causal": True}, "is_causal must be false or absent, got True"),
+        (DOTS, "vision_config", {"hidden_size": 8}, "hidden_size must be that of the text, 1536, got 8"),
+        (PADDLE, "vision_config", {"spatial_merge_size": 9}, "spatial_merge_size must be 1 to 8, got 9"),
+        (PADDLE, "vision_config", {"num_attention_heads": 64}, r"hidden_size must be a multiple of 4 \* num_attention"),
+        (PADDLE, None, {"compression_ratio": 2.0}, "compression_ratio must be 1.0 or absent, got 2.0"),
+        (LIGHTON, "text_config", {"model_type": "llama"}, "model_type must be qwen3 in text_config, got 'llama'"),
+        (GLM_OCR, "vision_config", {"out_hidden_size": 8}, "out_hidden_size must be the hidden_size of the text, 1536"),
+        (
+            GOT,
+            "vision_config",
+            {"image_size": 1008},
+            r"vision_config.image_size must be a multiple of 4 \* patch_size = 64",
+        ),
+        (GOT, "vision_config", {"mlp_dim": 10**9}, "vision_config.mlp_dim must be 1 to 1048576, got 1000000000"),
+        (GOT, "vision_config", {"window_size": 65}, "vision_config.window_size must be 0 to 64, got 65"),
+        (GOT, "vision_config", {"global_attn_indexes": 3}, "global_attn_indexes must be a list of layers, got 3"),
         (GLM4V, "vision_config", {"image_size": 7}, "image_size must be 1 to 1024 times patch_size 14, got 7"),
         (GLM4V, "vision_config", {"out_hidden_size": 8}, "out_hidden_size must be the hidden_size of the text, 4096"),
         (

@@ -1,0 +1,41 @@
+"""LightOnOCR (LightOn 2025): Qwen3 with Pixtral's vision tower, whose squares of patches are merged as in Mistral Small
+3.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
+
+_ENCODER, _PROJECTION = "vision_encoder", "vision_projection"
+
+
+class LightOnOcrForConditionalGeneration(Qwen3ForCausalLM):
+    """Qwen3 with Pixtral's vision tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(
+            ("model.language_model.", "model."),
+            (f"model.{_ENCODER}.", f"{TOWER}."),
+            (f"model.{_PROJECTION}.", f"{PROJECTOR}."),
+        ),
+        tower=(f"{TOWER}.", f"{PROJECTOR}."),
+        flattened=(".patch_conv.weight",),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        # Whatever is written of the projector: its activation is GELU, and there are no biases.
+        fixed = {"projector_hidden_act": "gelu", "multimodal_projector_bias": False}
+        fields = ConfigFields({**fields.with_defaults(tie_word_embeddings=True).raw, **fixed})
+        text = text_fields(fields)
+        if text.text("model_type", "qwen3") != "qwen3":
+            raise text.fail("model_type", "qwen3 in text_config")
+        shared = super().read_hf(text)
+        return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}

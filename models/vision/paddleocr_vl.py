@@ -1,0 +1,174 @@
+"""Vision tower of PaddleOCR-VL (Cui et al. 2025, arXiv:2510.14528): SigLIP's layers over images of any shape.
+
+Learned positions are stretched to an image's size, queries and keys are rotated by row and column, patches attend to
+those of the same image, and a square of them becomes one embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.attention import UNIT, segment_attention
+from jaxengine.models.vision.layers import (
+    PatchEmbedding,
+    PatchMerger,
+    TowerAttention,
+    TowerLayer,
+    TowerMLP,
+    axial_rope,
+    rope_frequencies,
+    stretched,
+)
+from jaxengine.models.vision.vit import ACTIVATIONS, VitConfig, read_vit
+
+TOWER, PROJECTOR = "visual.vision_model", "mlp_AR"
+LAYER = f"{TOWER}.encoder.layers.{{layer}}"
+# What torch takes for the projector's norm.
+_PROJECTOR_EPS = 1e-5
+_MOST_MERGED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddleOcrVLTowerConfig(TowerConfig):
+    """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
+
+    Attributes:
+      vit: sizes; its image_size says how many positions are learned.
+      spatial_merge_size: patches of a side of the square that becomes one embedding.
+      rope_theta: base of the rotary frequencies, which rows and columns share.
+      temporal_patch_size: frames of a patch.
+    """
+
+    vit: VitConfig
+    rope_theta: float
+    spatial_merge_size: int
+    temporal_patch_size: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of the tower's layers."""
+        return self.vit.num_layers
+
+    @property
+    def patch_size(self) -> int:
+        """Return the pixels of a patch's side."""
+        return self.vit.patch_size
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        # Of pooling, and of a way to pack images that the model does without.
+        return f"{TOWER}.head.", f"{TOWER}.embeddings.packing_position_embedding."
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return PaddleOcrVLTower(self, hidden_size, build)
+
+
+def read_paddleocr_vl(fields: ConfigFields, hidden_size: int) -> PaddleOcrVLTowerConfig:
+    """Read the tower's sizes from a vision_config. Raises ModelConfigError, also for heads whose size is no multiple of
+    four. hidden_size: of the text model, to which the projector leads.
+    """
+    del hidden_size
+    fields = fields.with_defaults(
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        image_size=384,
+        patch_size=14,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=1e-6,
+    )
+    vit = read_vit(fields, has_class_token=False)
+    if vit.hidden_size // vit.num_heads % 4:
+        raise fields.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * vit.num_heads}")
+    merge = fields.integer("spatial_merge_size", 2)
+    if merge > _MOST_MERGED:
+        raise fields.fail("spatial_merge_size", f"1 to {_MOST_MERGED}")
+    return PaddleOcrVLTowerConfig(
+        num_features=vit.num_features,
+        columns=("segment", "row", "column", "height", "width"),
+        merge=merge * merge,
+        unit=math.lcm(UNIT, merge * merge),
+        vit=vit,
+        rope_theta=ConfigFields(fields.mapping("rope_parameters") or {}).number("rope_theta", 10000.0),
+        spatial_merge_size=merge,
+    )
+
+
+class PaddleOcrVLTower(nnx.Module):
+    """Vision tower of PaddleOCR-VL: learned positions, layers with layer norms and MLPs of two matrices, biases
+    everywhere, and a projector.
+    """
+
+    def __init__(self, config: PaddleOcrVLTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        vit, size, source = config.vit, config.vit.hidden_size, f"{TOWER}.embeddings"
+        patches = f"{source}.patch_embedding"
+        self.patches = PatchEmbedding(config.num_features, size, source=patches, bias=True, build=build)
+        rows = Source(f"{source}.position_embedding.weight", vit.num_patches)
+        self.positions = declare((rows.rows, size), build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
+        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
+        self.last_norm = self._norm(f"{TOWER}.post_layernorm", build)
+        self.projector = PatchMerger(
+            size,
+            config.merge,
+            hidden_size,
+            norm=LayerNorm(size, _PROJECTOR_EPS, source=f"{PROJECTOR}.pre_norm", build=build),
+            joined=False,
+            names=(f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"),
+            build=build,
+        )
+
+    def _norm(self, source: str, build: Build) -> LayerNorm:
+        """Make a layer norm over the tower's hidden size. source: its checkpoint module."""
+        return LayerNorm(self.config.vit.hidden_size, self.config.vit.norm_eps, source=source, build=build)
+
+    def _make_layer(self, build: Build) -> TowerLayer:
+        """Make the layer with the number `build.layer`."""
+        vit, size, source = self.config.vit, self.config.vit.hidden_size, f"{LAYER}.self_attn"
+        qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
+        mlp = TowerMLP(
+            size,
+            vit.intermediate_size,
+            up=[f"{LAYER}.mlp.fc1"],
+            down=f"{LAYER}.mlp.fc2",
+            activation=ACTIVATIONS[vit.activation],
+            build=build,
+        )
+        return TowerLayer(
+            (self._norm(f"{LAYER}.layer_norm1", build), self._norm(f"{LAYER}.layer_norm2", build)),
+            TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.out_proj", build=build),
+            mlp,
+        )
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
+
+        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        """
+        segment, row, column, height, width = columns
+        vit = self.config.vit
+        head_dim = vit.hidden_size // vit.num_heads
+        freqs = rope_frequencies(head_dim // 2, self.config.rope_theta)
+        with jax.named_scope("rope_table"):
+            turns = axial_rope(row, column, freqs, freqs)
+        with jax.named_scope("patches"):
+            x, sides = self.patches(patches), (vit.grid, vit.grid)
+            places = stretched(self.positions[...], sides, (row, height), (column, width), linear=True)
+            x = x + places.astype(x.dtype)
+        attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, turns, attend)
+        with jax.named_scope("projector"):
+            return self.projector(self.last_norm(x))

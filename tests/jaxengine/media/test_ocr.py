@@ -1,0 +1,93 @@
+"""Processors of models that read documents: pixels as transformers has them, sizes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from jaxengine.media.registry import processor_for
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import read_folder
+from jaxengine.scheduler.errors import RequestError
+from jaxengine.tokens.tokenizer import Tokenizer
+from tests.fixtures.picture_checkpoints import FILES, picture, whole_checkpoint
+
+KINDS = {
+    "paddleocr_vl_vision": PaddleOCRVLImageProcessorPil,
+    "glm_ocr_vision": Glm46VImageProcessorPil,
+    "dots_ocr_vision": Qwen2VLImageProcessorPil,
+    "lighton_ocr_wide_vision": PixtralImageProcessorPil,
+}
+# Kept, shrunk, less than a row of the tower, and less than a column.
+SIZES = ((24, 40), (200, 151), (5, 50), (37, 4))
+
+
+def opened(folder):
+    raw = read_config_json(folder)
+    return processor_for(folder, raw, read_folder(folder, raw), Tokenizer.from_hf_folder(folder))
+
+
+def whole(patches: np.ndarray, columns: np.ndarray, side: int) -> np.ndarray:
+    """The image f32[H, W, 3] of patches at their rows and columns; of several frames the first."""
+    rows, places = columns
+    image = np.zeros((rows.max() * side + side, places.max() * side + side, 3), np.float32)
+    for patch, row, place in zip(patches, rows * side, places * side, strict=True):
+        image[row : row + side, place : place + side] = patch.reshape(3, -1, side, side)[:, 0].transpose(1, 2, 0)
+    return image
+
+
+def test_pixels_are_those_of_transformers(tmp_path):
+    for name, kind in KINDS.items():
+        processor = opened(whole_checkpoint(name, tmp_path / name))
+        tower, files = processor.tower, FILES[name]
+        settings = files.get("preprocessor_config.json") or files["processor_config.json"]["image_processor"]
+        theirs = kind(**{key: value for key, value in settings.items() if not key.endswith("_type")})
+        for size in SIZES:
+            item, made = processor.process("image", picture(1, *size), {}), theirs(picture(1, *size))
+            chosen = item.columns[[tower.columns.index("row"), tower.columns.index("column")]]
+            ours, pixels = whole(item.patches, chosen, tower.patch_size), np.asarray(made["pixel_values"])
+            if "image_grid_thw" not in made:  # a whole image
+                expected = pixels[0].transpose(1, 2, 0)
+            else:
+                _, high, wide = np.asarray(made["image_grid_thw"])[0]
+                # Qwen's and GLM's patches come square by square.
+                merge = 1 if name.startswith("paddle") else tower.spatial_merge_size
+                grid = np.indices((high // merge, wide // merge, merge, merge)).reshape(4, -1)
+                places = np.stack([grid[0] * merge + grid[2], grid[1] * merge + grid[3]])
+                expected = whole(pixels.reshape(high * wide, -1), places, tower.patch_size)
+            np.testing.assert_allclose(ours, expected, atol=1e-5, err_msg=f"{name} {size}")
+            assert item.num_rows * tower.merge == len(item.patches) <= len(processor.largest("image").patches)
+
+
+def test_a_published_configuration_may_leave_out_the_token_after_an_image(tmp_path):
+    folder = whole_checkpoint("paddleocr_vl_vision", tmp_path)
+    raw = {**read_config_json(folder), "vision_end_token_id": 260}
+    config = read_folder(folder, raw)
+    del raw["vision_end_token_id"]
+    with pytest.raises(ValueError, match="token ids of images must be below vocab_size 272, got 101306"):
+        processor_for(folder, raw, config, Tokenizer.from_hf_folder(folder))
+
+
+def test_what_is_refused(tmp_path):
+    for name in KINDS:
+        processor = opened(whole_checkpoint(name, tmp_path / name))
+        shown = picture(1, 8, 8)
+        for call, message in (
+            (lambda shown=shown, it=processor: it.process("video", shown[None], {}), "video is not supported by this"),
+            (lambda it=processor: it.process("image", np.zeros((1, 300, 3), np.uint8), {}), "at most 200 times"),
+            (lambda shown=shown, it=processor: it.process("image", shown, {"tiles": 3}), "mm_processor_kwargs has"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                call()
+    folder = tmp_path / "dots_ocr_vision"
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temporal_patch_size": 2}))
+    with pytest.raises(ModelFileError, match="temporal_patch_size must be 1 or absent"):
+        opened(folder)
