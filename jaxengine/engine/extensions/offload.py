@@ -270,6 +270,7 @@ def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
         capacity = None if size is None else int(size * (1 << 30))
         disk = DiskTier(folder / offload.identity, capacity, offload.mover.block_bytes)
     except OSError as error:
-        raise ConfigError.because("kv_offloading_path", str(error), "name another folder") from None
+        problem = f"kv_offloading_path {str(folder)!r} cannot be used: {error}"
+        raise ConfigError.because("kv_offloading_path", problem, "name another folder") from None
     logger.info("%s has %d pages of this model", disk.folder, len(disk))
     return disk
