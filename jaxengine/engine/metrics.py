@@ -120,6 +120,7 @@ HELP = {
     "vllm:sleep_mode_operation_duration_seconds": "Time to fall asleep, and to wake up.",
     "vllm:request_prefill_kv_computed_tokens": "Prompt tokens of a request that were not found in the prefix cache.",
     "vllm:request_num_preemptions": "Times that a request was preempted.",
+    "vllm:tool_call_parser_invocations": "Outputs in which tool calls were looked for, once each; streams too.",
     "http_requests": "HTTP requests, by method, route and status.",
     "http_request_duration_seconds": "From a request's arrival to the end of its answer, streams included.",
     "jaxengine:engine_restarts": "Times that the server has started its engine again.",
