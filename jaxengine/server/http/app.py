@@ -221,8 +221,8 @@ class TrafficMiddleware:
         raises before its response has begun; what it raises later is raised. Scopes other than HTTP are passed on.
 
         Sets scope["root_path"], ROUTE_KEY by X-Session-Id or else the request's id, and COUNT_PARSED. Logs exceptions
-        other than ApiError. POST requests count as running until they end. Metrics count all requests but those of a batch, whose
-        state has a holder already.
+        other than ApiError. POST requests count as running until they end. Metrics count all requests but those of a
+        batch, whose state has a holder already.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -18,7 +17,6 @@ from jaxengine.server.http.batches.lists import Listed, page, there
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.http.form import FILE, Form, read_form
 from jaxengine.server.options import ServerConfig
-
 
 BATCH = "batch"
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
