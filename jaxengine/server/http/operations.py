@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.config.engine_config import EngineConfig
 from jaxengine.scheduler.errors import RequestError
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.auth import ADMIN
@@ -125,15 +124,16 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         weights = await engine.utility("weights")
         settings = {"engine": dataclasses.asdict(engine.inputs.config), "server": server}
         more = {name: await engine.utility(name) for name in ("adapter_forms", "mm_cache")}
-        return {**settings, "weights": weights, **more, "vllm_config": _vllm_config(engine.inputs.config)}
+        return {**settings, "weights": weights, **more, "vllm_config": _vllm_config(engine)}
 
     return routes
 
 
-def _vllm_config(config: EngineConfig) -> dict[str, Any]:
+def _vllm_config(engine: EngineClient) -> dict[str, Any]:
     """Return sections of vLLM's configuration by its names: those from which trainers (TRL) choose how they send
     weights. weight_transfer_config is None, as in a vLLM without a transport of weights between devices.
     """
+    config = engine.inputs.config
     model = {"model": config.model, "dtype": f"torch.{config.dtype}", "max_model_len": config.max_model_len}
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     lora = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank} if config.enable_lora else None
