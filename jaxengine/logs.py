@@ -28,7 +28,7 @@ def log_to_stderr(process: str | None = None) -> None:
     process: name of this process, put before each line; None when there is only one process.
     """
     if not isinstance(sys.stderr, _Forgiving):
-        sys.stderr = _Forgiving(sys.stderr)
+        sys.stderr = _Forgiving(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
     handler = _BesideBars()
     handler.setFormatter(_Lines("" if process is None else f"({process} pid={os.getpid()}) "))
     logging.basicConfig(handlers=[handler])

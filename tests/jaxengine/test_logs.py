@@ -167,7 +167,7 @@ def test_a_start_that_loads_its_steps_says_so(make_llm, tiny_options, tmp_path, 
 
 
 def test_a_full_disk_behind_standard_error_ends_nothing(monkeypatch, start):
-    full = open("/dev/full", "w", buffering=1)
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     monkeypatch.setattr(sys, "stderr", full)
     start()
     print("lost", file=sys.stderr)
