@@ -7,11 +7,13 @@ library configures its own logging. A server's lines may be JSON objects instead
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] "
 _TIME = "%m-%d %H:%M:%S"
@@ -20,8 +22,13 @@ _TIME = "%m-%d %H:%M:%S"
 def log_to_stderr(process: str | None = None) -> None:
     """Show the engine's log lines and other packages' warnings on standard error, unless logging is configured already.
 
+    What cannot be written to standard error, on a full disk or without a reader, is lost from now on: neither a log
+    line nor a progress bar ends the process.
+
     process: name of this process, put before each line; None when there is only one process.
     """
+    if not isinstance(sys.stderr, _Forgiving):
+        sys.stderr = _Forgiving(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
     handler = _BesideBars()
     handler.setFormatter(_Lines("" if process is None else f"({process} pid={os.getpid()}) "))
     logging.basicConfig(handlers=[handler])
@@ -38,6 +45,27 @@ def log_as_json(process: str) -> None:
 def only_warnings() -> None:
     """Hide the engine's log lines below warnings, for commands that converse with a person on the terminal."""
     logging.getLogger("jaxengine").setLevel(logging.WARNING)
+
+
+class _Forgiving:
+    """Text stream that loses what another one cannot write; that one answers everything else."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, or nothing; return the number of its characters."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, as far as that is possible."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 class _Lines(logging.Formatter):

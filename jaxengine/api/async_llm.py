@@ -205,6 +205,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         """Return the lora_int_id of each loaded adapter."""
         return {each["number"] for each in await self.utility("adapters")}
 
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; running requests keep their pages. Returns True."""
+        return await self.utility("reset_prefix_cache")
+
     async def reset_mm_cache(self) -> None:
         """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""
         await self.utility("reset_mm_cache")

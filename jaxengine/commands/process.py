@@ -17,8 +17,6 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from jaxengine.commands.cli import main as run_command
-
 # Exit status after Ctrl-C, by the convention of shells.
 INTERRUPTED = 130
 # Time for the main thread to act on Ctrl-C before the watcher ends the process.
@@ -30,10 +28,22 @@ def main() -> NoReturn:
     interpreter.
     """
     _watch_interrupts()
-    status = run_command()
+    try:
+        status = run_command()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     if status == INTERRUPTED:
         _leave(status)
     sys.exit(status)
+
+
+def run_command() -> int:
+    """Run the command of sys.argv and return its status. Raises KeyboardInterrupt for Ctrl-C during the imports, which
+    take a second or more.
+    """
+    from jaxengine.commands.cli import main as run
+
+    return run()
 
 
 def _watch_interrupts() -> None:

@@ -74,7 +74,7 @@ class Engine:
             for request in added:
                 self.finish(request, FinishReason.ABORT)
             raise
-        self.request_stats.n.observe(len(added))
+        self.request_stats.observe_queued(added)
         self.extensions.queued(requests)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,17 @@ from jaxengine.engine.stats import Histogram
 # Upper bounds of a request's seconds, its stream included.
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _STARTED = time.time()
-# [method, route, status, counts by bound, sum of seconds]
-Row = list[Any]
+# Rows [method, route, status, counts by bound, sum of seconds], and rows [mode, outcome, request type, number].
+Rows = tuple[list[list[Any]], list[list[Any]]]
 
 
 class HttpCounts:
-    """Counts and seconds of requests by method, route and status."""
+    """Counts and seconds of requests by method, route and status, and outputs in which tool calls were looked for."""
 
     def __init__(self):
         """Begin without counts."""
         self._rows: dict[tuple[str, str, str], Histogram] = {}
+        self._parsed: dict[tuple[str, str, str], int] = {}
 
     def observe(self, method: str, route: str, status: str, seconds: float) -> None:
         """Count a request that took `seconds`. route: a route of the server, such as "/v1/models/{name}", not the path
@@ -40,25 +41,39 @@ class HttpCounts:
         """
         self._row(method, route, status).observe(seconds)
 
+    def parsed(self, mode: str, outcome: str, request_type: str, number: int = 1) -> None:
+        """Count outputs that a parser of tool calls has read to their end; the arguments are vLLM's labels."""
+        key = mode, outcome, request_type
+        self._parsed[key] = self._parsed.get(key, 0) + number
+
     @property
     def has_counts(self) -> bool:
         """Whether requests were counted since the last `take`."""
         return bool(self._rows)
 
-    def take(self) -> list[Row]:
+    def take(self) -> Rows:
         """Return the counts since the last call, as plain JSON values for `add`."""
         rows, self._rows = self._rows, {}
-        return [[*key, row.counts.tolist(), row.sum] for key, row in rows.items()]
+        parsed, self._parsed = self._parsed, {}
+        counted = [[*key, row.counts.tolist(), row.sum] for key, row in rows.items()]
+        return counted, [[*key, number] for key, number in parsed.items()]
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Rows) -> None:
         """Add counts that another process took."""
-        for method, route, status, counts, seconds in rows:
+        for method, route, status, counts, seconds in rows[0]:
             row = self._row(method, route, status)
             row.counts += np.array(counts, np.int64)
             row.sum += seconds
+        for row in rows[1]:
+            self.parsed(*row)
 
     def metrics(self) -> Iterator[Metric | metric_types.Histogram]:
-        """Yield a counter for each method, route and status, and a histogram of seconds for each method and route."""
+        """Yield a counter for each method, route and status, a histogram of seconds for each method and route, and the
+        counters of parsed outputs.
+        """
+        for (mode, outcome, kind), number in self._parsed.items():
+            labels = {"mode": mode, "outcome": outcome, "request_type": kind}
+            yield Counter("vllm:tool_call_parser_invocations", number, labels)
         durations: dict[tuple[str, str], Histogram] = {}
         for (method, route, status), row in self._rows.items():
             labels = {"method": method, "handler": route, "status": status}
@@ -90,7 +105,7 @@ class ServerStats:
         self._http = HttpCounts()
         self._processes: dict[str, dict[str, float]] = {}
 
-    def report(self, process: str, rows: Sequence[Row], facts: dict[str, float]) -> None:
+    def report(self, process: str, rows: Rows, facts: dict[str, float]) -> None:
         """Add the counts of a process since its last report. rows: of `HttpCounts.take`; facts: of `process_facts`."""
         self._http.add(rows)
         self._processes[process] = facts

@@ -190,6 +190,7 @@ class RequestStats:
       first_token, intervals, time_per_output_token, e2e, preprocessing, queue, prefill, decode, inference: histograms
         of seconds; `metrics.HELP` says from when to when, under the names in `Metrics`.
       prompt_tokens, generation_tokens, max_tokens, computed_tokens, preemptions, n: histograms of numbers of a request.
+      most_generated: histogram of the tokens of the longest among the n outputs of one call.
       step_tokens: histogram of the tokens of a step.
       recent_first_token, recent_intervals: latest times to first token, and between tokens, in seconds.
     """
@@ -220,9 +221,18 @@ class RequestStats:
         self.computed_tokens = Histogram(lengths)
         self.preemptions = Histogram(PREEMPTION_BOUNDS)
         self.n = Histogram(N_BOUNDS)
+        self.most_generated = Histogram(lengths)
+        # Outputs of calls with several: [number that have not ended, tokens of the longest that has], one list a call.
+        self._calls: dict[Request, list[int]] = {}
         self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self.recent_first_token = Recent(1024)
         self.recent_intervals = Recent(16384)
+
+    def observe_queued(self, requests: Sequence[Request]) -> None:
+        """Count a call by the requests of its n outputs."""
+        self.n.observe(len(requests))
+        if len(requests) > 1:
+            self._calls |= dict.fromkeys(requests, [len(requests), 0])
 
     def observe_first_token(self, request: Request) -> None:
         """Count a request whose first token came: its prompt tokens, and the seconds since its arrival."""
@@ -262,6 +272,10 @@ class RequestStats:
         self.prompt_tokens.observe(request.num_prompt_tokens)
         self.generation_tokens.observe(num_output)
         self.max_tokens.observe(request.max_tokens)
+        call = self._calls.pop(request, [1, 0])
+        call[:] = call[0] - 1, max(call[1], num_output)
+        if not call[0]:
+            self.most_generated.observe(call[1])
         self.preemptions.observe(request.num_preemptions)
         self.e2e.observe(end - request.arrival_time)
         self.preprocessing.observe(request.queued_time - request.arrival_time)

@@ -146,7 +146,9 @@ class TcpTransport(Transport):
         poller.register(socket, zmq.POLLIN)
         poller.register(socket.get_monitor_socket(), zmq.POLLIN)  # that of `connect`
         if socket not in dict(poller.poll(int(self.patience * 1500))):
-            self._resting[source.host, source.port] = time.monotonic() + _REST_SECONDS
+            now, known = time.monotonic(), dict(self._resting)  # a copy: several readers may be here at once
+            rests = {address: until for address, until in known.items() if until > now}
+            self._resting = {**rests, (source.host, source.port): now + _REST_SECONDS}
             raise ConnectionError(f"{source.host}:{source.port} does not answer, or has another key")
         return socket.recv_multipart(copy=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import logging
 import os
@@ -163,3 +164,15 @@ def test_a_start_that_loads_its_steps_says_so(make_llm, tiny_options, tmp_path, 
     LLM(**{**tiny_options, "disable_log_stats": False, "compile_cache_dir": str(tmp_path)}).shutdown()
     said = capsys.readouterr().err
     assert "Compiling steps: 100%" in said and "steps: :" not in said
+
+
+def test_a_full_disk_behind_standard_error_ends_nothing(monkeypatch, start):
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", full)
+    start()
+    print("lost", file=sys.stderr)
+    logging.getLogger("jaxengine").warning("lost")
+    with tqdm(total=2, mininterval=0) as bar:
+        bar.update(2)
+    with contextlib.suppress(OSError):
+        full.close()

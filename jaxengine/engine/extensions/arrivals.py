@@ -47,7 +47,8 @@ class Arrivals(LoopExtension):
             self._path, self._file = _new_file(Path(config.record_trace).expanduser())
             self._write(header_line(config.block_size))
         except OSError as error:
-            raise ConfigError.because("record_trace", str(error), "name a file in a folder that is there") from None
+            problem = f"record_trace {config.record_trace!r} cannot be written: {error}"
+            raise ConfigError.because("record_trace", problem, "name another file") from None
         logger.info("record_trace: when requests come and how long they are is written to %s", self._path)
 
     def ended(self, request: Request) -> None:

@@ -293,7 +293,8 @@ def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) 
             return FolderTransport(folder, options.kv_lease_duration, options.produces, most)
         except OSError as error:
             name = "kv_transfer_config.shared_storage_path"
-            raise ConfigError.because(name, str(error), "name another folder") from None
+            problem = f"{name} {options.shared_storage_path!r} cannot be used: {error}"
+            raise ConfigError.because(name, problem, "name another folder") from None
     from jaxengine.tiers.tcp import TcpTransport  # it needs pyzmq
 
     listen, key_file = (options.kv_ip, options.kv_port) if options.produces else None, runner.config.cluster_key_file

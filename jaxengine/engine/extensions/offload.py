@@ -21,7 +21,7 @@ from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.extensions.page_loads import Loading, PageLoads
 from jaxengine.engine.extensions.page_stores import OffloadStats, PageStores, Tiers
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.metric_types import Counter, Gauge, Metric
+from jaxengine.engine.metric_types import Counter, Gauge, Histogram, Metric
 from jaxengine.engine.output import EngineOutput
 from jaxengine.runner.extensions.offload import PageMover
 from jaxengine.runner.model_runner import ModelRunner
@@ -155,11 +155,12 @@ class Offload(LoopExtension):
     def utilities(self) -> dict[str, Any]:
         return {"flush_kv_offload": self.flush}
 
-    def metrics(self) -> Iterator[Metric]:
+    def metrics(self) -> Iterator[Metric | Histogram]:
         orders, tiers = self.orders, self.tiers
         for way in ("load", "store"):
             yield Counter(f"vllm:kv_offload_{way}_bytes", self.stats.bytes[way])
             yield Counter(f"vllm:kv_offload_{way}_time", self.stats.seconds[way])
+            yield self.stats.sizes[way].metric(f"vllm:kv_offload_{way}_size")
             yield Counter(f"jaxengine:kv_offload_{way}_pages", self.stats.counts[way])
         yield Counter("jaxengine:kv_offload_dropped_pages", self.stats.num_dropped)
         yield Counter("vllm:external_prefix_cache_queries", orders.num_queries)
@@ -269,6 +270,7 @@ def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
         capacity = None if size is None else int(size * (1 << 30))
         disk = DiskTier(folder / offload.identity, capacity, offload.mover.block_bytes)
     except OSError as error:
-        raise ConfigError.because("kv_offloading_path", str(error), "name another folder") from None
+        problem = f"kv_offloading_path {str(folder)!r} cannot be used: {error}"
+        raise ConfigError.because("kv_offloading_path", problem, "name another folder") from None
     logger.info("%s has %d pages of this model", disk.folder, len(disk))
     return disk

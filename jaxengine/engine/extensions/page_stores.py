@@ -14,10 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 
 from jaxengine.engine.extensions.page_loads import Block, Place
+from jaxengine.engine.stats import Histogram
 from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, PageMover
 from jaxengine.tiers.disk import DiskTier
 from jaxengine.tiers.host import HostTier
 
+# Upper bounds of the bytes of a transfer, as vLLM has them.
+_SIZE_BOUNDS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 # Weight of a new measurement in the mean of a rate.
 _WEIGHT = 0.2
 
@@ -101,6 +104,7 @@ class OffloadStats:
 
     Attributes:
       counts, bytes, seconds: number, size and time of those moved, by way: "load" or "store".
+      sizes: histograms of the bytes of one transfer, by way.
       num_dropped: number of those not copied for want of room.
     """
 
@@ -109,12 +113,14 @@ class OffloadStats:
         self.counts = {"load": 0, "store": 0}
         self.bytes = {"load": 0, "store": 0}
         self.seconds = {"load": 0.0, "store": 0.0}
+        self.sizes = {"load": Histogram(_SIZE_BOUNDS), "store": Histogram(_SIZE_BOUNDS)}
         self.num_dropped = 0
 
     def count(self, way: str, number: int, size: int, seconds: float) -> None:
         """Count pages and states moved. way: "load" or "store"; size: their bytes; seconds: the time that it took."""
         self.counts[way] += number
         self.bytes[way] += size
+        self.sizes[way].observe(size)
         self.seconds[way] += seconds
 
 

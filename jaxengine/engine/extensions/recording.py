@@ -45,7 +45,8 @@ class Recording(LoopExtension):
         try:
             self._folder = StepFolder(path, about_engine(loop.runner), *limits)
         except (OSError, RecordError) as error:
-            raise ConfigError.because("record_steps", str(error), "name another folder") from None
+            problem = f"record_steps {config.record_steps!r} cannot be used: {error}"
+            raise ConfigError.because("record_steps", problem, "name another folder") from None
         logger.warning("record_steps: each step is written to %s, with what users sent; steps take longer", path)
 
     def after_forward(self, step: InFlight | None) -> Events:

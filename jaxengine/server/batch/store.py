@@ -136,7 +136,11 @@ class BatchStore:
                 self._records.remove(owner, ended[-1])
             # The entry first: a record without one would wait for ever.
             (self._live / batch_id).write_text(owner)
-            self._records.write(owner, record)
+            try:
+                self._records.write(owner, record)
+            except OSError:
+                (self._live / batch_id).unlink()
+                raise
         return record
 
     def batch(self, owner: str, batch_id: str) -> Record | None:
@@ -224,7 +228,8 @@ class BatchStore:
                 for record in list(self.batches(owner)):
                     if record["status"] not in _LIVE and record["created_at"] + self.bounds.retention <= now:
                         self._records.remove(owner, record["id"])
-                for left in [*folder.glob("upload-*"), *folder.glob("*.whole")]:
+                lone = (each for each in folder.glob("*.data") if not each.with_suffix(".json").exists())
+                for left in [*folder.glob("upload-*"), *folder.glob("*.whole"), *lone]:
                     if now - left.stat().st_mtime > _STALE_SECONDS:
                         left.unlink(missing_ok=True)
 
@@ -248,7 +253,11 @@ class BatchStore:
         with self._records.locked():
             self._check_quota(folder)
             os.replace(path, folder / f"{record['id']}.data")
-            self._records.write(folder.name, record)
+            try:
+                self._records.write(folder.name, record)
+            except OSError:  # content without a record could never be deleted
+                self._records.remove(folder.name, record["id"])
+                raise
         return record
 
     def _check_quota(self, folder: Path) -> None:

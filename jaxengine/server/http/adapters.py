@@ -24,6 +24,8 @@ class LoadRequest(RequestModel):
       lora_path: a folder in lora_root, relative to it or absolute.
     """
 
+    refused = {"load_inplace": (False,)}
+
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 

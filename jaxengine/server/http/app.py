@@ -38,6 +38,7 @@ from jaxengine.server.http.batches import files
 from jaxengine.server.http.chat import batch
 from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
+from jaxengine.server.http.chat.run import COUNT_PARSED
 from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.errors import ApiError, as_api_error, error_response
 from jaxengine.server.http.limits import JsonRoute
@@ -59,6 +60,7 @@ from jaxengine.version import __version__
 logger = logging.getLogger(__name__)
 
 # Methods with a count of their own: clients could invent others.
+_CALL_KINDS = {"/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
 _METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"))
 
 # Functions that create the routes of one part each. GENERATING is for generating models, POOLING for pooling models.
@@ -218,9 +220,9 @@ class TrafficMiddleware:
         """Answer a request, as an ASGI application: that of the application inside, or the error response to what it
         raises before its response has begun; what it raises later is raised. Scopes other than HTTP are passed on.
 
-        Sets scope["root_path"], and ROUTE_KEY by X-Session-Id or else the request's id. Logs exceptions other than
-        ApiError. POST requests count as running until they end. Metrics count all requests but those of a batch, whose
-        state has a holder already.
+        Sets scope["root_path"], ROUTE_KEY by X-Session-Id or else the request's id, and COUNT_PARSED. Logs exceptions
+        other than ApiError. POST requests count as running until they end. Metrics count all requests but those of a
+        batch, whose state has a holder already.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -236,6 +238,8 @@ class TrafficMiddleware:
         # Proxies may send the same id with several calls, so it is not unique.
         session = next((value for name, value in scope["headers"] if name == b"x-session-id"), b"")
         ROUTE_KEY.set(route_key(session.decode("latin-1"), request_id))
+        kind = _CALL_KINDS.get(scope["path"].removeprefix(self._root_path), "other")
+        COUNT_PARSED.set(lambda mode, outcome: self._traffic.http.parsed(mode, outcome, kind))
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
         started, status = False, "none"
         # A request of a batch, whose caller is in this process, came with no HTTP.

@@ -5,6 +5,7 @@ Internals of the server are not disclosed. All responses other than success are 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -78,8 +79,9 @@ class ApiError(HTTPException):
 
 def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
     """Return the response for an exception, by its class; an ApiError unchanged. OverloadedError becomes 429,
-    EngineDeadError 503, both with Retry-After; UnknownAdapterError 404; RequestError and RequestValidationError 400;
-    another HTTPException keeps its status. An unexpected class becomes a 500 without details; the caller logs it.
+    EngineDeadError 503, the OSError of a full disk 507, all with Retry-After; UnknownAdapterError 404; RequestError and
+    RequestValidationError 400; another HTTPException keeps its status. An unexpected class becomes a 500 without
+    details; the caller logs it.
     EngineDrainingError, an EngineDeadError, keeps its message and also gets "Connection: close".
 
     given: names of the fields in the request's body, by one of which a faulty field is called.
@@ -101,6 +103,8 @@ def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
             return ApiError(503, str(error), headers={"Retry-After": "5", "Connection": "close"})
         case EngineDeadError():
             return ApiError(503, "the engine cannot answer at the moment", headers={"Retry-After": "5"})
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return ApiError(507, "the server's disk is full", headers={"Retry-After": "60"})
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     return ApiError(500, "internal error of the server")

@@ -8,6 +8,7 @@ _ONE_CALL = (
     "between devices (nccl, ipc, sparse_nccl, sharded_rdt, nccl_m2n) are not served; see docs/reinforcement_learning.md"
 )
 _TOKENS = "POST /inference/v1/generate takes and returns token ids; see docs/reinforcement_learning.md"
+_LORA = "POST /v1/load_lora_adapter; see docs/lora.md"
 _PAUSES = "POST /pause and /resume; see docs/reinforcement_learning.md"
 _SLEEP = "POST /sleep and /wake_up; see docs/reinforcement_learning.md"
 _RENDERED = "POST /tokenize returns the tokens of a conversation; see docs/serving.md"
@@ -28,14 +29,21 @@ NOT_BUILT: dict[str, str] = {
     "/v1/completions/render": _RENDERED,
     "/v1/realtime": _AUDIO,
     "/v2/embed": "/v1/embeddings; see docs/pooling_models.md",
-    # Trainers: SGLang's routes (slime, AReaL), TRL's server, and prime-rl's and AReaL's additions to vLLM
+    # Trainers: SGLang's routes (slime, AReaL), TRL's server, and and what SkyRL, prime-rl and AReaL add to vLLM
     "/areal_continue_generation": _PAUSES,
+    "/areal_init_weights_update_group": _ONE_CALL,
     "/areal_pause_generation": _PAUSES,
+    "/areal_set_update_weight_meta": _ONE_CALL,
+    "/areal_set_update_weight_meta_lora": _LORA,
     "/areal_update_weights": _ONE_CALL,
+    "/areal_update_weights_lora": _LORA,
+    "/areal_update_weights_lora_xccl": _LORA,
+    "/areal_update_weights_xccl": _ONE_CALL,
     "/batch_update_named_params": _ONE_CALL,
     "/chat": "POST /v1/chat/completions; see docs/reinforcement_learning.md",
     "/close_communicator": _ONE_CALL,
     "/continue_generation": _PAUSES,
+    "/finish_session": "DELETE /v1/sessions/{id}; see docs/kv_offload.md",
     "/flush_cache": "POST /reset_prefix_cache; see docs/serving.md",
     "/generate": _TOKENS,
     "/init_broadcaster": _ONE_CALL,
@@ -45,6 +53,8 @@ NOT_BUILT: dict[str, str] = {
     "/release_memory_occupation": _SLEEP,
     "/reload_weights": _ONE_CALL,
     "/resume_memory_occupation": _SLEEP,
+    "/skyrl/v1/generate": _TOKENS,
+    "/skyrl/v1/load_lora_adapter": _LORA,
     "/update_named_param": _ONE_CALL,
     "/update_weight_version": _ONE_CALL,
     "/update_weights_from_disk": _ONE_CALL,

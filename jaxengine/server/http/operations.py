@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -112,17 +112,34 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             return {"success": bool(await engine.utility("stop_profile"))}
 
     @routes.get("/server_info")
-    async def server_info() -> dict[str, Any]:
+    async def server_info(config_format: Literal["json"] = "json") -> dict[str, Any]:
         """Return the settings in use, without keys, and formats of stored and multiplied matrices. Raises
         EngineDeadError.
 
-        adapter_forms: how products apply adapters. mm_cache: where preprocessed images are cached.
+        adapter_forms: how products apply adapters. mm_cache: where preprocessed images are cached. vllm_config: what
+        trainers look up in vLLM's answer, by its names. config_format: vLLM's other format, a text, is refused.
         """
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
         weights = await engine.utility("weights")
         settings = {"engine": dataclasses.asdict(engine.inputs.config), "server": server}
         more = {name: await engine.utility(name) for name in ("adapter_forms", "mm_cache")}
-        return {**settings, "weights": weights, **more}
+        return {**settings, "weights": weights, **more, "vllm_config": _vllm_config(engine)}
 
     return routes
+
+
+def _vllm_config(engine: EngineClient) -> dict[str, Any]:
+    """Return sections of vLLM's configuration by its names: those from which trainers (TRL) choose how they send
+    weights. weight_transfer_config is None, as in a vLLM without a transport of weights between devices.
+    """
+    config = engine.inputs.config
+    model = {"model": config.model, "dtype": f"torch.{config.dtype}", "max_model_len": config.max_model_len}
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    lora = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank} if config.enable_lora else None
+    return {
+        "model_config": {**model, "logprobs_mode": config.logprobs_mode},
+        "parallel_config": {name: getattr(config, name) for name in sizes},
+        "lora_config": lora,
+        "weight_transfer_config": None,
+    }

@@ -270,7 +270,8 @@ class Supervisor:
             child.ready, child.served = True, child.served or event == "served"
         if not self._announced and all(each.ready for each in self._children):
             self._announced = True
-            print(f"jaxengine is ready: {self.urls()}", flush=True)
+            with contextlib.suppress(OSError):  # a full disk, or nobody reads it
+                print(f"jaxengine is ready: {self.urls()}", flush=True)
 
     def _ended(self, child: _Child) -> None:
         """Restart a process that has ended, or end the server: with the process's own status before all were ready,

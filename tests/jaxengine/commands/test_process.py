@@ -46,6 +46,23 @@ def test_ctrl_c_while_steps_are_compiled(tmp_path, num_stored):
     assert seconds < 5 and "Traceback" not in output
 
 
+def test_ctrl_c_during_the_imports():
+    code = """
+import signal, sys
+from jaxengine.commands import process
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "jaxengine.commands.cli":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+process.main()
+"""
+    output, _ = (process := start(code)).communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+
+
 # A call that no signal interrupts, as a compilation is one.
 DEAF = """
 import ctypes

@@ -102,7 +102,11 @@ def test_what_does_not_come_is_computed(both, plain_tokens):
 
     assert after(cut) == [16] * 3
     assert after(lambda params: [each.update(remote_block_ids=((0, 1, 7, 100),)) for each in params]) == [8] * 3
+    lies = {"remote_engine_id": "another", "remote_block_ids": ((), (0,)), "tp_size": 4}
+    assert after(lambda params: [each.update(lies) for each in params]) == [0] * 3
+    resting = transfer.transport._resting = {("10.0.0.1", 1): 0.0}
     assert after(lambda params: [each.update(remote_port=1) for each in params]) == [0] * 3
+    assert [*transfer.transport._resting] == [("127.0.0.1", 1)] and len(resting) == 1
     short = dataclasses.replace(transfer._options, kv_lease_duration=0.01)
     old, transfer._options = transfer._options, short
     assert after(lambda params: leases_end(both)) == [0] * 3  # a lease that has ended

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -19,8 +17,6 @@ from jaxengine.server.http.batches.lists import Listed, page, there
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.http.form import FILE, Form, read_form
 from jaxengine.server.options import ServerConfig
-
-logger = logging.getLogger(__name__)
 
 BATCH = "batch"
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -77,16 +73,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(FileObject)
     async def create_file(request: Request) -> Record:
         """Store a file of requests for a batch, one JSON object a line, and return its record; lines are not checked.
-        Raises ApiError (413) for a file that is too large and (500, 507) for one that the disk does not take,
-        OverloadedError for too many uploads or files, and the errors of `_receive`.
+        Raises ApiError (413) for a file that is too large, OverloadedError for too many uploads or files, OSError for
+        one that the disk does not take, and the errors of `_receive`.
         """
         try:
             with uploads.one_of(request.state.owner):
                 return await _receive(store, request)
         except TooLargeError as error:
             raise ApiError(413, str(error), param=error.param, headers={"Connection": "close"}) from None
-        except OSError as error:
-            raise _no_room(error) from None
 
     _add_reads(routes, store)
 
@@ -189,11 +183,3 @@ def _check(form: Form, request: Request) -> tuple[str, int | None]:
         raise RequestError(f"{SECONDS} is {show_value(seconds)}; it must be a number", param="expires_after")
     request.state.unknown_fields = [field for field in form.fields if field not in _FIELDS]
     return name, None if seconds is None else check_lifetime(int(seconds), SECONDS)
-
-
-def _no_room(error: OSError) -> ApiError:
-    """Return the error for a file that the disk does not take, and log it: 507 for a full disk, otherwise 500."""
-    logger.error("a file of the batch API cannot be stored: %s", error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(507, "the server's disk is full", headers={"Retry-After": "60"})
-    return ApiError(500, "the file cannot be stored")

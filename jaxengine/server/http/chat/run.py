@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
 from jaxengine.server.options import ServerConfig
 
+# Counts an output that a parser of tool calls has read to its end: called with vLLM's mode and outcome.
+COUNT_PARSED: ContextVar[Callable[[str, str], None] | None] = ContextVar("COUNT_PARSED", default=None)
 _LONG_TEXT = 20_000  # characters of one output that take some 40 milliseconds to parse
 
 
@@ -73,6 +76,7 @@ class ChatRun:
       body: the request.
       params: the engine's sampling parameters.
       prompt: text and token ids, after `prepare`.
+      is_stream: whether the answer is a stream, for the counts of parsed outputs; `body.stream` unless it is set.
       num_completion_tokens, num_reasoning_tokens, num_cached_tokens: counts so far.
     """
 
@@ -101,6 +105,7 @@ class ChatRun:
         self.prompt: dict[str, Any] = {}
         self._parsers: dict[int, MessageParser] = {}
         self._reasoning_texts: dict[int, list[str]] = {}
+        self._count_parsed, self._calling, self.is_stream = COUNT_PARSED.get(), set[int](), bool(body.stream)
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
@@ -187,7 +192,9 @@ class ChatRun:
                 async for output in outputs:
                     self.num_cached_tokens = output.num_cached_tokens or 0
                     long = sum(len(each.text) for each in output.outputs) > _LONG_TEXT
-                    yield output, await asyncio.to_thread(self._read, output) if long else self._read(output)
+                    pieces = await asyncio.to_thread(self._read, output) if long else self._read(output)
+                    self._count_ended(output)
+                    yield output, pieces
             except RequestError as error:
                 raise self._as_asked(error) from None
 
@@ -208,7 +215,18 @@ class ChatRun:
         thoughts += [event.text for event in events if isinstance(event, ReasoningDelta)]
         if output.finish_reason is not None and thoughts:
             self._count_reasoning("".join(thoughts))
+        if any(isinstance(event, ToolCallStart) for event in events):
+            self._calling.add(output.index)
         return [event for event in events if self._is_wanted(event)]
+
+    def _count_ended(self, output: RequestOutput) -> None:
+        """Count the completions that have ended, if tool calls were looked for."""
+        if self._tools.open is None or self._count_parsed is None:
+            return
+        for each in output.outputs:
+            if each.finish_reason is not None:
+                outcome = "tool_call" if each.index in self._calling else "no_tool_call"
+                self._count_parsed("streaming" if self.is_stream else "non_streaming", outcome)
 
     def _open_parser(self) -> MessageParser:
         """Return a parser of one completion, which continues the prompt."""

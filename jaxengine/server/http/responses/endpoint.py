@@ -91,6 +91,7 @@ class _Making:
         self._num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         try:
             self._run = ChatRun(server, body.chat_request([*earlier, *question]), response_id, options)
+            self._run.is_stream = bool(body.stream)
         except RequestError as error:
             raise as_response_error(error) from None
         head = _head(body, response_id, model, store, self._run.params)

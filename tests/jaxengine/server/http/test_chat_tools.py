@@ -78,6 +78,8 @@ async def test_calls_the_model_chose(scripted):
     content, _, calls, reason, _ = await collected(await client.chat.completions.create(**ASK, stream=True))
     assert (content, reason) == ("Sure.", "tool_calls")
     assert [(name, json.loads(text)) for _, name, text in calls] == found
+    counted = [*map(list, client._client._transport.app.state.traffic.http.take()[1])]
+    assert counted == [[mode, "tool_call", "chat_completions", 1] for mode in ("non_streaming", "streaming")]
 
 
 @pytest.mark.parametrize(

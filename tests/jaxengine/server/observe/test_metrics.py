@@ -31,7 +31,7 @@ time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
 request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
 request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_inference_time_seconds_bucket
 request_prompt_tokens_bucket request_generation_tokens_bucket iteration_tokens_total_bucket request_params_n_bucket
-request_params_max_tokens_bucket
+request_params_max_tokens_bucket request_max_num_generation_tokens_bucket
 """
 ARTICLE_NAMES = """
 num_requests_running num_requests_waiting gpu_cache_usage_perc num_preemptions_total avg_prompt_throughput_toks_per_s
@@ -173,6 +173,10 @@ async def test_what_was_asked_for_is_what_was_counted(served):
     assert grew("vllm:request_prompt_tokens_sum") == 90 * num_requests
     assert by_label("vllm:request_params_n_bucket", le="1.0") == 12 + 3
     assert by_label("vllm:request_params_n_bucket", le="5.0") == 12 + 3 + 2
+    # Of the two calls with three outputs of five tokens, one output counts.
+    assert grew("vllm:request_max_num_generation_tokens_count") == 12 + 3 + 2
+    longest = grew("vllm:request_generation_tokens_sum") - 2 * 2 * 5
+    assert grew("vllm:request_max_num_generation_tokens_sum") == longest
     assert grew("vllm:prefix_cache_hits_total") > 0
 
     def seconds(name: str) -> float:
