@@ -29,7 +29,7 @@ NOT_BUILT: dict[str, str] = {
     "/v1/completions/render": _RENDERED,
     "/v1/realtime": _AUDIO,
     "/v2/embed": "/v1/embeddings; see docs/pooling_models.md",
-    # Trainers: SGLang's routes (slime, AReaL), TRL's server, and and what SkyRL, prime-rl and AReaL add to vLLM
+    # Trainers: SGLang's routes (slime, AReaL), TRL's server, and what SkyRL, prime-rl and AReaL add to vLLM
     "/areal_continue_generation": _PAUSES,
     "/areal_init_weights_update_group": _ONE_CALL,
     "/areal_pause_generation": _PAUSES,
