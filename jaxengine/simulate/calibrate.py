@@ -154,6 +154,7 @@ def loads_of(runner: ModelRunner) -> Iterator[Load]:
 
 def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
     """Run a load, from an empty prefix cache, on the engine and in the simulator; return its steps as both saw them.
+    Tokens are sampled at random, as most requests' are: greedy ones cost less.
 
     Raises RuntimeError if the two ran other steps. llm: without requests; its prefix cache is reset.
     """
@@ -161,7 +162,7 @@ def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
 
     core = llm.core
     params = [
-        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in load.outputs
+        SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in load.outputs
     ]
     llm.reset_prefix_cache()
     before = core.engine.stats.num_steps
