@@ -272,13 +272,16 @@ def _fit(measured: Sequence[MeasuredStep]) -> Fit:
     seconds = np.maximum([each.seconds for each in measured], 1e-9)
     for index, each in enumerate(measured):
         rows[index, place[each.step.bucket.decode_only, each.step.bucket.num_tokens]] = 1.0
-        rows[index, -3:-1] = each.step.keys, each.step.pairs
+    held = np.array([(each.step.keys, each.step.pairs, 1.0) for each in measured])
     since = np.array([each.step.since_prompts for each in measured])
+    # Of equal fits the one with the least norm is taken: what may be a bucket's or its keys' share is the bucket's.
+    scale = 1e3 * np.maximum(held.max(axis=0), 1.0)
     best: tuple[float, Fit] | None = None
     for remains in _REMAINS:
-        rows[:, -1] = remains**since
-        slopes = _shares(rows, seconds)[-3:]
-        bases = seconds - rows[:, -3:] @ slopes
+        held[:, -1] = remains**since
+        rows[:, -3:] = held / scale
+        slopes = _shares(rows, seconds)[-3:] / scale
+        bases = seconds - held @ slopes
         tables: list[dict[int, float]] = []
         for is_decode in (True, False):
             sizes = [size for kind, size in names if kind == is_decode]
