@@ -288,7 +288,8 @@ def _fit(measured: Sequence[MeasuredStep]) -> Fit:
             own = [bases[rows[:, place[is_decode, size]] > 0] for size in sizes]
             costs = _rising([float(np.median(each)) for each in own], [len(each) for each in own])
             tables.append(dict(zip(sizes, costs, strict=True)))
-        fit = Fit(*tables, *slopes.tolist(), remains)
+        per_key, per_pair, after_prompts = slopes.tolist()
+        fit = Fit(tables[0], tables[1], per_key, per_pair, after_prompts, remains)
         error = float(np.mean(_relative(fit, measured)))
         best = (error, fit) if best is None or error < best[0] else best
     assert best is not None

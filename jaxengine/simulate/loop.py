@@ -111,10 +111,9 @@ class _Observer(LoopExtension):
         """Note a step's time and the intervals between tokens, when the loop has collected its results."""
         pending, own = cast(SimulatedStep, step.pending), step.step
         tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
-        seconds, attended = pending.ready_at - pending.started, pending.attended.tolist()
-        counts = own.num_tokens, own.num_rows, tokens, rows
-        held = *attended, pending.longest, pending.since_prompts
-        self.steps.append(StepTime(step.record.bucket, *counts, seconds, *held))
+        seconds, (keys, pairs) = pending.ready_at - pending.started, pending.attended.tolist()
+        counts, held = (own.num_tokens, own.num_rows, tokens, rows), (keys, pairs, pending.longest)
+        self.steps.append(StepTime(step.record.bucket, *counts, seconds, *held, pending.since_prompts))
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:
