@@ -1,4 +1,4 @@
-"""Platforms whose kernels programs run: for options that choose them, and code that runs recorded steps elsewhere."""
+"""Platforms whose kernels programs run: for options that choose them, and code that counts or repeats their steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jaxengine.pallas_kernels.registry import (
     rows_of,
     without_rows,
 )
+from jaxengine.pallas_kernels.tuning import tuning_of
 
 __all__ = [
     "INTERPRETED",
@@ -29,6 +30,7 @@ __all__ = [
     "lowers_triton",
     "plain_operations",
     "rows_of",
+    "tuning_of",
     "why_no_kernels",
     "without_rows",
 ]

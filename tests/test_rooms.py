@@ -338,9 +338,9 @@ ROOMS = {
         "jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.simulate": (
-        "jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop jaxengine:base jaxengine.config "
-        "jaxengine.records jaxengine.runner jaxengine.engine jaxengine.engine:loop jaxengine.requests jaxengine.api "
-        "jaxengine.check jaxengine.plan jaxengine.server"
+        "jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop "
+        "jaxengine:base jaxengine.config jaxengine.records jaxengine.runner jaxengine.engine jaxengine.engine:loop "
+        "jaxengine.requests jaxengine.api jaxengine.check jaxengine.plan jaxengine.server"
     ),
     "jaxengine.replay": (
         "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "

@@ -39,6 +39,7 @@ from jaxengine.simulate.trace import Trace, trace_of
 
 OPTIONS = {
     "requests": Option(60, "requests of each trace"),
+    "open": Option(240, "requests of each open trace: enough for a 99th percentile"),
     "load": Option(0.5, "arrivals of the open traces, as a share of what the engine manages"),
     "counts": Option(False, "only the traces at once, whose counts do not depend on the machine's load"),
     "tiny": Option(False, "sizes for a test of this program"),
@@ -142,7 +143,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
         costs = costs_of(llm, options, 1 if args.tiny else 3)
         recorder.notes["costs"] = text(costs).splitlines()
         print(text(costs))
-        for kind, case in cases.items():
+        for kind in SCALES:
+            case = make_trace(kind, args.open, llm.core.runner.vocab_size)
             recorder.add(as_they_come(llm, kind, case, costs, args.load))
         config, steps = llm.core.runner.config, simulated(llm.core.runner, cases["chat"][0].at_once(), costs).steps
         shapes = choose(steps, costs, config.max_num_seqs, config.max_num_batched_tokens, 0.02)

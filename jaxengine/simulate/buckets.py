@@ -81,11 +81,12 @@ def choose(
     If even MOST_CHOSEN of a kind lose more, those that lose least. costs: None counts a second for each token, so that
     what is lost is padding. max_num_seqs, max_num_batched_tokens: the largest sizes, which are always compiled.
     """
-    needs, nothing = needs_of(steps), np.empty(0)
+    needs, nothing, one_token = needs_of(steps), np.empty(0), np.ones(1, int)
+    longest = np.array([step.longest for step in steps if step.bucket.decode_only] or [1]).mean(keepdims=True)
 
     def decode_seconds(size: int) -> float:
-        """Return the cost of a decode step in a bucket of `size` rows."""
-        return size if costs is None else max(costs.seconds(Bucket(size, size), nothing, nothing))
+        """Return the cost of a decode step in a bucket of `size` rows, to whose longest one attention may pad all."""
+        return size if costs is None else max(costs.seconds(Bucket(size, size), one_token, longest))
 
     def mixed_seconds(size: int) -> float:
         """Return the cost of a mixed step in a bucket of `size` tokens."""

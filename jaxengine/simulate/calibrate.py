@@ -1,13 +1,13 @@
 """`jaxengine calibrate-costs`: measures the steps of a running engine and fits the costs that `simulate` takes.
 
 Loads arrive at once, so their steps do not depend on how long any takes: the simulator runs the same steps, and says
-what the rows of each one held. A step's seconds are those of its bucket plus shares for what its rows see.
+what the rows of each one held. A step's seconds are those of its bucket, plus shares for the keys that its attention
+reads, padding included, plus what remains of the last step with prompts.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.simulate.costs import HostCosts, MeasuredCosts
+from jaxengine.models.kernel_rows import kernel_rows, tuning_of
+from jaxengine.simulate.costs import HostCosts, MeasuredCosts, Tiles
 from jaxengine.simulate.loop import Outcome, StepTime, check_simulated, run_trace
 from jaxengine.simulate.trace import Trace, trace_of
 
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.runner.model_runner import ModelRunner
 
-# Output tokens of a load: steps of each decode shape.
-_STEPS = 24
+# Most output tokens of a load: steps of each decode shape. The first dozen or two are slower (`after_prompts`).
+_STEPS = 48
 _PROMPT = 32
+# Most rows at once of a load whose requests come and go.
+_COMING = 16
+# Shares of what a step with prompts leaves that may remain after each further step.
+_REMAINS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Options that do not change a step's costs, or that must not be published.
 _LEFT_OUT = (
     "record_trace",
@@ -94,18 +99,20 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
             measured += steps if index else []  # the first round warms caches up
     fitted, held_out = measured[::2], measured[1::2]
     errors = _errors(_fit(fitted), held_out or fitted)
+    fit = _fit(measured)
     kept = {name: value for name, value in options.items() if name not in _LEFT_OUT and value is not None}
-    tables, slopes = _fit(measured)
-    decode, mixed = (tuple(sorted(table.items())) for table in tables)
     return MeasuredCosts(
         model=runner.config.model or "",
         platform=runner.device.platform if runner.device.platform != "gpu" else "cuda",
         options=kept,
         num_pages=runner.plan.num_pages,
-        decode=decode,
-        mixed=mixed,
-        per_key=slopes[0],
-        per_pair=slopes[1],
+        decode=tuple(sorted(fit.decode.items())),
+        mixed=tuple(sorted(fit.mixed.items())),
+        tiles=tiles_of(runner),
+        per_key=fit.per_key,
+        per_pair=fit.per_pair,
+        after_prompts=fit.after_prompts,
+        remains=fit.remains,
         host=_host(measured),
         errors=errors,
         num_steps=len(measured),
@@ -113,21 +120,28 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
 
 
 def loads_of(runner: ModelRunner) -> Iterator[Load]:
-    """Yield loads that use every bucket of an engine, decode shapes with short and long contexts.
+    """Yield loads that use every bucket of an engine: decode shapes with short and long contexts, steps of one prompt,
+    and of prompts beside decodes, from requests of all lengths that come and go.
 
-    Token ids are random from a fixed seed; lengths are cut to the context and the pages of the engine.
+    Token ids and lengths are random from a fixed seed; lengths are cut to the context and the pages of the engine.
     """
     config, buckets = runner.config, runner.buckets
     rng = np.random.default_rng(0)
     room = runner.plan.num_pages * config.block_size * runner.num_ranks
 
-    def load(count: int, length: int, output: int) -> Load:
+    def load(count: int, length: int, output: int, least: float = 1.0) -> Load:
         """Return `count` requests with random prompts of `length` tokens and `output` output tokens, as far as these
         fit.
+
+        least: share of both lengths from which they are random, up to all of them.
         """
         most = min(config.max_model_len, room // count - config.block_size) - output
-        ids = rng.integers(2, runner.vocab_size, (count, max(1, min(length, most))))
-        return Load(ids.tolist(), [max(1, min(output, config.max_model_len - ids.shape[1]))] * count)
+        lengths = [max(1, min(length, most)), max(1, min(output, config.max_model_len - 1))]
+        prompts, outputs = (
+            rng.integers(max(1, int(least * longest)), longest, count, endpoint=True).tolist() for longest in lengths
+        )
+        ids = [rng.integers(2, runner.vocab_size, each).tolist() for each in prompts]
+        return Load(ids, [min(own, config.max_model_len - len(each)) for own, each in zip(outputs, ids, strict=True)])
 
     for size in sorted({bucket.num_seqs for bucket in buckets.decode}):
         for length in (_PROMPT, 16 * _PROMPT):
@@ -135,10 +149,12 @@ def loads_of(runner: ModelRunner) -> Iterator[Load]:
     for bucket in buckets.mixed:
         for _ in range(3):
             yield load(runner.num_ranks, bucket.num_tokens, 2)
+        yield load(2 * min(_COMING, config.max_num_seqs) * runner.num_ranks, bucket.num_tokens, _STEPS, 0.0)
 
 
 def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
     """Run a load, from an empty prefix cache, on the engine and in the simulator; return its steps as both saw them.
+    Tokens are sampled at random, as most requests' are: greedy ones cost less.
 
     Raises RuntimeError if the two ran other steps. llm: without requests; its prefix cache is reset.
     """
@@ -146,7 +162,7 @@ def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
 
     core = llm.core
     params = [
-        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in load.outputs
+        SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in load.outputs
     ]
     llm.reset_prefix_cache()
     before = core.engine.stats.num_steps
@@ -170,9 +186,19 @@ def simulated(
     costs: None for steps that take no time. num_pages: of each replica; None for those that the engine has. Raises
     ConfigError as `run_trace`.
     """
-    nothing = MeasuredCosts("", "", {}, 1, ((1, 0.0),), (), 0.0, 0.0, HostCosts(), (0.0, 0.0), 0)
+    none = 0.0, 0.0, 0.0, 0.0
+    nothing = MeasuredCosts("", "", {}, 1, ((1, 0.0),), (), tiles_of(runner), *none, HostCosts(), (0.0, 0.0), 0)
     num_pages = num_pages or runner.plan.num_pages
     return run_trace(trace, runner.config, runner.packer, num_pages, runner.windows, costs or nothing)
+
+
+def tiles_of(runner: ModelRunner) -> Tiles:
+    """Return the tiles of an engine's attention: plain XLA's pad rows and keys; kernels read what there is."""
+    platform, page_size = runner.stages[0].programs.platform, runner.config.block_size
+    if kernel_rows(platform).get("ragged_paged_attention") != "attention.xla.attend":
+        return Tiles()
+    sizes = tuning_of(platform).xla_attention
+    return Tiles(sizes.block_seqs, sizes.block_q, *(sizes.block_kv_of(page_size, rows) for rows in (2, 1)))
 
 
 def text(costs: MeasuredCosts) -> str:
@@ -183,8 +209,12 @@ def text(costs: MeasuredCosts) -> str:
         lines += [f"  {name}={size:<8}{seconds * 1e3:>10.3f} ms" for size, seconds in table]
     lines.append(f"  and {costs.per_key * 1e9:.3g} ns a key, {costs.per_pair * 1e9:.3g} ns a pair of query and key")
     lines.append(
-        f"  host: {host.dispatch * 1e6:.0f} us before a step and {host.after * 1e6:.0f} us after it, "
-        f"{(host.dispatch_row + host.after_row) * 1e6:.2f} us more for each row"
+        f"  {costs.after_prompts * 1e3:.3f} ms more right after a step with prompts, of which {costs.remains:.0%} "
+        "remain from each step to the next"
+    )
+    lines.append(
+        f"  host: {host.dispatch * 1e6:.0f} us before a step, {host.dispatch_prompts * 1e6:.0f} us more with prompts, "
+        f"and {host.after * 1e6:.0f} us after it; {(host.dispatch_row + host.after_row) * 1e6:.2f} us more for each row"
     )
     return "\n".join(lines)
 
@@ -211,35 +241,68 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -
     return found
 
 
-_Tables = tuple[dict[int, float], dict[int, float]]
+class Fit(NamedTuple):
+    """Costs of steps on the device: fields of MeasuredCosts, the tables as seconds by tokens."""
+
+    decode: dict[int, float]
+    mixed: dict[int, float]
+    per_key: float
+    per_pair: float
+    after_prompts: float
+    remains: float
+
+    def seconds(self, step: StepTime) -> float | None:
+        """Return the seconds of a step; None for a bucket that was not measured."""
+        base = (self.decode if step.bucket.decode_only else self.mixed).get(step.bucket.num_tokens)
+        if base is None:
+            return None
+        more = step.keys * self.per_key + step.pairs * self.per_pair
+        return base + more + self.after_prompts * self.remains**step.since_prompts
 
 
-def _fit(measured: Sequence[MeasuredStep]) -> tuple[_Tables, tuple[float, float]]:
-    """Return seconds by bucket, of decode and of mixed shapes, and seconds per key and per pair.
+def _fit(measured: Sequence[MeasuredStep]) -> Fit:
+    """Return the costs with the least sum of relative errors, not of their squares, so that a step that something else
+    on the machine held up counts little.
 
-    They leave the least sum of relative errors, not of their squares, so that a step that something else on the machine
-    held up counts little. No larger bucket costs less than a smaller one, and no share is negative.
+    No larger bucket costs less than a smaller one, and no share is negative.
     """
     names = sorted({(each.step.bucket.decode_only, each.step.bucket.num_tokens) for each in measured})
     place = {name: index for index, name in enumerate(names)}
-    rows = np.zeros((len(measured), len(names) + 2))
+    rows = np.zeros((len(measured), len(names) + 3))
     seconds = np.maximum([each.seconds for each in measured], 1e-9)
     for index, each in enumerate(measured):
-        step = each.step
-        rows[index, place[step.bucket.decode_only, step.bucket.num_tokens]] = 1.0
-        rows[index, -2:] = step.keys, step.pairs
-    slopes = _least(rows, seconds)[-2:]
-    while (slopes < 0).any():  # what would be negative is left out, and the rest fitted again
-        rows[:, -2:][:, slopes < 0] = 0.0
-        slopes = _least(rows, seconds)[-2:]
-    bases = seconds - rows[:, -2:] @ slopes
-    tables: _Tables = {}, {}
-    for is_decode in (True, False):
-        sizes = [size for kind, size in names if kind == is_decode]
-        own = [bases[rows[:, place[is_decode, size]] > 0] for size in sizes]
-        costs = _rising([float(np.median(each)) for each in own], [len(each) for each in own])
-        tables[not is_decode].update(zip(sizes, costs, strict=True))
-    return tables, (float(slopes[0]), float(slopes[1]))
+        rows[index, place[each.step.bucket.decode_only, each.step.bucket.num_tokens]] = 1.0
+    held = np.array([(each.step.keys, each.step.pairs, 1.0) for each in measured])
+    since = np.array([each.step.since_prompts for each in measured])
+    # Of equal fits the one with the least norm is taken: what may be a bucket's or its keys' share is the bucket's.
+    scale = 1e3 * np.maximum(held.max(axis=0), 1.0)
+    best: tuple[float, Fit] | None = None
+    for remains in _REMAINS:
+        held[:, -1] = remains**since
+        rows[:, -3:] = held / scale
+        slopes = _shares(rows, seconds)[-3:] / scale
+        bases = seconds - held @ slopes
+        tables: list[dict[int, float]] = []
+        for is_decode in (True, False):
+            sizes = [size for kind, size in names if kind == is_decode]
+            own = [bases[rows[:, place[is_decode, size]] > 0] for size in sizes]
+            costs = _rising([float(np.median(each)) for each in own], [len(each) for each in own])
+            tables.append(dict(zip(sizes, costs, strict=True)))
+        per_key, per_pair, after_prompts = slopes.tolist()
+        fit = Fit(tables[0], tables[1], per_key, per_pair, after_prompts, remains)
+        error = float(np.mean(_relative(fit, measured)))
+        best = (error, fit) if best is None or error < best[0] else best
+    assert best is not None
+    return best[1]
+
+
+def _shares(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return f64[n], none negative, with the least sum of relative errors of rows f64[m, n] @ it against f64[m]."""
+    rows, found = rows.copy(), _least(rows, seconds)
+    while (found < 0).any():  # what would be negative is left out, and the rest fitted again
+        rows[:, found < 0] = 0.0
+        found = np.where(rows.any(axis=0), _least(rows, seconds), 0.0)
+    return found
 
 
 def _least(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -270,43 +333,24 @@ def _rising(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
     return [cost for cost, _, width in pools for _ in range(width)]
 
 
-def _errors(fit: tuple[_Tables, tuple[float, float]], steps: Sequence[MeasuredStep]) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the relative errors of a fit on steps.
-
-    Steps of a bucket that the fit lacks are left out.
-    """
-    tables, (per_key, per_pair) = fit
-    errors = []
-    for each in steps:
-        table, size = tables[not each.step.bucket.decode_only], each.step.bucket.num_tokens
-        if size in table:
-            predicted = table[size] + each.step.keys * per_key + each.step.pairs * per_pair
-            errors.append(abs(predicted - each.seconds) / max(each.seconds, 1e-9))
+def _errors(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, float]:
+    """Return the median and the 90th percentile of the relative errors of a fit on steps."""
+    errors = _relative(fit, steps)
     return float(np.median(errors)), float(np.percentile(errors, 90))
 
 
+def _relative(fit: Fit, steps: Sequence[MeasuredStep]) -> list[float]:
+    """Return the relative errors of a fit on steps; those of a bucket that the fit lacks are left out."""
+    pairs = [(fit.seconds(each.step), max(each.seconds, 1e-9)) for each in steps]
+    return [abs(predicted - seconds) / seconds for predicted, seconds in pairs if predicted is not None]
+
+
 def _host(measured: Sequence[MeasuredStep]) -> HostCosts:
-    """Fit the host's parts by the number of rows. The last step, without `after`, counts for dispatch only."""
-    dispatch = _line([(each.step.most_rows, each.dispatch) for each in measured])
-    after = _line([(each.step.most_rows, each.after) for each in measured if each.after is not None])
-    return HostCosts(*dispatch, *after)
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit seconds = constant + slope * rows to points (rows, seconds); return (constant, slope), neither negative.
-
-    The line is fitted to the median of each number of rows, by least squares weighted by the number of points. Where it
-    would have a negative part, the constant is the weighted mean and the slope 0. (0, 0) without points.
+    """Fit the host's parts by the number of rows, and for dispatch by whether the step has prompts. The last step,
+    without `after`, counts for dispatch only.
     """
-    by_rows: dict[int, list[float]] = defaultdict(list)
-    for rows, seconds in points:
-        by_rows[rows].append(seconds)
-    if not by_rows:
-        return 0.0, 0.0
-    rows = np.array(sorted(by_rows), float)
-    medians = np.array([np.median(by_rows[int(each)]) for each in rows])
-    weights = np.sqrt([len(by_rows[int(each)]) for each in rows])
-    slope, constant = np.polyfit(rows, medians, 1, w=weights) if len(rows) > 1 else (0.0, medians[0])
-    if slope < 0 or constant < 0:
-        return float(np.average(medians, weights=weights**2)), 0.0
-    return float(constant), float(slope)
+    rows = np.array([[1.0, each.step.most_rows, not each.step.bucket.decode_only] for each in measured])
+    dispatch = _shares(rows, np.array([each.dispatch for each in measured]))
+    known = [index for index, each in enumerate(measured) if each.after is not None]
+    after = _shares(rows[known, :2], np.array([measured[index].after for index in known]))
+    return HostCosts(*dispatch.tolist(), *after.tolist())

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +18,7 @@ from jaxengine.scheduler.buckets import Bucket
 if TYPE_CHECKING:
     from jaxengine.plan.plan import SplitPlan
 
-VERSION = 1
+VERSION = 2
 # Contexts at which a roofline's attention is counted; between them it is interpolated.
 _CONTEXTS = (0, *(1 << power for power in range(4, 25)))
 
@@ -27,18 +28,60 @@ class HostCosts:
     """Seconds of the host's work on a step.
 
     Attributes:
-      dispatch, dispatch_row: from the beginning of scheduling until the forward pass is dispatched, and more per row.
+      dispatch, dispatch_row, dispatch_prompts: from the beginning of scheduling until the forward pass is dispatched,
+        more per row, and more in a step with prompts.
       after, after_row: from the arrival of the tokens until the next step is scheduled, and more per row.
     """
 
     dispatch: float = 0.0
     dispatch_row: float = 0.0
+    dispatch_prompts: float = 0.0
     after: float = 0.0
     after_row: float = 0.0
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles in which attention computes: their rows and keys count as full. All 1: just what the rows hold.
+
+    Attributes:
+      rows: rows of one token that share a tile, as wide as its longest; at most those of the step's shape.
+      tokens: of a row of several tokens.
+      keys, keys_alone: of a block of keys; the latter in a shape of one row.
+    """
+
+    rows: int = 1
+    tokens: int = 1
+    keys: int = 1
+    keys_alone: int = 1
+
+    def attended(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
+        """Return the keys that rows of one token read, and the pairs of a query and a key in rows of several.
+
+        bucket, counts, lengths: as of `Costs.seconds`.
+        """
+        block = self.keys if bucket.num_seqs > 1 else self.keys_alone
+        rows, tokens = min(self.rows, bucket.num_seqs), min(self.tokens, bucket.num_tokens)
+        longest = np.sort(lengths[counts == 1])[::-1][::rows]
+        pairs = 0
+        for count, length in zip(counts[counts > 1].tolist(), lengths[counts > 1].tolist(), strict=True):
+            ends = np.minimum(np.arange(tokens, count + tokens, tokens), count) + (length - count)
+            pairs += tokens * _ceil(ends, block)
+        return float(rows * _ceil(longest, block)), float(pairs)
+
+
+def _ceil(values: np.ndarray, block: int) -> int:
+    """Return the sum of values i64[n], each rounded up to a multiple of `block`."""
+    return int((-(-values // block) * block).sum())
+
+
 class Costs(Protocol):
     """Costs of steps."""
+
+    @property
+    def tiles(self) -> Tiles:
+        """Tiles of attention."""
+        ...
 
     @property
     def host(self) -> HostCosts:
@@ -50,11 +93,14 @@ class Costs(Protocol):
         """One line for a report: where the costs come from, and how exact they are."""
         ...
 
-    def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> Sequence[float]:
+    def seconds(
+        self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
+    ) -> Sequence[float]:
         """Return the seconds of a step on each pipeline stage.
 
         counts, lengths: i64[rows of a replica], the tokens that each row computes, and those that it has then. bucket:
-        the shape in which it runs. Empty arrays count a bucket without rows.
+        the shape in which it runs. Empty arrays count a bucket without rows. since_prompts: decode steps since the last
+        one with prompts; inf for a step with prompts, or if there was none.
         """
         ...
 
@@ -64,6 +110,8 @@ class RooflineCosts:
 
     Only attention depends on what rows hold; all else is counted once for each bucket.
     """
+
+    tiles = Tiles()
 
     def __init__(self, plan: SplitPlan, efficiency: float = 1.0, host: HostCosts | None = None):
         """plan: one that fits, on a chip whose figures are known. efficiency: share of bandwidth and operations that is
@@ -111,9 +159,11 @@ class RooflineCosts:
                 )
             )
 
-    def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> Sequence[float]:
+    def seconds(
+        self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
+    ) -> Sequence[float]:
         """Return the least seconds of each stage, as `Costs.seconds`: the larger of bytes over bandwidth and operations
-        over rate.
+        over rate. since_prompts: of no account.
         """
         found, middle = [], lengths - (counts - 1) / 2
         bandwidth, flops = self._rates
@@ -133,7 +183,10 @@ class MeasuredCosts:
       model, platform, options: what was measured: the model's name, jax's name of the platform, and engine options.
       num_pages: of each replica's pool.
       decode, mixed: (T, seconds) of decode-only and of mixed buckets, by T; others are interpolated.
-      per_key, per_pair: seconds per key that a step's rows see, and per pair of a query and a key of rows with prompt.
+      tiles: of the attention that was measured.
+      per_key, per_pair: seconds per key and per pair of `Tiles.attended`.
+      after_prompts, remains: seconds that a step takes more right after one with prompts, which leaves other things in
+        the caches, and the share of them that remains from each step to the next.
       errors: median and 90th percentile of the relative error of a step's seconds, on steps that were not fitted.
       host: seconds of the host's work.
       num_steps: steps that were measured.
@@ -145,8 +198,11 @@ class MeasuredCosts:
     num_pages: int
     decode: tuple[tuple[int, float], ...]
     mixed: tuple[tuple[int, float], ...]
+    tiles: Tiles
     per_key: float
     per_pair: float
+    after_prompts: float
+    remains: float
     host: HostCosts
     errors: tuple[float, float]
     num_steps: int
@@ -159,30 +215,23 @@ class MeasuredCosts:
             f"{self.errors[0]:.0%} in the median, {self.errors[1]:.0%} at the 90th percentile"
         )
 
-    def seconds(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> Sequence[float]:
+    def seconds(
+        self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
+    ) -> Sequence[float]:
         """Return [seconds], as `Costs.seconds` for one stage: the bucket's by its size, plus shares for its keys and
-        pairs.
+        pairs, plus what remains of the last prompts.
 
         Decode-only buckets take the `decode` table, others `mixed`; all take `decode` where `mixed` is empty.
         """
         decodes = bucket.decode_only or not self.mixed
-        keys, pairs = keys_and_pairs(counts, lengths)
+        keys, pairs = self.tiles.attended(bucket, counts, lengths)
         table = self.decode if decodes else self.mixed
-        return [_between(table, bucket.num_tokens) + keys * self.per_key + pairs * self.per_pair]
+        more = keys * self.per_key + pairs * self.per_pair + self.after_prompts * self.remains**since_prompts
+        return [_between(table, bucket.num_tokens) + more]
 
     def write(self, path: str) -> None:
         """Write the costs as JSON to a file for `read_costs`, over what is there. Raises OSError."""
         Path(path).write_text(json.dumps({"jaxengine_costs": VERSION, **asdict(self)}, indent=1) + "\n")
-
-
-def keys_and_pairs(counts: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
-    """Return the keys that the rows of a step see, and the pairs of a query and a key in rows of several tokens.
-
-    counts, lengths: as of `Costs.seconds`.
-    """
-    several = counts > 1
-    pairs = (counts * (lengths - (counts - 1) / 2))[several].sum()
-    return float(lengths.sum()), float(pairs)
 
 
 def _between(table: Sequence[tuple[int, float]], size: int) -> float:
@@ -210,13 +259,20 @@ def read_costs(path: str) -> MeasuredCosts:
         tables = {name: tuple((int(size), float(cost)) for size, cost in value[name]) for name in ("decode", "mixed")}
         host = HostCosts(**{name: float(cost) for name, cost in value["host"].items()})
         errors = tuple(float(share) for share in value["errors"])
-        found = MeasuredCosts(**{**value, **tables, "host": host, "errors": errors})
+        tiles = Tiles(**{name: int(size) for name, size in value["tiles"].items()})
+        found = MeasuredCosts(**{**value, **tables, "tiles": tiles, "host": host, "errors": errors})
         numbers = [cost for table in tables.values() for _, cost in table]
-        numbers += [found.per_key, found.per_pair, *asdict(host).values(), *errors]
+        numbers += [found.per_key, found.per_pair, found.after_prompts, *asdict(host).values(), *errors]
         sizes = [[size for size, _ in table] for table in tables.values()]
         if not found.decode or any(own != sorted(set(own)) for own in sizes) or not np.isfinite(numbers).all():
             raise ValueError("sizes and seconds")
-        if min(numbers) < 0 or not isinstance(found.options, dict) or not 1 <= found.num_pages < 1 << 40:
+        if (
+            min(numbers) < 0
+            or not 0 <= found.remains < 1
+            or not all(1 <= size < 1 << 31 for size in vars(tiles).values())
+        ):
+            raise ValueError("values")
+        if not isinstance(found.options, dict) or not 1 <= found.num_pages < 1 << 40:
             raise ValueError("values")
     except OSError:
         raise

@@ -6,6 +6,7 @@ It reads nothing but packed messages, as compiled steps do, and the tokens of th
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxengine.scheduler.buckets import Bucket
 from jaxengine.scheduler.packing import Packer, StepInput
 from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.simulate.costs import Costs, keys_and_pairs
+from jaxengine.simulate.costs import Costs
 
 
 class VirtualTime:
@@ -37,15 +38,18 @@ class SimulatedStep:
 
     Attributes:
       started, ready_at: when its first stage began, and when its last one is done.
-      held: keys and pairs of its rows, as of `costs.keys_and_pairs`.
+      attended: keys and pairs of its rows, as of `costs.Tiles.attended`.
+      longest: tokens of its longest row.
+      since_prompts: as of `Costs.seconds`.
     """
 
     started = ready_at = 0.0
+    longest, since_prompts = 0, inf
 
     def __init__(self, runner: SimulatedRunner, tokens: np.ndarray):
         """Hold the tokens, i32[replicas, rows], of a step; the runner fills in the rest."""
         self._runner, self.tokens = runner, tokens
-        self.held = np.zeros(2)
+        self.attended = np.zeros(2)
         self.num_rows = 0
 
     def is_ready(self) -> bool:
@@ -93,6 +97,7 @@ class SimulatedRunner:
         self.scheduler: Scheduler | None = None
         self._free_at: list[float] = []
         self._due = 0.0
+        self._since_prompts = inf
         self._texts: dict[str, np.ndarray] = {}
         self._num_computed = np.zeros(packer.num_slots, np.int64)
         # Of a slot whose tokens differ: the whole text. Of all others: their one token.
@@ -125,7 +130,9 @@ class SimulatedRunner:
         scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
         assert scheduler is not None
         pending = SimulatedStep(self, np.ones((self.num_ranks, layout.num_seqs), np.int32))
-        seconds = [0.0]
+        has_prompts, seconds = not step.bucket.decode_only, [0.0]
+        pending.since_prompts = inf if has_prompts else self._since_prompts
+        self._since_prompts = 0 if has_prompts else self._since_prompts + 1
         for rank, message in enumerate(step.buffer):
             num_rows = int(layout.view(message, "header")[0])
             if num_rows:
@@ -133,7 +140,8 @@ class SimulatedRunner:
                 seconds = own if len(own) > len(seconds) else list(map(max, own, seconds))
                 pending.num_rows = max(pending.num_rows, num_rows)
         host = self.costs.host
-        self.time.now += self._due + host.dispatch + host.dispatch_row * pending.num_rows
+        dispatch = host.dispatch + host.dispatch_row * pending.num_rows + host.dispatch_prompts * has_prompts
+        self.time.now += self._due + dispatch
         self._due = 0.0
         self._free_at = self._free_at or [0.0] * len(seconds)
         at = pending.started = max(self.time.now, self._free_at[0])
@@ -145,7 +153,7 @@ class SimulatedRunner:
 
     def _run(self, rank: int, rows: np.ndarray, bucket: Bucket, pending: SimulatedStep) -> list[float]:
         """Compute one replica's rows, i32[len(ROW_COLUMNS), n]: write the tokens that they sample into
-        `pending.tokens`, add their keys and pairs to `pending.held`, and note the lengths of their slots.
+        `pending.tokens`, add their keys and pairs to `pending.attended`, and note the lengths of their slots.
 
         Returns the seconds of each stage.
         """
@@ -165,8 +173,9 @@ class SimulatedRunner:
                 output = self._outputs.get(int(slots[row]))
                 if output is not None:
                     tokens[row] = output[min(int(lengths[row]), len(output) - 1)]
-        pending.held += keys_and_pairs(counts, lengths)
-        return list(self.costs.seconds(bucket, counts, lengths))
+        pending.longest = max(pending.longest, int(lengths.max()))
+        pending.attended += self.costs.tiles.attended(bucket, counts, lengths)
+        return list(self.costs.seconds(bucket, counts, lengths, pending.since_prompts))
 
     def _begin(self, rank: int, own: int, slot: int) -> None:
         """Note which request's tokens a slot gets: one by one where they differ, else all at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, cast
 
 import numpy as np
@@ -44,7 +45,9 @@ class StepTime:
       num_tokens, num_rows: real ones, of all replicas.
       most_tokens, most_rows: the most of any replica, which decide the bucket.
       seconds: on the device, from the beginning of the first stage to the end of the last.
-      keys, pairs: as of `costs.keys_and_pairs`, over all replicas.
+      keys, pairs: as of `costs.Tiles.attended`, over all replicas.
+      longest: tokens of the longest row.
+      since_prompts: as of `Costs.seconds`.
     """
 
     bucket: Bucket
@@ -55,6 +58,8 @@ class StepTime:
     seconds: float
     keys: float
     pairs: float
+    longest: int = 1
+    since_prompts: float = inf
 
 
 @dataclass
@@ -106,9 +111,9 @@ class _Observer(LoopExtension):
         """Note a step's time and the intervals between tokens, when the loop has collected its results."""
         pending, own = cast(SimulatedStep, step.pending), step.step
         tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
-        seconds, (keys, pairs) = pending.ready_at - pending.started, pending.held.tolist()
-        bucket = step.record.bucket
-        self.steps.append(StepTime(bucket, own.num_tokens, own.num_rows, tokens, rows, seconds, keys, pairs))
+        seconds, (keys, pairs) = pending.ready_at - pending.started, pending.attended.tolist()
+        counts, held = (own.num_tokens, own.num_rows, tokens, rows), (keys, pairs, pending.longest)
+        self.steps.append(StepTime(step.record.bucket, *counts, seconds, *held, pending.since_prompts))
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+# Values that are drawn for an array; a larger one repeats them. A prime, so that rows and columns are not alike.
+_MOST_DRAWN = (1 << 20) - 3
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
@@ -16,13 +21,19 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: 
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
         least = int(limits.min) + (limits.min < 0)  # codes are symmetric
-        return jnp.asarray(rng.integers(least, int(limits.max) + 1, shape, dtype=np.int64).astype(dtype))
-    return jnp.asarray((rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype))
+        return _repeated(lambda count: rng.integers(least, int(limits.max) + 1, count, dtype=np.int64), shape, dtype)
+    return _repeated(lambda count: rng.standard_normal(count, np.float32) * np.float32(scale), shape, dtype)
 
 
 def uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
     """Return uniform values from `scale` / 2 to 3 `scale` / 2, of `shape` and `dtype`."""
-    return jnp.asarray((rng.uniform(0.5, 1.5, shape) * scale).astype(np.float32)).astype(dtype)
+    return _repeated(lambda count: (rng.uniform(0.5, 1.5, count) * scale).astype(np.float32), shape, jnp.dtype(dtype))
+
+
+def _repeated(draw: Callable[[int], np.ndarray], shape: tuple[int, ...], dtype: Any) -> jnp.ndarray:
+    """Return an array of `shape` and `dtype` from draw(n), n random values, repeated from _MOST_DRAWN on."""
+    values = draw(min(math.prod(shape), _MOST_DRAWN)).astype(dtype)
+    return jnp.asarray(np.resize(values, shape))
 
 
 def typical(dtype: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from jaxengine.commands.cli import main
 from jaxengine.plan.speed import speed_of
 from jaxengine.scheduler.buckets import Bucket
 from jaxengine.simulate.buckets import best_grids, choose
-from jaxengine.simulate.calibrate import _errors, _fit
-from jaxengine.simulate.costs import HostCosts, MeasuredCosts
+from jaxengine.simulate.calibrate import MeasuredStep, _errors, _fit, _host
+from jaxengine.simulate.costs import HostCosts, MeasuredCosts, Tiles
 from jaxengine.simulate.loop import StepTime
 from jaxengine.simulate.setup import open_setup
 from tests.tables import each_row
@@ -91,13 +91,33 @@ def test_the_best_sizes_are_those_of_a_search_through_all():
 
 def test_the_fewest_shapes_within_a_share_are_chosen():
     table = ((1, 0.0), (100, 100.0))
-    costs = MeasuredCosts("", "cpu", {}, 1, table, table, 0.0, 0.0, HostCosts(), (0.0, 0.0), 0)
-    steps = [StepTime(Bucket(64, 64), 10, 10, 10, 10, 64.0, 0.0, 0.0)] * 99
-    steps.append(StepTime(Bucket(64, 64), 60, 60, 60, 60, 64.0, 0.0, 0.0))
+    costs = MeasuredCosts("", "cpu", {}, 1, table, table, Tiles(), *[0.0] * 4, HostCosts(), (0.0, 0.0), 0)
+    steps = [StepTime(Bucket(64, 64), 10, 10, 10, 10, 64.0, 0.0, 0.0, 10)] * 99
+    steps.append(StepTime(Bucket(64, 64), 60, 60, 60, 60, 64.0, 0.0, 0.0, 10))
     assert choose(steps, costs, 64, 128, 0.02).decode == (10,)  # four of 64 seconds lost on one step of a hundred
     assert choose(steps, costs, 64, 128, 0.0).decode == (10, 60)
     assert choose(steps, costs, 64, 128, 10.0).decode == ()
     assert choose(steps, None, 64, 128, 0.001).decode == (10, 60) and choose(steps, None, 64, 128, 0.01).decode == (10,)
+    # The table says that sizes cost the same; attention pads rows.
+    flat = replace(costs, decode=((1, 1.0), (64, 1.0)), mixed=((1, 1.0), (128, 1.0)), tiles=Tiles(rows=64), per_key=0.1)
+    own = [replace(step, seconds=65.0) for step in steps]
+    assert choose(own, flat, 64, 128, 0.02).decode == (10,)
+    assert choose(own, replace(flat, tiles=Tiles()), 64, 128, 0.02).decode == ()
+
+
+def test_attention_counts_padded_tiles():
+    counts, lengths = np.array([1, 1, 1, 5, 1, 20]), np.array([7, 300, 40, 5, 10, 30])
+    decodes, mixed = Bucket(8, 8), Bucket(64, 8)
+    single = counts == 1
+    assert Tiles().attended(decodes, counts[single], lengths[single]) == (357, 0)
+    pairs = sum(range(1, 6)) + sum(range(11, 31))
+    assert Tiles().attended(mixed, counts, lengths) == (357, pairs)
+    tiles = Tiles(rows=2, tokens=16, keys=128, keys_alone=256)
+    # Rows of 300 and 40 share a tile of three blocks, those of 10 and 7 one; chunks have one and two tiles.
+    assert tiles.attended(mixed, counts, lengths) == (2 * (384 + 128), 16 * 128 * 3)
+    assert tiles.attended(Bucket(1, 1), np.array([1]), np.array([3])) == (256, 0)
+    assert replace(tiles, rows=16).attended(decodes, counts[single], lengths[single]) == (8 * 384, 0)
+    assert tiles.attended(mixed, np.empty(0), np.empty(0)) == (0, 0)
 
 
 def test_planted_costs_are_found_among_steps_that_were_held_up():
@@ -105,16 +125,22 @@ def test_planted_costs_are_found_among_steps_that_were_held_up():
     for size in (1, 4, 16, 128):
         for _ in range(80):
             decodes = size < 128
+            since = int(rng.integers(0, 40)) if decodes else np.inf
             keys = float(rng.integers(1, 400) * (size if decodes else 1))
             pairs = 0.0 if decodes else float(rng.integers(1, 100)) * keys
-            seconds = 0.001 + 0.0001 * size + 1e-6 * keys + 1e-7 * pairs
+            seconds = 0.001 + 0.0001 * size + 1e-6 * keys + 1e-7 * pairs + 0.002 * 0.7**since
             held_up = 5.0 if rng.random() < 0.15 else 1.0
-            step = SimpleNamespace(bucket=Bucket(size, min(size, 16)), keys=keys, pairs=pairs)
-            steps.append(SimpleNamespace(step=step, seconds=seconds * held_up * rng.lognormal(0, 0.02)))
-    (decode, mixed), slopes = fit = _fit(steps)
-    assert decode == pytest.approx({1: 0.0011, 4: 0.0014, 16: 0.0026}, rel=0.05)
-    assert mixed == pytest.approx({128: 0.0138}, rel=0.05) and slopes == pytest.approx((1e-6, 1e-7), rel=0.05)
-    assert _errors(fit, steps)[0] < 0.03
+            step = StepTime(Bucket(size, min(size, 16)), 0, 0, 0, 1, 0.0, keys, pairs, 1, since)
+            times = 0.0001 + 0.0003 * (not decodes), 0.0002
+            steps.append(MeasuredStep(step, seconds * held_up * rng.lognormal(0, 0.02), *times))
+    fit = _fit(steps)
+    assert fit.decode == pytest.approx({1: 0.0011, 4: 0.0014, 16: 0.0026}, rel=0.05)
+    assert fit.mixed == pytest.approx({128: 0.0138}, rel=0.05)
+    assert (fit.per_key, fit.per_pair, fit.after_prompts) == pytest.approx((1e-6, 1e-7, 0.002), rel=0.05)
+    assert fit.remains == 0.7 and _errors(fit, steps)[0] < 0.03
+    host = _host(steps)
+    assert host.dispatch + host.dispatch_row == pytest.approx(0.0001)
+    assert host.dispatch_prompts == pytest.approx(0.0003) and host.after + host.after_row == pytest.approx(0.0002)
 
 
 @each_row(
