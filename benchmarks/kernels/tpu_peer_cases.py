@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,22 @@ TABLE_NAMES = {"v5e": "TPU v5e", "v6e": "TPU v6e", "7x": "TPU v7"}
 
 
 def ragged_paged_attention(
-    *, heads: tuple[int, int], head_dim: int, page_size: int, max_pages: int, num_tokens: int, decode: bool
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    max_pages: int,
+    num_tokens: int,
+    decode: bool,
+    blocks_of: int | None = None,
 ) -> tuple[Callable, Any, dict]:
     """Build the call of ragged paged attention v3 for decodes or for other steps, as `tpu_profile.profile` wants it.
 
-    heads: query heads and KV heads. max_pages: of a sequence. The facts have `block_q` and `block_kv`, the tokens and
-    keys of a pass of its loop over blocks, and `trips`, the passes of the loop inside that multiplies.
+    heads: query heads and KV heads. max_pages: of a sequence. blocks_of: generation of TPU whose block sizes it takes;
+    None for this one. The facts have `block_q` and `block_kv`, the tokens and keys of a pass of its loop over blocks,
+    and `trips`, the passes of the loop inside that multiplies.
     """
-    _enter_package()
+    kernel_util = _enter_package()
     dtype, (num_q_heads, num_kv_heads) = jnp.bfloat16, heads
     kernel: Any = importlib.import_module(f"{KERNELS}.kernel_hd64" if head_dim == 64 else f"{KERNELS}.kernel")
     sizes = (dtype, dtype, num_q_heads, num_kv_heads, head_dim, page_size, num_tokens)
@@ -48,7 +56,9 @@ def ragged_paged_attention(
     else:
         case = kernel.RpaCase.DECODE if decode else kernel.RpaCase.MIXED
         call, name = kernel.ragged_paged_attention, f"RPA{case.symbol}-"
-        blocks = kernel.get_default_block_sizes(*sizes, NUM_SEQS, max_pages, case=case)
+        with patch.object(kernel, "get_tpu_version", lambda: blocks_of or kernel_util.get_tpu_version()):
+            blocks = kernel.get_default_block_sizes(*sizes, NUM_SEQS, max_pages, case=case)
+        call = functools.partial(call, **{f"{case.symbol}_block_sizes": tuple(blocks.values())})
         facts = {
             "block_q": blocks["bq_sz"],
             "block_kv": blocks["bkv_sz"],
@@ -62,8 +72,10 @@ def ragged_paged_attention(
     return *bare_kernel(attend, (q, k, k, cache, *ints), name), facts
 
 
-def _enter_package() -> None:
-    """Make tpu-inference's kernels importable, and compile for the chip of the current mesh. Raises ImportError."""
+def _enter_package() -> Any:
+    """Make tpu-inference's kernels importable, for the chip of the current mesh; return the module that tells them its
+    generation. Raises ImportError.
+    """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError(f"{PACKAGE} is not installed")
@@ -77,3 +89,4 @@ def _enter_package() -> None:
         pltpu.reciprocal = pl.reciprocal
     util: Any = importlib.import_module(f"{KERNELS}.util")
     util.get_tpu_version = lambda: chip.generation  # theirs asks the process's first device
+    return util
