@@ -81,12 +81,11 @@ def _enter_package() -> Any:
         raise ImportError(f"{PACKAGE} is not installed")
     package = ModuleType(PACKAGE)
     package.__path__ = list(spec.submodule_search_locations)
-    chip = pltpu.get_tpu_info()
+    chip: Any = pltpu.get_tpu_info()
     name = str(chip.chip_version.value)
     utils = MagicMock(get_device_name=lambda: TABLE_NAMES.get(name, name))
     sys.modules |= {PACKAGE: package, f"{PACKAGE}.logger": MagicMock(), f"{PACKAGE}.utils": utils}
-    if not hasattr(pltpu, "reciprocal"):  # jax 0.10 has it in `pl` alone
-        pltpu.reciprocal = pl.reciprocal
+    vars(pltpu).setdefault("reciprocal", pl.reciprocal)  # jax 0.10 has it in `pl` alone
     util: Any = importlib.import_module(f"{KERNELS}.util")
     util.get_tpu_version = lambda: chip.generation  # theirs asks the process's first device
     return util
