@@ -40,6 +40,7 @@ BENCHMARKS = {
     "tpu_copies": ("kernels.tpu_copies", "instructions of TPU attention for copying a block of pages (libtpu)"),
     "tpu_cycles": ("kernels.tpu_cycles", "cycles of TPU attention beside jax's own kernel and a roofline (libtpu)"),
     "tpu_kv_cycles": ("kernels.tpu_kv_cycles", "cycles of TPU attention over a cache of one byte a number (libtpu)"),
+    "tpu_peers": ("kernels.tpu_peers", "bundles of TPU attention beside tpu-inference's kernels (libtpu)"),
     "tpu_products": ("kernels.tpu_products", "cycles of TPU products with quantised matrices (libtpu)"),
     "adapter_swap": ("engine.adapter_swap", "loading an adapter, and how long running streams stand still for it"),
     "drafts": ("engine.drafts", "tokens a step and a second with drafts, beside none"),

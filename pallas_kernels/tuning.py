@@ -76,7 +76,8 @@ class TpuAttention(_Sizes):
     run_keys: int = 512  # keys of a block of run tiles: short blocks waste less on keys past the causal edge
     max_heads: int = 8  # kv heads worked on together
     max_buffers: int = 8  # blocks in VMEM
-    buffer_bytes: int = 24 << 20  # all blocks in VMEM together
+    # All blocks in VMEM together: three of single_keys keys of 16 heads of 128 in bfloat16, with a lane tile unused.
+    buffer_bytes: int = 26 << 20
     single_parts: int = 4  # blocks of single_keys at a time, where a single kv head would wait for each of its steps
     part_rows: int = 512  # rows of a run tile with a single kv head that are worked on at a time
     score_bytes: int = 3 << 20  # scores and weights of the heads worked on together; twice that is alive

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,27 +46,38 @@ class Profile(NamedTuple):
     cycles: int | None  # estimated; None where libtpu cannot profile the kernel
     facts: dict[str, Any]  # what the builder says of its case
     bundles: int  # instruction words of the kernel, each counted once
+    dump: str  # libtpu's text of them
 
 
 class ProfileError(RuntimeError):
     """The kernel does not compile for the chip; the message says why."""
 
 
-def profile(build: str, topology: str, *, timeout: float = 240, timed: bool = True, **arguments: Any) -> Profile:
+def profile(
+    build: str,
+    topology: str,
+    *,
+    timeout: float = 240,
+    timed: bool = True,
+    python: str = sys.executable,
+    **arguments: Any,
+) -> Profile:
     """Compile the bare kernel that the function named `build` ("module:function") returns and return its profile.
 
     build: called in the child as build(**arguments); returns what `bare_kernel` returns, and a dict for `facts`.
-    topology: e.g. "v6e:1x1". timeout: seconds. timed: whether to ask for cycles. arguments: must survive JSON. Raises
-    ProfileError when the compiler refuses.
+    topology: e.g. "v6e:1x1". timeout: seconds. timed: whether to ask for cycles. python: interpreter of the child, with
+    jax and libtpu. arguments: must survive JSON. Raises ProfileError when the compiler refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
-        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        # Of some hundred passes only the last is read.
+        only = "--xla_jf_dump_llo_pass_label_regex=final_bundles"
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true {only}"
         cycles = f" --xla_jf_dump_static_llo_profile_to={folder}/prof" if timed else ""
-        ran = _child(build, topology, arguments, dump + cycles, timeout)
+        ran = _child(python, build, topology, arguments, dump + cycles, timeout)
         if (
             timed and ran.returncode and "Static LLO profiling" in ran.stderr
         ):  # a copy its model does not know aborts libtpu
-            ran = _child(build, topology, arguments, dump, timeout)
+            ran = _child(python, build, topology, arguments, dump, timeout)
         if ran.returncode:
             errors = re.findall(r"^.*(?:Error|INTERNAL|UNIMPLEMENTED|RESOURCE_EXHAUSTED).*$", ran.stderr, re.M)
             raise ProfileError(
@@ -79,6 +91,7 @@ def profile(build: str, topology: str, *, timeout: float = 240, timed: bool = Tr
             int(estimate[1]) if estimate else None,
             json.loads(ran.stdout.splitlines()[-1]),
             len(re.findall(r"^ *0x", bundles, re.M)),
+            bundles,
         )
 
 
@@ -126,8 +139,10 @@ def _namespace_with(module: Any, **replaced: Any) -> SimpleNamespace:
     return SimpleNamespace(**names | replaced)
 
 
-def _child(build: str, topology: str, arguments: dict, flags: str, timeout: float) -> subprocess.CompletedProcess:
-    here = command(compile_bare, build=build, topology=topology, arguments=arguments)
+def _child(
+    python: str, build: str, topology: str, arguments: dict, flags: str, timeout: float
+) -> subprocess.CompletedProcess:
+    here = [python, *command(compile_bare, build=build, topology=topology, arguments=arguments)[1:]]
     environment = dict(os.environ, LIBTPU_INIT_ARGS=flags, **AOT_ENVIRONMENT)
     return subprocess.run(here, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 

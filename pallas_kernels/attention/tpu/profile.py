@@ -40,6 +40,7 @@ from jaxengine.pallas_kernels.tuning import tuning_of
 PARTS = ("block", "edge", "tile")
 # Or start or await the copies of a block's pages. Trips are written out: bundles are counted, not cycles.
 COPIES = ("fetch", "wait")
+WALK = "walk"  # or be the kernel itself, which walks all segments and blocks; without trips
 _PAGES = 64  # pages of the pool
 
 
@@ -73,11 +74,11 @@ def block_profile(
       num_tokens: tokens of the step whose block sizes are taken.
       max_pages: width of the page table.
       dtype, kv_dtype: of queries and of the pool.
-      part: one of PARTS or COPIES; ValueError for another.
+      part: one of PARTS or COPIES, or WALK; ValueError for another.
       trips: repetitions.
     """
-    if part not in PARTS + COPIES:
-        raise ValueError(f"part must be one of {', '.join(PARTS + COPIES)}, got {part!r}")
+    if part not in (allowed := (*PARTS, *COPIES, WALK)):
+        raise ValueError(f"part must be one of {', '.join(allowed)}, got {part!r}")
     sizes: list[Sizes] = []
     if spec.num_kv_heads == 1 and spec.values_in_keys:
         # Keys padded to their window: padding the queries would be a copy within the chip, at which a profile ends.
@@ -86,6 +87,8 @@ def block_profile(
     def body(*refs: Any, plan: Plan) -> None:
         if (plan.block_q == 1) == decode:  # a step with runs has a kernel for single tokens too
             sizes[:] = [Sizes(plan.block_q, plan.block_kv)]
+            if part == WALK:
+                return kernel.attention_kernel(*refs, plan=plan)
             (_repeat if part in PARTS else _copy)(Refs(*refs), plan, part, trips)
 
     def attend(q: jax.Array, kv: Any, batch: RaggedBatch) -> Any:
