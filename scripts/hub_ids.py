@@ -141,5 +141,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Qwen3VLMoeForConditionalGeneration": ("Qwen/Qwen3-VL-30B-A3B-Instruct",),
     "Glm4vForConditionalGeneration": ("zai-org/GLM-4.1V-9B-Thinking",),
     "Glm4vMoeForConditionalGeneration": ("zai-org/GLM-4.5V", "zai-org/GLM-4.6V"),
+    "MiniCPMV4_6ForConditionalGeneration": ("openbmb/MiniCPM-V-4.6",),
+    "MiniCPMV4_7ForConditionalGeneration": ("openbmb/MiniCPM-V-4.7-1B",),
+    "MiniCPMOcrForConditionalGeneration": ("openbmb/MiniCPM-OCR-1.0",),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
 }

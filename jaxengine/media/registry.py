@@ -18,6 +18,7 @@ from jaxengine.media.processors.kimi_vl import KimiVLProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.media.processors.minicpmv import MiniCPMVProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
@@ -54,7 +55,11 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Glm4vMoeForConditionalGeneration": Glm4vProcessor,
     "KimiVLForConditionalGeneration": KimiVLProcessor,
     "KimiK25ForConditionalGeneration": KimiK25Processor,
+    "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
+    "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,
+    "MiniCPMOcrForConditionalGeneration": MiniCPMVProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
+    "Mistral4ForConditionalGeneration": PixtralProcessor,
     "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,
     "Qwen3VLForConditionalGeneration": Qwen3VLProcessor,
