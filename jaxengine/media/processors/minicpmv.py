@@ -174,16 +174,14 @@ class MiniCPMVProcessor(GridProcessor):
         count = sum(crop.num_rows for crop in crops)
         patches = np.concatenate([crop.patches for crop in crops])
         (_, height, width), (rows, wide) = crops[-1].grid, slices if slices[0] else (1, 1)
-        grid = 1, rows * height, wide * width
-        return Processed(patches, np.concatenate(columns, axis=1), np.arange(count, dtype=np.int32), count, grid)
+        grid, sizes = (1, rows * height, wide * width), tuple(crop.grid[1:] for crop in crops)
+        order = np.arange(count, dtype=np.int32)
+        return Processed(patches, np.concatenate(columns, axis=1), order, count, grid, crops=sizes)
 
     def crop_grids(self, item: Processed) -> list[tuple[int, int]]:
         """Return (height, width) of each crop of an item, in embeddings. One given as embeddings is one crop."""
-        if not item.columns.size:
-            return [self.merged(item)[1:]]
-        _, first = np.unique(item.columns[self.tower.columns.index("segment")], return_index=True)
-        sides = item.columns[[self.tower.columns.index(name) for name in ("height", "width")]]
-        return [tuple((sides[:, at] // self.tower.spatial_merge_size).tolist()) for at in first.tolist()]
+        merge = self.tower.spatial_merge_size
+        return [(height // merge, width // merge) for height, width in item.crops or (item.grid[1:],)]
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Put the crops of each image, between their marks, in the place of its placeholder. items: by modality, in the

@@ -212,7 +212,12 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
         name: [processor.process("image", each, {}) for each in prompt["multi_modal_data"].get("image", ())]
         for name, prompt in case.prompts.items()
     }
-    names = [name for name, items in made.items() if all(len(item.patches) <= most * unit for item in items)]
+    crops = getattr(processor, "crop_grids", lambda item: [item])  # nothing says how rows of several are cut
+    names = [
+        name
+        for name, items in made.items()
+        if all(len(item.patches) <= most * unit and len(crops(item)) == 1 for item in items)
+    ]
     given = []
     for prompt in (case.prompts[name] for name in names):
         rows = []
