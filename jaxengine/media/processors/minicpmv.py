@@ -123,7 +123,8 @@ class MiniCPMVProcessor(GridProcessor):
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
-        crops = self._crops(*value.shape[:2], integer_option(options, _OPTION, self.most_slices, _MOST_SLICES))
+        limit = integer_option(options, _OPTION, self.most_slices, _MOST_SLICES)
+        crops = self._crops(value.shape[0], value.shape[1], limit)
         (rows, columns), (height, width) = crops.slices, crops.each
         grids = [(1, *self._grid(crops.whole)), *[(1, *self._grid(crops.each))] * (rows * columns)]
         check_room(modality, sum(math.prod(grid) for grid in grids), most)
@@ -139,7 +140,7 @@ class MiniCPMVProcessor(GridProcessor):
         f32[P, 0]. Raises RequestError for an extreme size.
         """
         if size is not None:
-            crops = self._crops(*size, self.most_slices)
+            crops = self._crops(size[0], size[1], self.most_slices)
             grids = [self._grid(crops.whole), *[self._grid(crops.each)] * math.prod(crops.slices)]
         else:
             # Of the slices of n + 1 none is longer than by a ratio of 1 / n of the image's: one row of n could be, too.
@@ -295,9 +296,11 @@ def _read_marks(folder: Path) -> dict[str, str]:
     found = read_object(folder, "tokenizer_config.json") or {}
     extra = found.get("extra_special_tokens")
     told = {**found, **(extra if isinstance(extra, Mapping) else {})}
-    texts = {name: told.get(name, text) for name, text in _MARKS.items()}
-    texts = {name: text.get("content") if isinstance(text, Mapping) else text for name, text in texts.items()}
-    for name, text in texts.items():
+    texts: dict[str, str] = {}
+    for name, usual in _MARKS.items():
+        text = told.get(name, usual)
+        text = text.get("content") if isinstance(text, Mapping) else text
         if not isinstance(text, str) or not text:
             raise ModelFileError(folder / "tokenizer_config.json", f"{name} must be a text, got {str(text)[:100]!r}")
+        texts[name] = text
     return texts
