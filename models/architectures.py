@@ -47,6 +47,7 @@ _OTHER_NAMES = {
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
     "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "Glm46VForConditionalGeneration": "Glm4vForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",

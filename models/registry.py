@@ -95,8 +95,17 @@ from jaxengine.models.families.llama4 import Llama4ForCausalLM, Llama4ForConditi
 from jaxengine.models.families.llava import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
 from jaxengine.models.families.minicpm import MiniCPMForCausalLM
 from jaxengine.models.families.minicpm3 import MiniCPM3ForCausalLM
+from jaxengine.models.families.minicpmv import (
+    MiniCPMOcrForConditionalGeneration,
+    MiniCPMV4_6ForConditionalGeneration,
+    MiniCPMV4_7ForConditionalGeneration,
+)
 from jaxengine.models.families.minimax_m2 import MiniMaxM2ForCausalLM
-from jaxengine.models.families.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
+from jaxengine.models.families.ministral3 import (
+    Ministral3ForCausalLM,
+    Mistral3ForConditionalGeneration,
+    Mistral4ForConditionalGeneration,
+)
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.families.mixtral import MixtralForCausalLM
 from jaxengine.models.families.modernbert import ModernBertModel
@@ -207,6 +216,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
     "Ministral3ForCausalLM": Ministral3ForCausalLM,
     "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
+    "Mistral4ForConditionalGeneration": Mistral4ForConditionalGeneration,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
@@ -242,6 +252,9 @@ MODELS: dict[str, type[CausalLM]] = {
     "GlmOcrForConditionalGeneration": GlmOcrForConditionalGeneration,
     "DotsOCRForCausalLM": DotsOCRForCausalLM,
     "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
+    "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
+    "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,
+    "MiniCPMOcrForConditionalGeneration": MiniCPMOcrForConditionalGeneration,
     **{name: declared_class(name, row) for rows in _ROWS for name, row in rows.items()},
 }
 # The same of models that only pool.

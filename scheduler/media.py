@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -98,16 +98,22 @@ class Media:
       rope_positions: i32[3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
         model that rotates queries and keys by token positions.
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
+      end: position after the last item, and after what else is elsewhere than text; later tokens need nothing from here
+        but rope_delta.
     """
 
     items: tuple[MediaItem, ...]
     rope_positions: np.ndarray | None = None
     rope_delta: int = 0
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        """Return the position after the last item; later tokens need nothing from here but rope_delta."""
-        return self.items[-1].end
+    def __post_init__(self) -> None:
+        end = self.items[-1].end
+        if self.rope_positions is not None:
+            after = self.rope_positions[:, end:]
+            elsewhere = np.flatnonzero((after != np.arange(end, end + after.shape[1]) + self.rope_delta).any(axis=0))
+            end += int(elsewhere[-1]) + 1 if elsewhere.size else 0
+        object.__setattr__(self, "end", end)
 
     def in_windows(self, unit: int, merge: int) -> Media:
         """Return the same with sounds in parts that are encoded by themselves, see MediaItem.in_windows: a step need
@@ -120,7 +126,8 @@ class Media:
         tokens.
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
-        offsets in the page. Pages without embeddings have no entry. page_size: in tokens.
+        offsets in the page; without embeddings, the M-RoPE positions if those of a token differ from each other, as
+        those of a mark before an image may. Other pages have no entry. page_size: in tokens.
         """
         found: dict[int, bytes] = {}
         for item in self.items:
@@ -129,6 +136,10 @@ class Media:
                 row, end = np.searchsorted(pages, (page, page + 1)).tolist()
                 where = np.asarray([row, end, *item.positions[row:end] % page_size], np.int32)
                 found[page] = found.get(page, b"") + item.digest + where.tobytes()
+        if self.rope_positions is not None:
+            elsewhere = np.flatnonzero((self.rope_positions != self.rope_positions[0]).any(axis=0)) // page_size
+            for page in {*np.unique(elsewhere).tolist()} - found.keys():
+                found[page] = self.rope_positions[:, page * page_size : (page + 1) * page_size].tobytes()
         return found
 
     def mrope_positions(self, start: int, count: int) -> np.ndarray:

@@ -146,5 +146,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
     "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
     "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),
+    "MiniCPMV4_6ForConditionalGeneration": ("openbmb/MiniCPM-V-4.6",),
+    "MiniCPMV4_7ForConditionalGeneration": ("openbmb/MiniCPM-V-4.7-1B",),
+    "MiniCPMOcrForConditionalGeneration": ("openbmb/MiniCPM-OCR-1.0",),
     "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
 }

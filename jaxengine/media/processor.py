@@ -18,6 +18,7 @@ class Processed(NamedTuple):
       num_rows: number of embeddings in the prompt.
       grid: size in patches before merging: time, height, width.
       seconds: for videos of families that use it, the time of each temporal step of the grid; empty otherwise.
+      crops: for images that are cut into crops of several sizes, (height, width) of each in patches; empty otherwise.
     """
 
     patches: np.ndarray
@@ -26,6 +27,7 @@ class Processed(NamedTuple):
     num_rows: int
     grid: tuple[int, int, int]
     seconds: tuple[float, ...] = ()
+    crops: tuple[tuple[int, int], ...] = ()
 
 
 class Expanded(NamedTuple):

@@ -21,6 +21,7 @@ from jaxengine.media.processors.lighton_ocr import LightOnOcrProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.media.processors.minicpmv import MiniCPMVProcessor
 from jaxengine.media.processors.paddleocr_vl import PaddleOcrVLProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
@@ -63,7 +64,11 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "GlmOcrForConditionalGeneration": GlmOcrProcessor,
     "DotsOCRForCausalLM": DotsOcrProcessor,
     "GotOcr2ForConditionalGeneration": GotOcr2Processor,
+    "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
+    "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,
+    "MiniCPMOcrForConditionalGeneration": MiniCPMVProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
+    "Mistral4ForConditionalGeneration": PixtralProcessor,
     "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,
     "Qwen3VLForConditionalGeneration": Qwen3VLProcessor,

@@ -82,19 +82,27 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _XLM = "XLMRoberta"
+# Of classes with several kinds of text models, by the text's model_type: the class with these layers.
+_BY_TEXT = {
+    ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
+    ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
+}
 
 
 def hf_architecture(fields: ConfigFields) -> str:
     """Read `architectures`, a list of one class name, and return the name. If it begins with XLMRoberta and
     `position_embedding_type` is "rotary", as jinaai/jina-embeddings-v3 is published, JinaEmbeddingsV3 takes the place
-    of that beginning. Raises ModelConfigError for anything but such a list.
+    of that beginning. A class that takes several kinds of text models may be another by its `text_config`. Raises
+    ModelConfigError for anything but such a list.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.fail("architectures", "a list of one class name")
     if names[0].startswith(_XLM) and fields.value("position_embedding_type", None) == "rotary":
         return "JinaEmbeddingsV3" + names[0].removeprefix(_XLM)
-    return names[0]
+    text = fields.value("text_config", None)
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    return _BY_TEXT.get((names[0], str(kind)), names[0])
 
 
 class Activation(NamedTuple):

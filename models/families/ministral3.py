@@ -1,5 +1,5 @@
-"""Ministral 3 and Mistral Small 3.1 and later (Mistral AI 2025): Mistral, in some of them with queries scaled by the
-position, and with Pixtral's vision tower.
+"""Ministral 3, Mistral Small 3.1 and later (Mistral AI 2025, 2026): Mistral or Mistral 4, in some of them with queries
+scaled by the position, and with Pixtral's vision tower.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from typing import Any, ClassVar
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.hf import hf_fields, require_rope, text_fields
+from jaxengine.models.families.declared import declared_class
+from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.mistral import MistralForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
+
+_MISTRAL4 = "Mistral4ForCausalLM"
+_Mistral4: Any = declared_class(_MISTRAL4, EXPERT_ROWS[_MISTRAL4])
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):
@@ -50,6 +55,19 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
         text = text_fields(fields)
         kind = text.text("model_type", "mistral")
         if kind not in ("mistral", "ministral3"):
-            raise text.fail("model_type", "mistral or ministral3 in text_config")
+            raise text.fail("model_type", "mistral, ministral3 or mistral4 in text_config")
         shared = super().read_hf(text) if kind == "ministral3" else MistralForCausalLM.read_hf(text)
+        return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}
+
+
+class Mistral4ForConditionalGeneration(_Mistral4):
+    """Mistral 4 with Pixtral's vision tower, as a Mistral3ForConditionalGeneration with such a text model is called."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = Mistral3ForConditionalGeneration.checkpoint_names._replace(
+        stacked_experts=_Mistral4.checkpoint_names.stacked_experts
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shared = super().read_hf(text_fields(fields))
         return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}

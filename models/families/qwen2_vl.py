@@ -73,6 +73,16 @@ def with_sight(
 
     Raises ModelConfigError, also without `mrope_section` or `vision_config`.
     """
+    vision = fields.mapping("vision_config")
+    if vision is None:
+        raise fields.fail("vision_config", "a mapping")
+    return with_rope_sections(shared, text) | {"tower": read_tower(ConfigFields(vision), shared["hidden_size"])}
+
+
+def with_rope_sections(shared: dict[str, Any], text: ConfigFields) -> dict[str, Any]:
+    """Return keyword arguments of a ModelConfig with M-RoPE, from `mrope_section` of the text part, added to `shared`,
+    which has "attention". Raises ModelConfigError, also without it.
+    """
     rope = ConfigFields(next((found for name in _ROPES if (found := text.mapping(name)) is not None), {}))
     sections = rope.value("mrope_section")
     if not isinstance(sections, list) or any(type(count) is not int for count in sections):
@@ -81,7 +91,4 @@ def with_sight(
     layers = (
         each if each.rope is None else replace(each, rope=replace(each.rope, **turned)) for each in shared["attention"]
     )
-    vision = fields.mapping("vision_config")
-    if vision is None:
-        raise fields.fail("vision_config", "a mapping")
-    return shared | {"attention": tuple(layers), "tower": read_tower(ConfigFields(vision), shared["hidden_size"])}
+    return shared | {"attention": tuple(layers)}

@@ -178,16 +178,17 @@ class TowerAttention(nnx.Module):
         self.qkv = Linear(size, parts, axes=("embed", heads), bias=bias, build=build)
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array] | None, attend: Attend) -> jax.Array:
         """Compute out(attend(q, k, v)) for x [P, D] -> [P, D], q and k rotated. turns: cos and sin of the patches, as
-        `apply_rope` takes them; attend: (q, k, v), [P, N, H] each, -> [P, N, H].
+        `apply_rope` takes them, None for no rotation; attend: (q, k, v), [P, N, H] each, -> [P, N, H].
         """
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("rope"):
-            q, k = (apply_rope(each, *turns, interleaved=self.interleaved) for each in (q, k))
+        if turns is not None:
+            with jax.named_scope("rope"):
+                q, k = (apply_rope(each, *turns, interleaved=self.interleaved) for each in (q, k))
         with jax.named_scope("attend"):
             o = attend(q, k, v)
         with jax.named_scope("out"):
@@ -234,7 +235,7 @@ class TowerLayer(nnx.Module):
         self.attention = attention
         self.mlp = mlp
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array] | None, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
             x = x + self.attention(self.norm1(x), turns, attend)
         with jax.named_scope("mlp"):
@@ -242,10 +243,11 @@ class TowerLayer(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Merger of `merge` neighbouring patches to one row of the model: norm, then two products with a GELU between
-    (Qwen2-VL).
+    """Merger of `merge` neighbouring patches to one row of the model: norm, then two products with an activation, by
+    default GELU, between (Qwen2-VL).
 
-    norm: of each patch, or with `joined` of all of them at once. names: modules of the two products.
+    norm: of each patch, or with `joined` of all of them at once. names: modules of the two products. ffn_size: rows of
+    the first; None for merge * size.
     """
 
     def __init__(
@@ -258,19 +260,21 @@ class PatchMerger(nnx.Module):
         joined: bool,
         names: tuple[str, str],
         build: Build,
+        ffn_size: int | None = None,
+        activation: Callable[[jax.Array], jax.Array] = gelu,
     ):
-        inner, ffn = size * merge, tower_axis("ffn", build)
-        first, second = names
-        self.norm, self.joined, self.width = norm, joined, inner
-        self.up = Linear(inner, (Source(first, inner),), axes=("embed", ffn), bias=True, build=build)
+        width, ffn = size * merge, tower_axis("ffn", build)
+        inner, (first, second) = ffn_size or width, names
+        self.norm, self.joined, self.width, self.activation = norm, joined, width, activation
+        self.up = Linear(width, (Source(first, inner),), axes=("embed", ffn), bias=True, build=build)
         self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm the patches x [P, D of the tower], join every `merge` of them, and compute down(gelu(up(x))) -> [P /
-        merge, D of the model].
+        """Norm the patches x [P, D of the tower], join every `merge` of them, and compute down(activation(up(x)))
+        -> [P / merge, D of the model].
         """
         x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
-        return self.down(gelu(self.up(x).astype(jnp.float32)).astype(x.dtype))
+        return self.down(self.activation(self.up(x).astype(jnp.float32)).astype(x.dtype))
 
 
 def joined_qkv(name: str, size: int) -> tuple[Source, ...]:

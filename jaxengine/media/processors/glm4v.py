@@ -1,7 +1,7 @@
 """GLM-4.1V's processor: Qwen3-VL's, with two differences.
 
 Pixel bounds cover all frames of a patch (an image counts as two frames), and a video's frames appear in the prompt as
-images do, each followed by its whole second.
+images do, each followed by its whole second; in GLM-4.6V, by its second with one decimal.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import numpy as np
 from jaxengine.media.processor import Processed
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor, resized_frames
+from jaxengine.media.processors.settings import IMAGES, WHOLE
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.files import read_object
 
 
 class Glm4vProcessor(Qwen3VLProcessor):
@@ -34,6 +36,9 @@ class Glm4vProcessor(Qwen3VLProcessor):
         fields = ConfigFields(config_json)
         self.around_video = tuple(fields.integer(f"video_{side}_token_id", minimum=0) for side in ("start", "end"))
         self.check_token_ids(model_config, *self.around_video)
+        files = (read_object(folder, name) or {} for name in (WHOLE, IMAGES[1]))
+        classes = {str(found.get("processor_class")) for found in files}
+        self.with_decimals = "Glm46VProcessor" in classes or fields.text("model_type", None) == "glm46v"
 
     def placeholder(self, modality: str) -> str:
         """Return the text of a placeholder with the modality's own marks around it."""
@@ -74,10 +79,11 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return place, place + 1
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
-        """Return the tokens of a temporal step: its embeddings between the image's marks, then its whole second."""
+        """Return the tokens of a temporal step: its embeddings between the image's marks, then its time."""
         before, after = self.around
         each = item.num_rows // item.grid[0]
-        return [before, *[self.token_ids["image"]] * each, after, *self.tokenizer.encode(str(int(seconds)), False)]
+        said = f"{seconds:.1f} seconds" if self.with_decimals else str(int(seconds))
+        return [before, *[self.token_ids["image"]] * each, after, *self.tokenizer.encode(said, False)]
 
 
 class GlmOcrProcessor(Glm4vProcessor):

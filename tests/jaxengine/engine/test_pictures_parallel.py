@@ -34,6 +34,13 @@ EMBEDDED = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_
 REFUSED = {
     ("gemma4_both_ways_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("gemma4_pictures_vision", "pp 2"): "attends to keys and values of layer .*, which is in an earlier stage",
+    **dict.fromkeys(
+        [
+            *((name, "tp 2, weights") for name in ("glm46v_vision", "glm46v_moe_vision", "minicpmv4_6_untied_vision")),
+            ("glm46v_vision", "tp 2, data"),
+        ],
+        "^tensor_parallel_size is 2; allowed: 1 for this model",
+    ),
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of images, but the first stage has 1",
 }

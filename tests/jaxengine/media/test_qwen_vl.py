@@ -79,6 +79,16 @@ def test_pixels_of_glm_are_those_of_transformers(tmp_path, size):
     assert len(item.patches) <= len(processor.largest("image").patches)
 
 
+def test_times_of_glm46_have_a_decimal(tmp_path):
+    """Also in a checkpoint of GLM-4.5V's class, which GLM-4.6V has."""
+    path = whole_checkpoint("glm4v_vision", tmp_path) / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"processor_class": "Glm46VProcessor"}))
+    processor = opened(tmp_path)
+    item = processor.process("video", video(3, 4, 24, 56), {})
+    said = processor.tokenizer.encode("1.2 seconds", False)
+    assert processor.step_tokens(item, 1.25)[-len(said) :] == said
+
+
 def test_windows_are_neighbours_and_none_is_too_long(processors):
     processor = processors["qwen2_5_vl_vision"]
     item = processor.process("video", video(3, 4, 24, 56), {})

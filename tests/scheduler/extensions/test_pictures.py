@@ -236,3 +236,17 @@ def test_a_sound_has_no_part_without_an_embedding():
     assert [part.rows.tolist() for part in parts] == [[0, 1], [-1, 0]]
     assert [part.patches.ravel().tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert len({part.digest for part in parts} | {b"s"}) == 3
+
+
+def test_marks_around_a_picture_may_be_elsewhere_than_text():
+    """What comes after its last embedding counts with it, and a page with a mark alone is not one of text."""
+    places = np.asarray([[0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8], [0, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8]], np.int32)[
+        [0, 1, 1]
+    ]
+    media = Media((item("a", range(4, 8)),), places, -3)
+    assert media.end == 9 and Media(media.items, None, 0).end == 8
+    assert media.marks(4).keys() == {0, 1, 2} and media.marks(8).keys() == {0, 1}
+    straight = np.where(np.arange(12) < 4, np.arange(12), places)
+    straight[:, 8:] = np.arange(5, 9)
+    text = Media(media.items, straight.astype(np.int32), -3)
+    assert text.end == 8 and text.marks(4).keys() == {1}

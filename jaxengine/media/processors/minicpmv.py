@@ -1,0 +1,306 @@
+"""Processor of MiniCPM-V 4.6 and 4.7 and of MiniCPM-OCR: an image as a whole and, where it is large, in slices.
+
+The whole and each slice, its crops, keep about their aspect ratio. In the prompt they are between marks, after the
+number of the image; slices are in rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, Processed, check_room
+from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
+from jaxengine.media.processors.minicpmv_canvas import Frame, canvas_positions
+from jaxengine.media.processors.settings import IMAGES, Pixels, check_options, check_pictures, read_settings
+from jaxengine.media.processors.units import integer_option
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.files import read_object
+
+_OPTION, _MOST_SLICES, _MOST_RESOLUTION = "max_slice_nums", 64, 4096
+_MODE, _UPSIZE = "downsample_mode", "small_image_upsize"
+# Fields of tokenizer_config.json with the marks around crops and numbers, and transformers' texts of them.
+_MARKS = {
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
+# How much longer, for its width, rounding may make a slice.
+_SLACK = 1.25
+
+
+class Crops(NamedTuple):
+    """How an image is cut, in pixels: (height, width) of the whole, of each slice, and (rows, columns) of slices, (0,
+    0) for none.
+    """
+
+    whole: tuple[int, int]
+    each: tuple[int, int]
+    slices: tuple[int, int]
+
+
+class MiniCPMVProcessor(GridProcessor):
+    """Processor of MiniCPMV4_6ForConditionalGeneration and, with canvas positions, MiniCPMV4_7ForConditionalGeneration.
+
+    Args:
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
+        sizes. tokenizer: of the model.
+
+    Attributes:
+      resolution: a crop has about this many pixels squared.
+      most_slices: of an image; 1 for none.
+      enlarges: whether an image that is not cut is enlarged to `resolution`.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        if tokenizer is None:
+            raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
+        super().__init__(model_config)
+        self.tokenizer = tokenizer
+        self.token_ids = {"image": ConfigFields(config_json).integer("image_token_id", minimum=0)}
+        self.check_token_ids(model_config)
+        self.has_canvas = any(layer.rope is not None and layer.rope.sections for layer in model_config.attention)
+        path, found = read_settings(Path(folder), IMAGES)
+        try:
+            self.pixels = Pixels.read(found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3))
+            self._read_crops(found)
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+        texts = _read_marks(Path(folder))
+        self.marks = {name: tokenizer.encode(text, add_special_tokens=False) for name, text in texts.items()}
+        if self.has_canvas and any(len(ids) != 1 for ids in self.marks.values()):
+            raise ModelFileError(folder, f"marks of images must be one token each: {', '.join(texts.values())}")
+        about = f"{self.resolution} {self.most_slices} {self.enlarges}"
+        self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"
+
+    def _read_crops(self, fields: ConfigFields) -> None:
+        """Read how images are cut. Raises ModelConfigError, also for settings that do not fit the tower."""
+        joined = self.tower.joined_after is not None
+        fields.require(patch_size=self.tower.patch_size)
+        if fields.text(_MODE, "16x" if joined else "4x") != ("16x" if joined else "4x"):
+            raise fields.fail(_MODE, "that of config.json")
+        self.resolution = fields.integer("scale_resolution", 448)
+        if self.resolution > _MOST_RESOLUTION:
+            raise fields.fail("scale_resolution", f"1 to {_MOST_RESOLUTION}")
+        self.most_slices = fields.integer(_OPTION, 9) if fields.boolean("slice_mode", True) else 1
+        if self.most_slices > _MOST_SLICES:
+            raise fields.fail(_OPTION, f"1 to {_MOST_SLICES}")
+        upsize = fields.text(_UPSIZE, "always")
+        if upsize not in ("always", "never"):
+            raise fields.fail(_UPSIZE, "always or never")
+        self.enlarges = upsize == "always"
+        self.numbers = fields.boolean("use_image_id", True)
+
+    def placeholder(self, modality: str) -> str:
+        """Return the placeholder token's text."""
+        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
+
+    def option_names(self) -> tuple[str, ...]:
+        return (_OPTION,)
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor whose largest image has the slices that an engine's options allow. Raises RequestError
+        for options that there are not.
+        """
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.most_slices = integer_option(options, _OPTION, self.most_slices, _MOST_SLICES)
+        return found
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Cut an image, uint8[H, W, 3], into crops and those into patches. options: max_slice_nums alone; most: limit
+        of patches. Raises RequestError for others, strips, and more patches.
+        """
+        check_options(options, self.option_names())
+        check_pictures(modality, value, self.modalities, 3)
+        limit = integer_option(options, _OPTION, self.most_slices, _MOST_SLICES)
+        crops = self._crops(value.shape[0], value.shape[1], limit)
+        (rows, columns), (height, width) = crops.slices, crops.each
+        grids = [(1, *self._grid(crops.whole)), *[(1, *self._grid(crops.each))] * (rows * columns)]
+        check_room(modality, sum(math.prod(grid) for grid in grids), most)
+        made = [self.pixels.resized(value, *crops.whole)]
+        if rows:
+            fine = self.pixels.resized(value, rows * height, columns * width)
+            cut = fine.reshape(rows, height, columns, width, 3).swapaxes(1, 2)
+            made += list(cut.reshape(-1, height, width, 3))
+        return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in made], crops.slices)
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return an image of at least as many patches as any, or one of `size`, (height, width) in pixels, with patches
+        f32[P, 0]. Raises RequestError for an extreme size.
+        """
+        if size is not None:
+            crops = self._crops(size[0], size[1], self.most_slices)
+            grids = [self._grid(crops.whole), *[self._grid(crops.each)] * math.prod(crops.slices)]
+        else:
+            # Of the slices of n + 1 none is longer than by a ratio of 1 / n of the image's: one row of n could be, too.
+            each = {n + 1: self._largest_crop(MAX_ASPECT_RATIO / n) for n in range(1, self.most_slices)}
+            count = max(each, key=lambda n: n * math.prod(each[n]), default=0)
+            crops = Crops((0, 0), (0, 0), (min(count, 1), count))
+            grids = [self._largest_crop(MAX_ASPECT_RATIO), *[each.get(count, (0, 0))] * count]
+        made = [self.processed(np.empty((math.prod(grid), 0), np.float32), (1, *grid)) for grid in grids]
+        return self._joined(made, crops.slices)
+
+    def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
+        """Order patches as the tower joins them, squares in squares. patches: f32[P, F], of each row line by line.
+        grid: (1, height, width) in patches; seconds: not used.
+        """
+        made = super().processed(patches, grid, seconds)
+        inside = np.arange(self.tower.merge)
+        row, column = np.zeros_like(inside), np.zeros_like(inside)
+        for level in range(self.tower.num_joins):
+            digit = inside // 4**level % 4
+            row, column = row + (digit // 2 << level), column + (digit % 2 << level)
+        within = row * self.tower.spatial_merge_size + column
+        order = (np.arange(0, len(made.patches), self.tower.merge)[:, None] + within).reshape(-1)
+        return made._replace(patches=made.patches[order], columns=np.ascontiguousarray(made.columns[:, order]))
+
+    def _joined(self, crops: Sequence[Processed], slices: tuple[int, int]) -> Processed:
+        """Return the item of an image's crops; its grid is that of all slices, (rows, columns), or of the whole without
+        them.
+        """
+        columns = [crop.columns.copy() for crop in crops]
+        for number, each in enumerate(columns):
+            each[self.tower.columns.index("segment")] = number
+        count = sum(crop.num_rows for crop in crops)
+        patches = np.concatenate([crop.patches for crop in crops])
+        (_, height, width), (rows, wide) = crops[-1].grid, slices if slices[0] else (1, 1)
+        grid, sizes = (1, rows * height, wide * width), tuple(crop.grid[1:] for crop in crops)
+        order = np.arange(count, dtype=np.int32)
+        return Processed(patches, np.concatenate(columns, axis=1), order, count, grid, crops=sizes)
+
+    def crop_grids(self, item: Processed) -> list[tuple[int, int]]:
+        """Return (height, width) of each crop of an item, in embeddings. One given as embeddings is one crop."""
+        merge = self.tower.spatial_merge_size
+        return [(height // merge, width // merge) for height, width in item.crops or (item.grid[1:],)]
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put the crops of each image, between their marks, in the place of its placeholder. items: by modality, in the
+        order of the prompt. Raises RequestError for another number of items.
+        """
+        at, order = self.placeholders(np.asarray(token_ids, np.int64), items)
+        out: list[int] = []
+        positions: list[np.ndarray] = []
+        frames: list[Frame] = []
+        done = 0
+        for place, (modality, number) in zip(at.tolist(), order, strict=True):
+            out += token_ids[done:place]
+            item = items[modality][number]
+            frame = self._append(out, number, item)
+            spans = [np.arange(start, end, dtype=np.int32) for start, end in frame.spans]
+            positions.append(np.concatenate(spans))
+            frames.append(frame)
+            done = place + 1
+        out += token_ids[done:]
+        if not self.has_canvas:
+            return Expanded(out, positions, order)
+        marks = {self.marks[name][0] for name in list(_MARKS)[:4]} | set(self._line_break)
+        places, delta = canvas_positions(out, frames, marks)
+        return Expanded(out, positions, order, places, delta)
+
+    def _append(self, out: list[int], number: int, item: Processed) -> Frame:
+        """Append the tokens of the image with this number in the prompt to `out`, and return where its crops are."""
+        grids, marks, token = self.crop_grids(item), self.marks, self.token_ids["image"]
+        if self.numbers:
+            counted = self.tokenizer.encode(str(number), add_special_tokens=False)
+            out += [*marks["image_id_start_token"], *counted, *marks["image_id_end_token"]]
+        columns = self.merged(item)[2] // grids[1][1] if len(grids) > 1 else 0
+        spans = []
+        for index, (height, width) in enumerate(grids):
+            kind = "slice" if index else "image"
+            if index > 1 and (index - 1) % columns == 0:
+                out += self._line_break
+            out += marks[f"{kind}_start_token"]
+            spans.append((len(out), len(out) + height * width))
+            out += [token] * (height * width) + marks[f"{kind}_end_token"]
+        return Frame(tuple(spans), tuple(grids), columns)
+
+    @property
+    def _line_break(self) -> list[int]:
+        """Return the tokens between two rows of slices."""
+        return self.tokenizer.encode("\n", add_special_tokens=False)
+
+    def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return (height, width) in patches of a crop of `size` pixels."""
+        return size[0] // self.tower.patch_size, size[1] // self.tower.patch_size
+
+    def _crops(self, height: int, width: int, most_slices: int) -> Crops:
+        """Return how an image of height x width pixels is cut. Raises RequestError for an extreme aspect ratio."""
+        check_ratio(height, width)
+        rows, columns = _slices(height, width, self.resolution, most_slices)
+        if not rows:
+            return Crops(self._resized(height, width, self.enlarges), (0, 0), (0, 0))
+        fine = _rounded(height, rows) / rows, _rounded(width, columns) / columns
+        return Crops(self._resized(height, width, False), self._resized(*fine, True), (rows, columns))
+
+    def _resized(self, height: float, width: float, enlarges: bool) -> tuple[int, int]:
+        """Return (height, width) in pixels of a crop, multiples of `factor`; one that is larger than `resolution`
+        squared, or is to be enlarged, has about as many pixels.
+        """
+        if height * width > self.resolution**2 or enlarges:
+            ratio = width / height
+            height = int(self.resolution / math.sqrt(ratio))
+            width = int(height * ratio)
+        return _rounded(height, self.factor), _rounded(width, self.factor)
+
+    def _largest_crop(self, ratio: float) -> tuple[int, int]:
+        """Return a grid, (height, width) in patches, with at least as many patches as that of any crop whose sides have
+        at most this ratio: before rounding to multiples of `factor`, a crop of some height has at most the width that
+        makes `resolution` squared.
+        """
+        longest = math.sqrt(ratio * _SLACK)
+        heights = np.arange(max(1, int(self.resolution / longest)), int(longest * self.resolution) + 1)
+        sides = np.stack([heights, self.resolution**2 // heights])
+        units = np.maximum(np.rint(sides / self.factor).astype(np.int64), 1)  # as _rounded
+        high, wide = units[:, units.prod(axis=0).argmax()].tolist()
+        return self._grid((high * self.factor, wide * self.factor))
+
+
+def _rounded(length: float, divisor: int) -> int:
+    """Return the multiple of divisor, at least divisor, that is nearest to length; of two equally near, the even."""
+    return max(round(length / divisor) * divisor, divisor)
+
+
+def _slices(height: int, width: int, resolution: int, most: int) -> tuple[int, int]:
+    """Return (rows, columns) of the slices of an image of height x width pixels, about `resolution` squared each; (0,
+    0) for none. Of the numbers around what is needed, at most `most`, the one whose slices are nearest to squares.
+    """
+    needed = min(math.ceil(width * height / resolution**2), most)
+    if needed <= 1:
+        return 0, 0
+    ratio, best, error = math.log(width / height), (1, 1), math.inf
+    for count in (needed - 1, needed, needed + 1):
+        if count == 1 or count > most:
+            continue
+        for rows in (each for each in range(1, count + 1) if count % each == 0):
+            found = abs(ratio - math.log(count // rows / rows))
+            if found < error or (found == error and rows > best[0]):
+                best, error = (rows, count // rows), found
+    return best
+
+
+def _read_marks(folder: Path) -> dict[str, str]:
+    """Return the texts of _MARKS from the tokenizer_config.json of a checkpoint's folder. Raises ModelFileError for
+    other than texts.
+    """
+    found = read_object(folder, "tokenizer_config.json") or {}
+    extra = found.get("extra_special_tokens")
+    told = {**found, **(extra if isinstance(extra, Mapping) else {})}
+    texts: dict[str, str] = {}
+    for name, usual in _MARKS.items():
+        text = told.get(name, usual)
+        text = text.get("content") if isinstance(text, Mapping) else text
+        if not isinstance(text, str) or not text:
+            raise ModelFileError(folder / "tokenizer_config.json", f"{name} must be a text, got {str(text)[:100]!r}")
+        texts[name] = text
+    return texts

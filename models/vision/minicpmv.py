@@ -1,0 +1,221 @@
+"""Vision tower of MiniCPM-V 4.6 (OpenBMB 2026): SigLIP over images of any size.
+
+After one of its layers, four patches that attend to each other become one; after the last, a merger joins squares
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.params.declare import Source
+from jaxengine.models.vision.attention import UNIT, segment_attention
+from jaxengine.models.vision.clip import DEFAULTS, SIGLIP
+from jaxengine.models.vision.layers import (
+    ACTIVATIONS,
+    PatchEmbedding,
+    PatchMerger,
+    TowerAttention,
+    TowerLayer,
+    TowerMLP,
+    gelu_tanh,
+)
+from jaxengine.models.vision.vit import VitConfig, read_vit, table
+
+TOWER, MERGER = "vision_tower", "merger"
+_INSERTED = f"{TOWER}.vit_merger"
+# Patches along a side of what one step joins, and their number.
+_SIDE, _SQUARE = 2, 4
+_MERGER_EPS = 1e-6
+# By `downsample_mode`: whether patches are joined after one of the layers, too.
+_MODES = {"16x": True, "4x": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniCPMVTowerConfig(TowerConfig):
+    """Sizes of the tower.
+
+    Attributes:
+      vit: sizes of the layers, and of the learned positions.
+      joined_after: layer after which squares of patches are joined; None where they are only after the last.
+    """
+
+    vit: VitConfig
+    joined_after: int | None
+
+    @property
+    def patch_size(self) -> int:
+        """Return the pixels of a patch's side."""
+        return self.vit.patch_size
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Return 1: a patch is of one frame."""
+        return 1
+
+    @property
+    def num_joins(self) -> int:
+        """Return how often squares of patches are joined."""
+        return 1 + (self.joined_after is not None)
+
+    @property
+    def spatial_merge_size(self) -> int:
+        """Return the patches of a side of what becomes one row."""
+        return _SIDE**self.num_joins
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return () if self.joined_after is not None else (f"{_INSERTED}.",)
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return MiniCPMVTower(self, hidden_size, build)
+
+
+def read_minicpmv(fields: ConfigFields, mode: str) -> MiniCPMVTowerConfig:
+    """Read the tower's sizes from a config.json. mode: default of `downsample_mode`.
+
+    Raises ModelConfigError, also for squares other than of 2 x 2 patches, for `merger_times` other than 1, which no
+    published processor has, and for an `insert_layer_id` that is no layer.
+    """
+    vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
+    vit = read_vit(vision)
+    for owner, name in ((vision, "window_kernel_size"), (fields, "merge_kernel_size")):
+        if list(owner.value(name, [_SIDE, _SIDE])) != [_SIDE, _SIDE]:
+            raise owner.fail(name, f"{[_SIDE, _SIDE]}")
+    fields.require(drop_vision_last_layer=False, merger_times=1)
+    joins = _MODES.get(fields.text("downsample_mode", mode))
+    if joins is None:
+        raise fields.fail("downsample_mode", " or ".join(_MODES))
+    layer = fields.integer("insert_layer_id", 6, minimum=0)
+    if joins and layer >= vit.num_layers:
+        raise fields.fail("insert_layer_id", f"one of the {vit.num_layers} layers of the tower, from 0")
+    return MiniCPMVTowerConfig(
+        num_features=vit.num_features,
+        columns=("segment", "row", "column", "height", "width"),
+        merge=_SQUARE ** (1 + joins),
+        unit=UNIT,
+        vit=vit,
+        joined_after=layer if joins else None,
+    )
+
+
+class MiniCPMVTower(nnx.Module):
+    """Vision tower of MiniCPM-V 4.6; called as jaxengine.models.config.tower says.
+
+    The patches of a row are neighbours, and so are those of each square within it that is joined: their order is that
+    of squares in squares (jaxengine.media.processors.minicpmv). A patch has the learned position at its share of the
+    image's height and width.
+    """
+
+    def __init__(self, config: MiniCPMVTowerConfig, hidden_size: int, build: Build):
+        vit, size = config.vit, config.vit.hidden_size
+        self.config = config
+        source = f"{TOWER}.embeddings"
+        self.patches = PatchEmbedding(
+            vit.num_features, size, source=f"{source}.patch_embedding", bias=True, build=build
+        )
+        self.positions = table(vit.num_patches, size, f"{source}.position_embedding.weight", build)
+        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
+        self.last_norm = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.post_layernorm", build=build)
+        self.joining = JoinedWindows(vit, build) if config.joined_after is not None else None
+        source = f"{MERGER}.mlp.0"
+        self.merger = PatchMerger(
+            size,
+            _SQUARE,
+            hidden_size,
+            norm=LayerNorm(size * _SQUARE, _MERGER_EPS, source=f"{source}.pre_norm", build=build),
+            joined=True,
+            names=(f"{source}.linear_1", f"{source}.linear_2"),
+            build=build,
+        )
+
+    def _make_layer(self, build: Build) -> TowerLayer:
+        """Make the layer with the number `build.layer`."""
+        vit, source = self.config.vit, f"{TOWER}.encoder.layers.{{layer}}"
+        norms = tuple(
+            LayerNorm(vit.hidden_size, vit.norm_eps, source=f"{source}.layer_norm{which}", build=build)
+            for which in (1, 2)
+        )
+        mlp = TowerMLP(
+            vit.hidden_size,
+            vit.intermediate_size,
+            up=[f"{source}.mlp.fc1"],
+            down=f"{source}.mlp.fc2",
+            activation=ACTIVATIONS[vit.activation],
+            build=build,
+        )
+        return TowerLayer((norms[0], norms[1]), make_attention(vit, f"{source}.self_attn", build), mlp)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        segment, row, column, height, width = columns
+        config, side, block = self.config, self.config.vit.grid, UNIT
+        with jax.named_scope("patches"):
+            down, right = (
+                jnp.clip(place * side // jnp.maximum(count, 1), 0, side - 1)
+                for place, count in ((row, height), (column, width))
+            )
+            x = self.patches(patches) + self.positions[...][down * side + right]
+        scale = (config.vit.hidden_size // config.vit.num_heads) ** -0.5
+        for index, layer in enumerate(self.layers):
+            attend = partial(segment_attention, segment=segment, scale=scale, block=block)
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, None, attend)
+            if self.joining is not None and index == config.joined_after:
+                with jax.named_scope("joining"):
+                    x, segment, block = self.joining(x), segment[::_SQUARE], block // _SQUARE
+        x = self.last_norm(x)
+        with jax.named_scope("merger"):
+            return self.merger(x)
+
+
+class JoinedWindows(nnx.Module):
+    """The step that joins windows of four patches: they attend to each other, and the mean of their hidden states is
+    added to an MLP of all four.
+    """
+
+    def __init__(self, vit: VitConfig, build: Build):
+        size, eps = vit.hidden_size, vit.norm_eps
+        self.norm = LayerNorm(size, eps, source=f"{_INSERTED}.layer_norm1", build=build)
+        self.attention = make_attention(vit, f"{_INSERTED}.self_attn", build)
+        self.mlp = PatchMerger(
+            size,
+            _SQUARE,
+            size,
+            norm=LayerNorm(size * _SQUARE, eps, source=f"{_INSERTED}.pre_norm", build=build),
+            joined=True,
+            names=(f"{_INSERTED}.linear_1", f"{_INSERTED}.linear_2"),
+            build=build,
+            ffn_size=vit.intermediate_size * _SQUARE,
+            activation=gelu_tanh,
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Join every four of the hidden states x [P, D]: [P / 4, D]."""
+        x = x + self.attention(self.norm(x), None, _window_attention)
+        mean = x.astype(jnp.float32).reshape(-1, _SQUARE, x.shape[1]).mean(axis=1)
+        return self.mlp(x) + mean.astype(x.dtype)
+
+
+def make_attention(vit: VitConfig, source: str, build: Build) -> TowerAttention:
+    """Make the attention of the checkpoint module `source`, without rope."""
+    size = vit.hidden_size
+    qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
+    return TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.out_proj", build=build)
+
+
+def _window_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attend within every four patches: [P, N, H] each -> [P, N, H], with sums in float32."""
+    q, k, v = (each.reshape(-1, _SQUARE, *each.shape[1:]) for each in (q, k, v))
+    scores = jnp.einsum("wqnh,wknh->wnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("wnqk,wknh->wqnh", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(v.dtype).reshape(-1, *v.shape[2:])
