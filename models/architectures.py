@@ -49,6 +49,7 @@ _OTHER_NAMES = {
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "InternVLChatModel": "InternVLForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",

@@ -97,17 +97,23 @@ class Media:
       items: in the prompt's order, at least one.
       rope_positions: i32[3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
         model that rotates queries and keys by token positions.
+      prefix_length, prefix_digest: number of the first tokens that all see each other, of images or not, and the
+        SHA-256 of all of these; 0 and empty where only an image's own tokens may.
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
     """
 
     items: tuple[MediaItem, ...]
     rope_positions: np.ndarray | None = None
     rope_delta: int = 0
+    prefix_length: int = 0
+    prefix_digest: bytes = b""
 
     @property
     def end(self) -> int:
-        """Return the position after the last item; later tokens need nothing from here but rope_delta."""
-        return self.items[-1].end
+        """Return the position after the last item, or the prefix; later tokens need nothing from here but
+        rope_delta.
+        """
+        return max(self.items[-1].end, self.prefix_length)
 
     def in_windows(self, unit: int, merge: int) -> Media:
         """Return the same with sounds in parts that are encoded by themselves, see MediaItem.in_windows: a step need
@@ -120,9 +126,10 @@ class Media:
         tokens.
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
-        offsets in the page. Pages without embeddings have no entry. page_size: in tokens.
+        offsets in the page. Pages without embeddings have no entry, but for the first one's with the digest of a
+        prefix. page_size: in tokens.
         """
-        found: dict[int, bytes] = {}
+        found = {0: self.prefix_digest} if self.prefix_length else dict[int, bytes]()
         for item in self.items:
             pages = item.positions // page_size
             for page in np.unique(pages).tolist():

@@ -87,13 +87,16 @@ _XLM = "XLMRoberta"
 def hf_architecture(fields: ConfigFields) -> str:
     """Read `architectures`, a list of one class name, and return the name. If it begins with XLMRoberta and
     `position_embedding_type` is "rotary", as jinaai/jina-embeddings-v3 is published, JinaEmbeddingsV3 takes the place
-    of that beginning. Raises ModelConfigError for anything but such a list.
+    of that beginning; PaliGemma with a Gemma 2 as its text_config is PaliGemma2. Raises ModelConfigError for anything
+    but such a list.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.fail("architectures", "a list of one class name")
     if names[0].startswith(_XLM) and fields.value("position_embedding_type", None) == "rotary":
         return "JinaEmbeddingsV3" + names[0].removeprefix(_XLM)
+    if names[0].startswith("PaliGemmaFor") and (fields.mapping("text_config") or {}).get("model_type") == "gemma2":
+        return names[0].replace("PaliGemma", "PaliGemma2", 1)
     return names[0]
 
 

@@ -70,8 +70,12 @@ def options_of(case: Case) -> dict[str, Any]:
     """TIGHT, or WHOLE; a model whose layers keep unlike keys needs more pages for one prompt."""
     if case.name.startswith("gemma3"):
         return WHOLE
+    if case.name.startswith("paligemma"):  # a step has room for a whole prompt, and its two pictures
+        return {**WHOLE, "max_num_batched_tokens": 52, "max_num_batched_encoder_tokens": 32}
     if case.name.startswith("gemma4"):  # layers whose pages differ in size
         return {**(WHOLE if "both" in case.name else TIGHT), "num_gpu_blocks_override": 76}
+    if case.name.startswith(("aya_vision", "cohere2")):  # layers with windows and without
+        return {**TIGHT, "num_gpu_blocks_override": 56}
     return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
 
 
