@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,9 @@ def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
             | {"vision_config": vision}
         )
     )
-    shared = {each.name: getattr(tower, each.name) for each in fields_of(tower)}
-    return LlavaOnevisionTowerConfig(**shared | {"columns": (*_TAPS, "down", "right")}, max_tiles=int(aspect[1]))
+    shared: dict[str, Any] = {each.name: getattr(tower, each.name) for each in fields_of(tower)}
+    shared["columns"] = (*_TAPS, "down", "right")
+    return LlavaOnevisionTowerConfig(**shared, max_tiles=int(aspect[1]))
 
 
 class LlavaOnevisionTower(LlavaTower):

@@ -91,7 +91,8 @@ class LlavaNextProcessor(LlavaProcessor):
         more patches.
         """
         made = super().process(modality, value, options, most)
-        span = self._without_black(*value.shape[:2], made.grid[1], made.grid[2])
+        height, width, _ = value.shape
+        span = self._without_black(height, width, made.grid[1], made.grid[2])
         return self.arranged(self.with_ends(made.patches), made.grid, span)
 
     def with_ends(self, patches: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.media.registry import processor_for
 from jaxengine.models.build import Build
 from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.layers.pictures import IN_PREFIX, picture_limits
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
@@ -66,10 +67,17 @@ def test_logits_and_answers(case, thorough):
         assert logits[end - 1 :].argmax(axis=1).tolist() == answer.tolist()
 
 
+def test_a_prefix_sees_all_of_itself():
+    """Tokens of a prefix, with rows or not, then those after it, then another prompt's prefix."""
+    index = np.asarray([IN_PREFIX, 3, 4, IN_PREFIX, -1, -1, IN_PREFIX, 0], np.int32)
+    positions = np.asarray([0, 1, 2, 3, 4, 5, 0, 1], np.int32)
+    assert picture_limits(index, positions).tolist() == [4, 4, 4, 4, 5, 6, 2, 2]
+
+
 def test_a_video_before_a_picture(case, thorough):
     if "video" not in case.processor.modalities:
         pytest.skip("takes no videos")
-    if case.name == "smolvlm_vision" and not thorough:
+    if case.name in ("smolvlm_vision", "llava_onevision_odd_vision") and not thorough:
         pytest.skip("a further shape of a tower: --thorough")
     token_ids, logits = run_prompt(case, video_text(case.name), (3,), np.zeros(0, np.int32), video())
     assert token_ids == case.recorded["tokens_video"].tolist()
