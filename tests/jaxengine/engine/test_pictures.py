@@ -307,9 +307,7 @@ def test_what_is_refused(case, tight):
     prompt = {"prompt": write("image"), "multi_modal_data": {"image": picture}}
     if tight.core.inputs.media.processor.tower.whole_prompt:
         long = {**prompt, "prompt": write("image") + " w3" * 60}
-        with pytest.raises(
-            RequestError, match=r"computes a prompt with images at once: .* \d\d tokens, got \d\d"
-        ):
+        with pytest.raises(RequestError, match=r"computes a prompt with images at once: .* \d\d tokens, got \d\d"):
             tight.generate(long, use_tqdm=False)
     with pytest.raises(RequestError, match="beam search"):
         tight.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
