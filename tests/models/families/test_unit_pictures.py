@@ -7,6 +7,7 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -71,7 +72,7 @@ def test_a_prefix_sees_all_of_itself():
     """Tokens of a prefix, with rows or not, then those after it, then another prompt's prefix."""
     index = np.asarray([IN_PREFIX, 3, 4, IN_PREFIX, -1, -1, IN_PREFIX, 0], np.int32)
     positions = np.asarray([0, 1, 2, 3, 4, 5, 0, 1], np.int32)
-    assert picture_limits(index, positions).tolist() == [4, 4, 4, 4, 5, 6, 2, 2]
+    assert picture_limits(jnp.asarray(index), jnp.asarray(positions)).tolist() == [4, 4, 4, 4, 5, 6, 2, 2]
 
 
 def test_a_video_before_a_picture(case, thorough):
@@ -153,6 +154,7 @@ def test_internvl_as_it_was_published_first(tmp_path):
     for ours, wanted in zip(*(jax.tree.leaves(nnx.state(each)) for each in (model, case.model)), strict=True):
         np.testing.assert_array_equal(ours, wanted)
     processor = processor_for(tmp_path, raw, config, case.tokenizer)
+    assert processor is not None
     for index in range(len(SIZES)):
         ours, wanted = (each.process("image", picture(index), {}) for each in (processor, case.processor))
         np.testing.assert_array_equal(ours.patches, wanted.patches)

@@ -202,10 +202,8 @@ def test_a_prefix_is_computed_at_once():
     assert (found >= 0).nonzero()[0].tolist() == [*range(1, 5), *range(8, 12)]
     assert set(found[[0, 5, 6, 7, *range(12, 16)]]) == {IN_PREFIX} and set(found[16:]) == {-1}
     assert EncoderRows(20, 8, whole=True).reach(media, 0, 16) == 0, "8 patches of 16"
-    pages = [
-        make("x", [PLACEHOLDER] * 16, media=replace(media, prefix_digest=digest)).extend_page_hashes([7] * 16, 4)
-        for digest in (b"one", b"two")
-    ]
+    each = [make("x", [PLACEHOLDER] * 16, media=replace(media, prefix_digest=digest)) for digest in (b"one", b"two")]
+    pages = [request.extend_page_hashes(request.prompt_token_ids, 4) for request in each]
     assert len({*pages[0], *pages[1]}) == 8
 
 
