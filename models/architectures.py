@@ -51,6 +51,7 @@ _OTHER_NAMES = {
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "InternVLChatModel": "InternVLForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",

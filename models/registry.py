@@ -34,6 +34,10 @@ from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
+from jaxengine.models.families.cohere_vision import (
+    AyaVisionForConditionalGeneration,
+    Cohere2VisionForConditionalGeneration,
+)
 from jaxengine.models.families.deberta_v2 import DebertaV2Model
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_alibi import ALIBI_ROWS
@@ -92,7 +96,11 @@ from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from jaxengine.models.families.lighton_ocr import LightOnOcrForConditionalGeneration
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
-from jaxengine.models.families.llava import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
+from jaxengine.models.families.llava import (
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
+)
 from jaxengine.models.families.minicpm import MiniCPMForCausalLM
 from jaxengine.models.families.minicpm3 import MiniCPM3ForCausalLM
 from jaxengine.models.families.minicpmv import (
@@ -118,6 +126,10 @@ from jaxengine.models.families.olmo3 import Olmo3ForCausalLM
 from jaxengine.models.families.olmo_hybrid import OlmoHybridForCausalLM
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
 from jaxengine.models.families.paddleocr_vl import PaddleOCRVLForConditionalGeneration
+from jaxengine.models.families.paligemma import (
+    PaliGemma2ForConditionalGeneration,
+    PaliGemmaForConditionalGeneration,
+)
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
 from jaxengine.models.families.phimoe import PhiMoEForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
@@ -239,6 +251,11 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLForConditionalGeneration,
     "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
     "LlavaNextForConditionalGeneration": LlavaNextForConditionalGeneration,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevisionForConditionalGeneration,
+    "PaliGemmaForConditionalGeneration": PaliGemmaForConditionalGeneration,
+    "PaliGemma2ForConditionalGeneration": PaliGemma2ForConditionalGeneration,
+    "AyaVisionForConditionalGeneration": AyaVisionForConditionalGeneration,
+    "Cohere2VisionForConditionalGeneration": Cohere2VisionForConditionalGeneration,
     "InternVLForConditionalGeneration": InternVLForConditionalGeneration,
     "Idefics3ForConditionalGeneration": Idefics3ForConditionalGeneration,
     "SmolVLMForConditionalGeneration": SmolVLMForConditionalGeneration,

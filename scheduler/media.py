@@ -97,18 +97,22 @@ class Media:
       items: in the prompt's order, at least one.
       rope_positions: i32[3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
         model that rotates queries and keys by token positions.
+      prefix_length, prefix_digest: number of the first tokens that all see each other, of images or not, and the
+        SHA-256 of all of these; 0 and empty where only an image's own tokens may.
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
-      end: position after the last item, and after what else is elsewhere than text; later tokens need nothing from here
-        but rope_delta.
+      end: position after the last item and the prefix, and after what else is elsewhere than text; later tokens need
+        nothing from here but rope_delta.
     """
 
     items: tuple[MediaItem, ...]
     rope_positions: np.ndarray | None = None
     rope_delta: int = 0
+    prefix_length: int = 0
+    prefix_digest: bytes = b""
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
-        end = self.items[-1].end
+        end = max(self.items[-1].end, self.prefix_length)
         if self.rope_positions is not None:
             after = self.rope_positions[:, end:]
             elsewhere = np.flatnonzero((after != np.arange(end, end + after.shape[1]) + self.rope_delta).any(axis=0))
@@ -127,9 +131,10 @@ class Media:
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
         offsets in the page; without embeddings, the M-RoPE positions if those of a token differ from each other, as
-        those of a mark before an image may. Other pages have no entry. page_size: in tokens.
+        those of a mark before an image may; for the first page, the digest of a prefix. Other pages have no entry.
+        page_size: in tokens.
         """
-        found: dict[int, bytes] = {}
+        found = {0: self.prefix_digest} if self.prefix_length else dict[int, bytes]()
         for item in self.items:
             pages = item.positions // page_size
             for page in np.unique(pages).tolist():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.processor import MediaProcessor
+from jaxengine.media.processors.cohere_vision import AyaVisionProcessor, Cohere2VisionProcessor
 from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.gemma4_sounds import gemma4
@@ -14,15 +15,17 @@ from jaxengine.media.processors.glm4v import Glm4vProcessor, GlmOcrProcessor
 from jaxengine.media.processors.got_ocr2 import GotOcr2Processor
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
-from jaxengine.media.processors.internvl import InternVLProcessor
+from jaxengine.media.processors.internvl import internvl
 from jaxengine.media.processors.kimi_k25 import KimiK25Processor
 from jaxengine.media.processors.kimi_vl import KimiVLProcessor
 from jaxengine.media.processors.lighton_ocr import LightOnOcrProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.media.processors.llava_onevision import LlavaOnevisionProcessor
 from jaxengine.media.processors.minicpmv import MiniCPMVProcessor
 from jaxengine.media.processors.paddleocr_vl import PaddleOcrVLProcessor
+from jaxengine.media.processors.paligemma import PaliGemmaProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
@@ -49,7 +52,12 @@ def llava_or_pixtral(
 PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]] = {
     "LlavaForConditionalGeneration": llava_or_pixtral,
     "LlavaNextForConditionalGeneration": LlavaNextProcessor,
-    "InternVLForConditionalGeneration": InternVLProcessor,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevisionProcessor,
+    "PaliGemmaForConditionalGeneration": PaliGemmaProcessor,
+    "PaliGemma2ForConditionalGeneration": PaliGemmaProcessor,
+    "AyaVisionForConditionalGeneration": AyaVisionProcessor,
+    "Cohere2VisionForConditionalGeneration": Cohere2VisionProcessor,
+    "InternVLForConditionalGeneration": internvl,
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Gemma4ForConditionalGeneration": gemma4,
     "Idefics3ForConditionalGeneration": Idefics3Processor,

@@ -86,6 +86,7 @@ _XLM = "XLMRoberta"
 _BY_TEXT = {
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
     ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
+    ("PaliGemmaForConditionalGeneration", "gemma2"): "PaliGemma2ForConditionalGeneration",
 }
 
 

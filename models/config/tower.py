@@ -8,6 +8,8 @@ from typing import Any
 # A part of a model's weights (jaxengine.models.build.Build.whole_parts), and where a model has its towers.
 TOWER = "tower"
 TOWERS = (TOWER, "sound_tower")
+# Columns of patches are integers: shares of the way between rows are in units of 1 / SHARES.
+SHARES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class TowerConfig:
       unit: a call has a multiple of this many patches; itself a multiple of `merge`.
       attends_both_ways: whether the tokens of an image see each other, later ones too. A step then has all of a
         image's tokens that are not computed yet, or none.
+      whole_prompt: most tokens of a prompt with images, which all see each other; 0 where only an image's own do.
       in_windows_only: whether they do so in layers with a window alone, while others are causal.
       num_parts: E / D, 1 + the number of decoder layers that add a part of an embedding to hidden states (DeepStack).
       crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
@@ -42,6 +45,7 @@ class TowerConfig:
     unit: int
     num_parts: int = 1
     attends_both_ways: bool = False
+    whole_prompt: int = 0
     in_windows_only: bool = False
     crosses: bool = False
     hears: bool = False

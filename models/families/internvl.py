@@ -1,5 +1,5 @@
-"""InternVL 3 (Zhu et al. 2025, arXiv:2504.10479), as transformers stores it: a Qwen model with a vision tower that
-encodes images in tiles, and frames of videos.
+"""InternVL 2.5, 3 (Zhu et al. 2025, arXiv:2504.10479) and 3.5: a Qwen model with a vision tower that encodes images in
+tiles, and frames of videos; as transformers stores it, and as it was published first (InternVLChatModel).
 """
 
 from __future__ import annotations
@@ -11,6 +11,32 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.llava import NAMES, read_text
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.internvl import read_internvl
+from jaxengine.models.vision.llava import PROJECTOR, TOWER
+
+_EMBEDDINGS, _FIRST = f"{TOWER}.embeddings", "vision_model"
+# Of the first files: beginnings of names, and their ends within a layer of the tower.
+_FIRST_PREFIXES = (
+    (f"{_FIRST}.embeddings.class_embedding", f"{_EMBEDDINGS}.cls_token"),
+    (f"{_FIRST}.embeddings.patch_embedding.", f"{_EMBEDDINGS}.patch_embeddings.projection."),
+    (f"{_FIRST}.embeddings.position_embedding", f"{_EMBEDDINGS}.position_embeddings"),
+    (f"{_FIRST}.encoder.layers.", f"{TOWER}.encoder.layer."),
+    *(
+        (f"mlp1.{index}.", f"{PROJECTOR}.{name}.")
+        for index, name in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2"))
+    ),
+)
+_FIRST_MODULES = {
+    "attn.qkv": "attention.qkv",
+    "attn.proj": "attention.projection_layer",
+    "attn.q_norm": "attention.q_norm",
+    "attn.k_norm": "attention.k_norm",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+}
+_FIRST_SUFFIXES = (
+    *((f".{old}.{end}", f".{new}.{end}") for old, new in _FIRST_MODULES.items() for end in ("weight", "bias")),
+    *((f".ls{number}", f".lambda_{number}") for number in (1, 2)),
+)
 
 
 class InternVLForConditionalGeneration(LlamaForCausalLM):
@@ -18,11 +44,36 @@ class InternVLForConditionalGeneration(LlamaForCausalLM):
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
+        prefixes=(*NAMES.prefixes, *_FIRST_PREFIXES),
+        suffixes=_FIRST_SUFFIXES,
         flattened=tuple(
             f"embeddings.{name}" for name in ("patch_embeddings.projection.weight", "cls_token", "position_embeddings")
-        )
+        ),
     )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields) | {"tower": read_internvl(fields)}
+        first = fields.has("llm_config")
+        fields = _as_transformers(fields) if first else fields
+        return read_text(fields) | {"tower": read_internvl(fields, joined_qkv=first)}
+
+
+def _as_transformers(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of a config.json of InternVLChatModel as transformers calls them. Raises ModelConfigError for a
+    ps_version other than v2.
+    """
+    fields.require(ps_version="v2")
+    vision = fields.part("vision_config")
+    renamed = {
+        "attention_bias": vision.boolean("qkv_bias", True),
+        "use_qk_norm": vision.boolean("qk_normalization", True),
+        "norm_type": vision.text("norm_type", "rms_norm"),
+    }
+    return ConfigFields(
+        {
+            **{name: value for name, value in fields.raw.items() if name != "llm_config"},
+            "text_config": fields.value("llm_config"),
+            "vision_config": {**(fields.mapping("vision_config") or {}), **renamed},
+            "vision_feature_layer": fields.value("select_layer", -1),
+        }
+    )

@@ -14,6 +14,8 @@ from jax import lax
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.layers.section import Section
 
+IN_PREFIX = -2
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Pictures(Section):
     Attributes:
       rows: [N, E], embeddings from towers (jaxengine.models.config.tower); E is D, or a multiple of it if layers add
         parts of their own. None in a stage that is not the first.
-      index: i32[T], the row of each token, -1 for ordinary tokens.
+      index: i32[T], the row of each token, -1 for ordinary tokens, IN_PREFIX for those without a row that see the
+        tokens of images next to them in both directions.
     """
 
     rows: jax.Array | None
@@ -56,12 +59,12 @@ class Pictures(Section):
 
 
 def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the position after the last key that each token sees, i32[T]: for a token of an image (index >= 0) the one
-    after the image's last token in this step, else the one after its own.
+    """Return the position after the last key that each token sees, i32[T]: for a token of an image, or in a prefix
+    (index other than -1), the one after the last of these in this step, else the one after its own.
 
     index, positions: i32[T]; index as in Pictures. Other tokens come between two images of a prompt; where the images
     of two prompts are adjacent in a step, attention clips the limit to the first prompt's keys.
     """
     tokens = jnp.arange(len(index), dtype=jnp.int32)
-    behind = lax.cummin(jnp.where(index >= 0, len(index), tokens), reverse=True)
+    behind = lax.cummin(jnp.where(index != -1, len(index), tokens), reverse=True)
     return positions + jnp.maximum(behind - tokens, 1)

@@ -13,7 +13,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.norm import OffsetRMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.clip import SIGLIP, ClipEncoder, read_clip_or_siglip
+from jaxengine.models.vision.clip import ClipEncoder, read_siglip
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.vit import VitConfig
 
@@ -43,9 +43,7 @@ def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
     default. Raises ModelConfigError, also for a tower other than SigLIP, and where that number is no square whose side
     divides the number of patches of a unit's side.
     """
-    kind, vit = read_clip_or_siglip(fields, SIGLIP)
-    if kind != SIGLIP:
-        raise fields.fail("vision_config", f"of model_type {SIGLIP}")
+    vit = read_siglip(fields)
     rows = fields.integer("mm_tokens_per_image", 256)
     side = round(rows**0.5)
     if side**2 != rows or side > vit.grid or vit.grid % side:

@@ -4,6 +4,7 @@ side, an MLP."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.norm import HeadsRMSNorm, LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.layers import PatchEmbedding, tower_axis
+from jaxengine.models.vision.layers import PatchEmbedding, joined_qkv, tower_axis
 from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
 from jaxengine.models.vision.vit import (
     VitAttention,
@@ -57,6 +58,7 @@ class InternVLTowerConfig(TowerConfig):
       attention_bias, qk_norm: of attention; the norms are over all heads at once.
       projector_activation: of the projector's MLP.
       last_norm: whether a norm follows the last layer.
+      joined_qkv: whether checkpoints have q, k and v of a layer in one module.
     """
 
     vit: VitConfig
@@ -67,6 +69,7 @@ class InternVLTowerConfig(TowerConfig):
     qk_norm: bool
     projector_activation: str
     last_norm: bool
+    joined_qkv: bool = False
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -79,9 +82,10 @@ class InternVLTowerConfig(TowerConfig):
         return InternVLTower(self, hidden_size, build)
 
 
-def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
+def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVLTowerConfig:
     """Read the vision tower's sizes from a config.json; its hidden states are those that `vision_feature_layer` (-1 by
-    default) selects. Raises ModelConfigError, also for a norm_type or selection strategy that is not supported.
+    default) selects. joined_qkv: of the configuration. Raises ModelConfigError, also for a norm_type or selection
+    strategy that is not supported.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)
@@ -104,6 +108,7 @@ def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
         qk_norm=vision.boolean("use_qk_norm", False),
         projector_activation=read_activation(fields, "projector_hidden_act"),
         last_norm=wanted == -1 and not vision.boolean("use_mean_pooling", True),
+        joined_qkv=joined_qkv,
     )
 
 
@@ -122,9 +127,9 @@ class _Layer(nnx.Module):
             )
             norms = q_norm, k_norm
         self.attention_norm = norm(size, eps, source=f"{source}.layernorm_before", build=build)
-        self.attention = VitAttention(
-            vit, source=attention, out="projection_layer", build=build, bias=config.attention_bias, qk_norms=norms
-        )
+        qkv = joined_qkv(f"{attention}.qkv", size) if config.joined_qkv else None
+        names: dict[str, Any] = {"source": attention, "out": "projection_layer", "qkv": qkv}
+        self.attention = VitAttention(vit, **names, build=build, bias=config.attention_bias, qk_norms=norms)
         self.mlp_norm = norm(size, eps, source=f"{source}.layernorm_after", build=build)
         self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
         decls = [ParamDecl((None,), (Source(f"{source}.lambda_{n}", size),), init_value=0.1) for n in (1, 2)]

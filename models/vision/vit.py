@@ -157,7 +157,8 @@ class VitNames:
 class VitAttention(nnx.Module):
     """Attention of each unit's positions to all of its positions.
 
-    qk_norms: norms, or rope, that q and k pass through, [U * S, heads of this device, H] to the same; None for none.
+    qkv: the checkpoint modules of q, k and v, source's own if None. qk_norms: norms, or rope, that q and k pass
+    through, [U * S, heads of this device, H] to the same; None for none.
     """
 
     def __init__(
@@ -168,11 +169,13 @@ class VitAttention(nnx.Module):
         out: str,
         build: Build,
         bias: bool = True,
+        qkv: tuple[Source, ...] | None = None,
         qk_norms: tuple[nnx.Module, nnx.Module] | None = None,
     ):
         size = config.hidden_size
         self.head_dim = size // config.num_heads
-        qkv = tuple(Source(f"{source}.{name}_proj", size, group=self.head_dim) for name in "qkv")
+        qkv = qkv or tuple(Source(f"{source}.{name}_proj", size) for name in "qkv")
+        qkv = tuple(each._replace(group=self.head_dim) for each in qkv)
         heads = tower_axis("heads", build)
         self.qkv = Linear(size, qkv, axes=("embed", heads), bias=bias, build=build)
         self.out = linear(size, f"{source}.{out}", size, ("heads", "embed"), build)

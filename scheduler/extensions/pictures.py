@@ -23,6 +23,8 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 from jaxengine.scheduler.slots import Slots
 
 NAME = "pictures"
+# In messages: a token without a row that sees all of its prompt (jaxengine.models.layers.pictures has the same).
+IN_PREFIX = -2
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,17 @@ class EncoderRows:
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
         """Return how many of a prompt's tokens [start, start + count) this step can compute as far as images are
-        concerned. Takes nothing.
-
-        The count ends before the first image for which rows, or patches of the step, do not suffice, or which, with
-        `whole`, would be cut; it is 0 if that image has the first token, and `count` without images (media None).
+        concerned; 0 if a prefix would be cut, and `count` without images (media None). Takes nothing.
         """
         if media is None or start >= media.end:
             return count
+        reached = self._reach(media, start, count)
+        return 0 if start + reached < media.prefix_length else reached
+
+    def _reach(self, media: Media, start: int, count: int) -> int:
+        """Return `count`, or where it must end before the first image for which rows, or patches of the step, do not
+        suffice, or which, with `whole`, would be cut; 0 if that image has the first token. Arguments are of `reach`.
+        """
         patches = {tower: most - self._num_patches[tower] for tower, most in self._most.items()}
         rows, seen = self._num_free + self._num_idle_rows, set()
         for item in _within(media, start, count):
@@ -167,11 +173,12 @@ class EncoderRows:
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:
         """Return i32[count]: the pool row of each of the prompt's `count` tokens from `start` on, -1 for those without
-        an image.
+        an image, IN_PREFIX for those of them in a prefix.
 
         Raises KeyError for an image that has no rows (`take`).
         """
         found = np.full(count, -1, np.int32)
+        found[: max(0, media.prefix_length - start)] = IN_PREFIX
         for item in _within(media, start, count):
             first, last = np.searchsorted(item.positions, (start, start + count))
             found[item.positions[first:last] - start] = self._rows[item.digest][first:last]

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from jaxengine.media.processor import Processed
-from jaxengine.media.processors.internvl import InternVLProcessor
-from jaxengine.media.processors.units import UnitProcessor
+from jaxengine.media.processors.tiles import TilesProcessor
 
 
-class GotOcr2Processor(InternVLProcessor):
+class GotOcr2Processor(TilesProcessor):
     """Processor of GotOcr2ForConditionalGeneration."""
 
     modalities: tuple[str, ...] = ("image",)
     needs_tokenizer = False
     crops = False
-
-    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
-        # Nothing stands around an image's tokens but what the prompt has.
-        UnitProcessor.__init__(self, folder, config_json, model_config, tokenizer)
 
     def placeholder_id(self) -> int:
         """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError as `token_id`."""

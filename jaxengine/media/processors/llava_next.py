@@ -91,14 +91,25 @@ class LlavaNextProcessor(LlavaProcessor):
         more patches.
         """
         made = super().process(modality, value, options, most)
-        grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
-        per_unit = made.patches.reshape(-1, num_patches, made.patches.shape[1])
-        patches = np.pad(per_unit, ((0, 0), (0, unit - num_patches), (0, 0))).reshape(-1, made.patches.shape[1])
-        rows, columns = made.grid[1] // grid, made.grid[2] // grid
         height, width, _ = value.shape
-        top, left, lines, width = self._without_black(height, width, made.grid[1], made.grid[2])
+        span = self._without_black(height, width, made.grid[1], made.grid[2])
+        return self.arranged(self.with_ends(made.patches), made.grid, span)
+
+    def with_ends(self, patches: np.ndarray) -> np.ndarray:
+        """Add to the patches of each unit, f32[P, F], empty ones for the ends of its lines."""
+        count, unit = self.tower.vit.num_patches, self.tower.unit
+        by_unit = np.pad(patches.reshape(-1, count, patches.shape[1]), ((0, 0), (0, unit - count), (0, 0)))
+        return by_unit.reshape(-1, patches.shape[1])
+
+    def arranged(self, patches: np.ndarray, size: tuple[int, int, int], span: tuple[int, int, int, int]) -> Processed:
+        """Return the item of an image's patches, f32[P, F] with ends of lines: all of the whole, and of the tiles those
+        within `span`, (first line, first column, lines, columns). size: (1, lines, columns) of all tiles in patches.
+        """
+        grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
+        rows, columns = size[1] // grid, size[2] // grid
+        top, left, lines, width = span
         # Index of each patch of the canvas, and in an extra column of each line's end; -1 for none.
-        placed = np.full((made.grid[1], made.grid[2] + 1), -1, np.int32)
+        placed = np.full((size[1], size[2] + 1), -1, np.int32)
         numbers = num_patches + np.arange(lines * (width + 1), dtype=np.int32).reshape(lines, width + 1)
         placed[top : top + lines, left : left + width] = numbers[:, :width]
         placed[top : top + lines, -1] = numbers[:, width]
@@ -109,7 +120,7 @@ class LlavaNextProcessor(LlavaProcessor):
         # A line's end is stored in the first tile of its row of tiles, as each tile has room for it.
         out[1::columns, num_patches:] = placed[:, -1].reshape(rows, grid)
         count, no_columns = num_patches + numbers.size, np.zeros((0, len(patches)), np.int32)
-        return Processed(patches, no_columns, out.ravel(), count, made.grid)
+        return Processed(patches, no_columns, out.ravel(), count, size)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return (1, 1, num_rows): an image may have any number. Raises RequestError if a grid is given."""

@@ -14,6 +14,7 @@ from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.settings import (
     IMAGES,
     MAX_SIDE,
+    VIDEOS,
     Pixels,
     bad_option,
     check_options,
@@ -94,6 +95,18 @@ class UnitProcessor:
         ModelConfigError.
         """
 
+    def makes_videos_alike(self, folder: Path) -> bool:
+        """Whether the checkpoint preprocesses video frames like images; other videos are not supported. folder: of the
+        checkpoint. Raises ModelFileError for a missing or invalid file.
+        """
+        _, found = read_settings(folder, VIDEOS, IMAGES)
+        fields = found.with_defaults(**self.defaults)
+        try:
+            size = read_size(fields, "size", ("height", "width"))
+            return Pixels.read(fields) == self.pixels and set(size.values()) == {self.side}
+        except ModelConfigError:
+            return False
+
     @abstractmethod
     def placeholder_id(self) -> int:
         """Return the token that stands for one image in a prompt."""
@@ -132,6 +145,11 @@ class UnitProcessor:
     def image_id(self) -> int:
         """Return the placeholder token at whose positions embeddings go."""
         return self.placeholder_id()
+
+    @property
+    def embedded_ids(self) -> tuple[int, ...]:
+        """Return the tokens at whose positions embeddings go: here image_id, for all modalities."""
+        return (self.image_id,)
 
     def token_id(self, *names: str) -> int:
         """Return a token id from the first of these fields that config.json has. Raises ModelConfigError if none is
@@ -221,7 +239,7 @@ class UnitProcessor:
             out += pieces
             owners += [-1 if modality is None else len(order) - 1] * len(pieces)
         out, owners = self.joined(out, owners)
-        embedded, owner = np.asarray(out, np.int64) == self.image_id, np.asarray(owners)
+        embedded, owner = np.isin(out, self.embedded_ids), np.asarray(owners)
         positions = [np.flatnonzero(embedded & (owner == each)).astype(np.int32) for each in range(len(order))]
         return Expanded(out, positions, order)
 

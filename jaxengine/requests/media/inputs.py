@@ -159,7 +159,32 @@ class MediaInputs:
             kind = EMBEDS if each.is_embedded else modality
             item = MediaItem(kind, each.digest, positions, *arrays, each.cached)
             items.append(item if cache is None else cache.item(item, each.made, each.make))
-        return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta)
+        prefix = self._prefix(expanded.token_ids, items)
+        return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta, *prefix)
+
+    def _prefix(self, token_ids: list[int], items: Sequence[MediaItem]) -> tuple[int, bytes]:
+        """Return prefix_length and prefix_digest of a prompt's Media: all of it if the model's tokens see each other,
+        else (0, b""). Raises RequestError for a prompt, or images, that do not fit into one step, and for
+        a prompt longer than a window.
+        """
+        config, most = self._config, self._towers[0].whole_prompt
+        if not most:
+            return 0, b""
+        step = config.max_num_batched_tokens - config.max_num_seqs
+        most = min(most, step, config.long_prefill_token_threshold or step)
+        if len(token_ids) > most:
+            problem = f"this model computes a prompt with images at once: it must have at most {most} tokens, got "
+            advice = "raise max_num_batched_tokens" if most < self._towers[0].whole_prompt else "it has windows"
+            raise RequestError(f"{problem}{len(token_ids)} ({advice})", param="prompt", value=len(token_ids))
+        patches = sum({item.digest: item.num_patches for item in items}.values())
+        if patches > config.max_encoder_patches:
+            problem = f"this model encodes all images of a prompt at once: {patches} patches, where at most "
+            problem += f"{config.max_encoder_patches} are possible: give fewer, or raise max_num_batched_encoder_tokens"
+            raise RequestError(problem, param=DATA, value=patches)
+        digest = hashlib.sha256(np.asarray(token_ids, np.int32).tobytes())
+        for item in items:
+            digest.update(item.digest)
+        return len(token_ids), digest.digest()
 
     def _options(self, options: Any) -> dict[str, Any]:
         """Return a request's mm_processor_kwargs (None for none), merged over the engine's. Raises RequestError for

@@ -42,7 +42,7 @@ class MediaMessage(msgspec.Struct, array_like=True):
     Attributes:
       items: images and videos in the order of the prompt.
       rope_positions: i32[3, tokens]; None for a model without M-RoPE.
-      rope_delta: as of Media.
+      rope_delta, prefix_length, prefix_digest: as of Media.
       epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
       memory: path of this epoch's shared memory; "" if no item is in it.
     """
@@ -52,6 +52,8 @@ class MediaMessage(msgspec.Struct, array_like=True):
     rope_delta: int
     epoch: int = 0
     memory: str = ""
+    prefix_length: int = 0
+    prefix_digest: bytes = b""
 
 
 class MissingMediaError(Exception):
@@ -80,7 +82,7 @@ def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str =
     MediaMessage.
     """
     places = None if media.rope_positions is None else _bytes(media.rope_positions, np.int32)
-    return MediaMessage(items, places, media.rope_delta, epoch, memory)
+    return MediaMessage(items, places, media.rope_delta, epoch, memory, media.prefix_length, media.prefix_digest)
 
 
 def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
@@ -105,7 +107,7 @@ def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
     """Return the Media of a message, with these items in place of its own; rope_positions is a view i32[3, tokens]."""
     places = message.rope_positions
     places = None if places is None else np.frombuffer(places, np.int32).reshape(3, -1)
-    return Media(tuple(items), places, message.rope_delta)
+    return Media(tuple(items), places, message.rope_delta, message.prefix_length, message.prefix_digest)
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:

@@ -15,7 +15,8 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_head
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_architecture, read_config_json
 from jaxengine.models.params.source import WHOLE
 from jaxengine.models.registry import MODELS, build_model, read_hf
 from jaxengine.models.weights.load import load_params
@@ -50,7 +51,7 @@ def test_text_config_goes_before_its_wrapper(name: str):
 
 
 def test_every_wrapper_is_recorded():
-    recorded = {read_config_json(FOLDER / name)["architectures"][0] for name in WRAPPERS}
+    recorded = {hf_architecture(ConfigFields(read_config_json(FOLDER / name))) for name in WRAPPERS}
     # Whisper's configuration is flat.
     named = {name for name in MODELS if name.endswith("ForConditionalGeneration")} - {"WhisperForConditionalGeneration"}
     assert recorded == named

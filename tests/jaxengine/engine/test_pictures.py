@@ -70,8 +70,12 @@ def options_of(case: Case) -> dict[str, Any]:
     """TIGHT, or WHOLE; a model whose layers keep unlike keys needs more pages for one prompt."""
     if case.name.startswith("gemma3"):
         return WHOLE
+    if case.name.startswith("paligemma"):  # a step has room for a whole prompt, and its two pictures
+        return {**WHOLE, "max_num_batched_tokens": 52, "max_num_batched_encoder_tokens": 32}
     if case.name.startswith("gemma4"):  # layers whose pages differ in size
         return {**(WHOLE if "both" in case.name else TIGHT), "num_gpu_blocks_override": 76}
+    if case.name.startswith(("aya_vision", "cohere2")):  # layers with windows and without
+        return {**TIGHT, "num_gpu_blocks_override": 56}
     return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
 
 
@@ -306,6 +310,10 @@ def test_what_is_refused(case, tight):
         with pytest.raises(RequestError, match=text):
             tight.generate(prompt, use_tqdm=False)
     prompt = {"prompt": write("image"), "multi_modal_data": {"image": picture}}
+    if tight.core.inputs.media.processor.tower.whole_prompt:
+        long = {**prompt, "prompt": write("image") + " w3" * 60}
+        with pytest.raises(RequestError, match=r"computes a prompt with images at once: .* \d\d tokens, got \d\d"):
+            tight.generate(long, use_tqdm=False)
     with pytest.raises(RequestError, match="beam search"):
         tight.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
     check_idle(tight)

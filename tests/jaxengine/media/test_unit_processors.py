@@ -120,6 +120,7 @@ def test_the_largest_item_is_as_large_as_any(name, tmp_path):
         ("internvl_vision", {"max_patches": 65}, "max_patches must be from min_patches 1 to 64, got 65"),
         ("idefics3_vision", {"max_image_size": {"longest_edge": 25}}, "max_image_size must be {'longest_edge': 24}"),
         ("gemma3_sees_vision", {"size": {"height": 48, "width": 24}}, "size must be 48 by 48"),
+        ("cohere2_vision", {"patch_size": 3}, "patch_size must be the side of the square of 4 embeddings"),
     ],
 )
 def test_settings_that_do_not_fit(name, changes, message, tmp_path):

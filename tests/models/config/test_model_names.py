@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import hf_architecture
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import model_for_hf, read_hf
 from scripts.model_names import read_names
@@ -34,7 +36,7 @@ def test_names_are_many_and_each_is_there_once():
 def test_a_published_configuration_is_read(name):
     config = ROWS[name].config
     model = read_hf(config)
-    assert model.architecture == model_for_hf(config["architectures"][0]).__name__
+    assert model.architecture == model_for_hf(hf_architecture(ConfigFields(config))).__name__
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.registry import read_hf
+from scripts.model_names import read_names
 from tests.models.config.published import GEMMA3_VISION
 from tests.tables import each_row
 
@@ -144,6 +145,12 @@ INTERNVL = {
     "vision_feature_select_strategy": "default",
 }
 
+NAMED = {row.names[0]: row.config for row in read_names()}
+ONEVISION, PALIGEMMA = (
+    NAMED[name] for name in ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "google/paligemma-3b-pt-224")
+)
+AYA = NAMED["CohereLabs/aya-vision-8b"]
+
 
 @pytest.mark.parametrize(
     ("raw", "unit", "rows", "features", "layers"),
@@ -167,6 +174,23 @@ def test_published(raw, unit, rows, features, layers):
     )
     assert config.num_layers == layers and config.tower.columns == () and config.tower.num_parts == 1
     assert config.tower.attends_both_ways == (raw is GEMMA3_VISION)
+
+
+@each_row(
+    ("name", "unit", "rows", "features", "whole_prompt"),
+    [
+        ("llava-hf/llava-onevision-qwen2-7b-ov-hf", 729 + 27, 756, 588, 0),
+        ("google/paligemma-3b-pt-224", 256, 256, 588, 8192),
+        ("google/paligemma2-3b-pt-224", 256, 256, 588, 4096),  # a window
+        ("CohereLabs/aya-vision-8b", 676, 169, 588, 0),
+        ("CohereLabs/command-a-vision-07-2025", 1024, 256, 768, 0),
+    ],
+)
+def test_published_by_name(name, unit, rows, features, whole_prompt):
+    tower = read_hf(NAMED[name]).tower
+    assert tower is not None
+    assert (tower.unit, tower.unit // tower.merge, tower.num_features) == (unit, rows, features)
+    assert tower.whole_prompt == whole_prompt and tower.attends_both_ways == (whole_prompt > 0)
 
 
 def test_layers_behind_the_last_that_is_needed_stay_in_the_file():
@@ -196,6 +220,20 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
         (SMOLVLM | {"scale_factor": 5}, "scale_factor must be such that it divides the 32 patches"),
         (INTERNVL | {"downsample_ratio": 0.3}, "downsample_ratio must be one divided by an integer, got 0.3"),
         (INTERNVL | {"downsample_ratio": 1e-310}, "downsample_ratio must be one divided by an integer, got 1e-310"),
+        (
+            ONEVISION | {"vision_aspect_ratio": "anyres_max_65"},
+            "vision_aspect_ratio must be anyres_max_N with N from 1",
+        ),
+        (ONEVISION | {"vision_aspect_ratio": "square"}, "vision_aspect_ratio must be anyres_max_N with N from 1 to 64"),
+        (AYA | {"downsample_factor": 3}, "downsample_factor must be such that it divides the 26 patches"),
+        (AYA | {"alignment_intermediate_size": 5}, "alignment_intermediate_size must be an even number, got 5"),
+        (AYA | {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy must be"),
+        (AYA | {"text_config": {"model_type": "llama"}}, "model_type must be one of cohere, cohere2 in text_config"),
+        (changed(PALIGEMMA, model_type="clip_vision_model"), "vision_config.model_type must be siglip_vision_model"),
+        (
+            PALIGEMMA | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},
+            "use_bidirectional_attention must be true or absent, got False",
+        ),
         (changed(INTERNVL, norm_type="batch"), "vision_config.norm_type must be one of layer_norm, rms_norm"),
         (
             GEMMA3_VISION | {"mm_tokens_per_image": 200},

@@ -3,10 +3,25 @@
 
 from __future__ import annotations
 
+import json
+import re
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
-from tests.fixtures.unit_pictures import CASES, SIZES, picture, text_of, video, video_text
+from jaxengine.media.registry import processor_for
+from jaxengine.models.build import Build
+from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.layers.pictures import IN_PREFIX, picture_limits
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures.unit_pictures import CASES, SIZES, picture, text_of, video, video_text, write_checkpoint
 from tests.models.conftest import forward
 from tests.models.families.unit_runs import open_case, run_prompt
 
@@ -53,13 +68,95 @@ def test_logits_and_answers(case, thorough):
         assert logits[end - 1 :].argmax(axis=1).tolist() == answer.tolist()
 
 
+def test_a_prefix_sees_all_of_itself():
+    """Tokens of a prefix, with rows or not, then those after it, then another prompt's prefix."""
+    index = np.asarray([IN_PREFIX, 3, 4, IN_PREFIX, -1, -1, IN_PREFIX, 0], np.int32)
+    positions = np.asarray([0, 1, 2, 3, 4, 5, 0, 1], np.int32)
+    assert picture_limits(jnp.asarray(index), jnp.asarray(positions)).tolist() == [4, 4, 4, 4, 5, 6, 2, 2]
+
+
 def test_a_video_before_a_picture(case, thorough):
     if "video" not in case.processor.modalities:
         pytest.skip("takes no videos")
-    if case.name == "smolvlm_vision" and not thorough:
+    if case.name in ("smolvlm_vision", "llava_onevision_odd_vision") and not thorough:
         pytest.skip("a further shape of a tower: --thorough")
     token_ids, logits = run_prompt(case, video_text(case.name), (3,), np.zeros(0, np.int32), video())
     assert token_ids == case.recorded["tokens_video"].tolist()
     golden = case.recorded["logits_video"]
     found = logits[: len(token_ids)][::POSITION_STEP]
     assert np.abs(found - golden).max() <= TOLERANCE * np.abs(golden).max()
+
+
+# Of InternVLChatModel, as OpenGVLab publishes it, after transformers' names of the same.
+FIRST_NAMES = (
+    (r"vision_tower.embeddings.cls_token", "vision_model.embeddings.class_embedding"),
+    (r"vision_tower.embeddings.patch_embeddings.projection", "vision_model.embeddings.patch_embedding"),
+    (r"vision_tower.embeddings.position_embeddings", "vision_model.embeddings.position_embedding"),
+    (r"vision_tower.encoder.layer", "vision_model.encoder.layers"),
+    (r"attention.projection_layer", "attn.proj"),
+    (r"attention.([qk]_norm)", r"attn.\1"),
+    (r"layernorm_before", "norm1"),
+    (r"layernorm_after", "norm2"),
+    (r"lambda_([12])", r"ls\1"),
+    (r"multi_modal_projector.layer_norm", "mlp1.0"),
+    (r"multi_modal_projector.linear_1", "mlp1.1"),
+    (r"multi_modal_projector.linear_2", "mlp1.3"),
+)
+
+
+def write_first(folder, name):
+    """The recorded checkpoint of InternVL, as it was published first."""
+    write_checkpoint(folder, name, checkpoint(name))
+    raw, tensors, found = read_config_json(folder), load_file(folder / "model.safetensors"), {}
+    for stored, values in tensors.items():
+        if match := re.search(r"attention.q_proj.(weight|bias)", stored):
+            parts = [tensors[stored.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
+            stored, values = stored.replace(match[0], f"attn.qkv.{match[1]}"), np.concatenate(parts)
+        elif "vision" in stored and re.search(r"[kv]_proj", stored):
+            continue
+        for theirs, first in FIRST_NAMES:
+            stored = re.sub(theirs, first, stored)
+        found[stored] = values
+    save_file(found, folder / "model.safetensors")
+    vision, text = raw["vision_config"], raw["text_config"]
+    names = {"qkv_bias": "attention_bias", "qk_normalization": "use_qk_norm", "norm_type": "norm_type"}
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps")
+    first = {
+        "architectures": ["InternVLChatModel"],
+        "llm_config": text,
+        "vision_config": {key: vision[key] for key in kept}
+        | {new: vision[old] for new, old in names.items()}
+        | {"image_size": 24, "patch_size": 6, "hidden_act": "gelu", "model_type": "intern_vit_6b"},
+        "downsample_ratio": 0.5,
+        "select_layer": raw["vision_feature_layer"],
+        "ps_version": "v2",
+        "force_image_size": 24,
+        "min_dynamic_patch": 1,
+        "max_dynamic_patch": 4,
+        "dynamic_image_size": True,
+        "use_thumbnail": True,
+    }
+    (folder / "config.json").write_text(json.dumps(first))
+    settings = {key: value for key, value in CASES[name]["images"].items() if "patches" not in key}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"size": 24, "do_center_crop": True}))
+
+
+def test_internvl_as_it_was_published_first(tmp_path):
+    """The same weights, and the same of pictures, as of the files of transformers."""
+    name = "internvl_rms_vision"
+    case = open_case(name, tmp_path / "transformers")
+    write_first(tmp_path, name)
+    raw, source = read_config_json(tmp_path), SafetensorsCheckpoint(tmp_path)
+    config = read_hf(raw)
+    model = build_model(config, Build("float32"))
+    nnx.update(model, load_params(model, source))
+    source.close()
+    for ours, wanted in zip(*(jax.tree.leaves(nnx.state(each)) for each in (model, case.model)), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+    processor = processor_for(tmp_path, raw, config, case.tokenizer)
+    assert processor is not None
+    for index in range(len(SIZES)):
+        ours, wanted = (each.process("image", picture(index), {}) for each in (processor, case.processor))
+        np.testing.assert_array_equal(ours.patches, wanted.patches)
+        expanded = [each.expand([5, 127, 6], {"image": [wanted]}).token_ids for each in (processor, case.processor)]
+        assert expanded[0] == expanded[1]

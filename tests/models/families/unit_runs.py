@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxengine.media.registry import PROCESSORS
 from jaxengine.models.config.hf import read_config_json
-from jaxengine.models.layers.pictures import Pictures
+from jaxengine.models.layers.pictures import IN_PREFIX, Pictures
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.unit_pictures import picture, write_checkpoint
@@ -65,6 +65,8 @@ def run_prompt(
     expanded = case.processor.expand(case.tokenizer.encode(text, add_special_tokens=False), made)
     items = [made[modality][number] for modality, number in expanded.order]
     index = np.full(PADDED, -1, np.int32)
+    if items and case.model.config.tower.whole_prompt:
+        index[: len(expanded.token_ids)] = IN_PREFIX
     rows = np.zeros((PADDED, case.model.config.hidden_size), np.float32)  # as many as any prompt has
     first = 0
     for places, found in zip(expanded.positions, encode(case.model, items) if items else [], strict=True):

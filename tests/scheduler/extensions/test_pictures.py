@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.extensions.pictures import EncoderRows, PictureOptions
+from jaxengine.scheduler.extensions.pictures import IN_PREFIX, EncoderRows, PictureOptions
 from jaxengine.scheduler.media import Media, MediaItem
 from jaxengine.scheduler.request import FinishReason
 from tests.scheduler.fake_device import VOCAB_SIZE
@@ -190,6 +190,21 @@ def test_a_chunk_ends_before_a_picture_that_has_no_room():
     assert rows.encodes[0].item.digest == b"d" and rows.reach(media, 14, 4) == 4
     rows.take(0, media, 14, 4)
     assert [each.item.digest for each in rows.encodes] == [b"c"], "what nobody needs any more is not encoded over c"
+
+
+def test_a_prefix_is_computed_at_once():
+    """Also where its images have no room, and its pages are those of no other prompt."""
+    rows, items = EncoderRows(20, 16, whole=True), (item("a", range(1, 5)), item("b", range(8, 12)))
+    media = Media(items, prefix_length=16, prefix_digest=b"one")
+    assert [rows.reach(media, *span) for span in ((0, 15), (0, 16), (8, 8), (0, 20), (16, 4))] == [0, 16, 8, 20, 4]
+    rows.take(0, media, 0, 16)
+    found = rows.index(media, 0, 20)
+    assert (found >= 0).nonzero()[0].tolist() == [*range(1, 5), *range(8, 12)]
+    assert set(found[[0, 5, 6, 7, *range(12, 16)]]) == {IN_PREFIX} and set(found[16:]) == {-1}
+    assert EncoderRows(20, 8, whole=True).reach(media, 0, 16) == 0, "8 patches of 16"
+    each = [make("x", [PLACEHOLDER] * 16, media=replace(media, prefix_digest=digest)) for digest in (b"one", b"two")]
+    pages = [request.extend_page_hashes(request.prompt_token_ids, 4) for request in each]
+    assert len({*pages[0], *pages[1]}) == 8
 
 
 def test_a_second_tower_has_a_limit_of_its_own():

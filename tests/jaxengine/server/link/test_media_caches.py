@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,10 +17,10 @@ from jaxengine.engine.extensions.pictures import MediaStats
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.requests.media.inputs import MediaInputs
-from jaxengine.scheduler.media import EMBEDS
+from jaxengine.scheduler.media import EMBEDS, Media
 from jaxengine.scheduler.token_params import TokenParams
 from jaxengine.server.link import messages, submit_messages
-from jaxengine.server.link.media_messages import MediaMessage, MissingMediaError
+from jaxengine.server.link.media_messages import MediaMessage, MissingMediaError, media_message, read_media
 from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.media_senders import KeySender, MediaSender
 from jaxengine.server.link.shared_media import Arena, SharedSender
@@ -69,7 +70,7 @@ class Pair:
             "num_encoder_rows": 1 << 12,
         }
         config = SimpleNamespace(mm_processor_cache_bytes=10 * SIZE, **options)
-        tower = SimpleNamespace(unit=4, merge=1, hears=False, num_parts=1)
+        tower = SimpleNamespace(unit=4, merge=1, hears=False, num_parts=1, whole_prompt=0)
         self.processor = Squares()
         self.inputs = MediaInputs(self.processor, [tower], config)  # pyright: ignore[reportArgumentType]
         self.inputs.cache = sender.cache or self.inputs.cache
@@ -249,6 +250,13 @@ def test_large_items_are_not_shared(make):
     pair = make(SharedSender(16 * SIZE, SIZE))
     assert pair.send(picture(0)) < SIZE < 4 * SIZE < pair.send(picture(1, 16))
     assert pair.sender.num_bytes == SIZE
+
+
+def test_a_prefix_crosses():
+    sent = Media((), rope_delta=3, prefix_length=7, prefix_digest=b"all")
+    wire = msgspec.msgpack.encode(media_message(sent, []))
+    found = read_media(msgspec.msgpack.decode(wire, type=MediaMessage), [])
+    assert (found.rope_delta, found.prefix_length, found.prefix_digest) == (3, 7, b"all")
 
 
 def test_parts_of_memory_are_joined_again():

@@ -1,0 +1,111 @@
+"""Processors of Aya Vision and Command A Vision: images are cut into tiles, and added as a whole behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.tiles import TilesProcessor, tilings
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.params.files import read_object
+
+_START, _END, _BREAK = "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
+
+
+class AyaVisionProcessor(TilesProcessor):
+    """Processor of AyaVisionForConditionalGeneration: each tile follows its number. In a prompt a text stands for an
+    image, <image>, which need not be a token.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self._named = read_object(folder, "processor_config.json") or {}
+        self._placeholder = self._text("image_token", "<image>")
+        self._written = self._ids(self._placeholder)
+
+    def placeholder(self, modality: str) -> str:
+        """Return the text that stands for an image."""
+        return self._placeholder
+
+    def placeholder_id(self) -> int:
+        """Return image_token_index of config.json, or else image_token_id, at whose positions embeddings go. Raises
+        ModelConfigError as `token_id`.
+        """
+        return self.token_id("image_token_index", "image_token_id")
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Expand the prompt as UnitProcessor does, after putting one token for each placeholder text in it."""
+        found, count, at = list[int](), len(self._written), 0
+        while at < len(token_ids):
+            written = list(token_ids[at : at + count]) == self._written
+            found.append(self.image_id if written else token_ids[at])
+            at += count if written else 1
+        return super().expand(found, items)
+
+    def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): its tiles and the whole, each after its name, between two marks."""
+        rows = self.tower.unit // self.tower.merge
+        tile, whole = self._text("tile_token", "TILE"), self._text("tile_global_token", "TILE_GLOBAL")
+        names = [*(f"{tile}_{number}" for number in range(1, item.num_rows // rows)), whole]
+        pieces = [token for name in names for token in (*self._ids(name), *[self.image_id] * rows)]
+        start, end = self._text("start_of_img_token", _START), self._text("end_of_img_token", _END)
+        return [*self._ids(start), *pieces, *self._ids(end)]
+
+    def _text(self, name: str, default: str) -> str:
+        """Return the text of a token from processor_config.json, or the default."""
+        return str(self._named.get(name) or default)
+
+    def _ids(self, text: str) -> list[int]:
+        """Tokenize a piece of text between special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+class Cohere2VisionProcessor(TilesProcessor):
+    """Processor of Cohere2VisionForConditionalGeneration: a line break follows each tile."""
+
+    defaults = {**TilesProcessor.defaults, "size": {"height": 512, "width": 512}}
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        told = read_object(folder, "tokenizer_config.json") or {}
+        more = told.get("extra_special_tokens")
+        named = {**(more if isinstance(more, Mapping) else {}), **told}
+        names = (("boi_token", _START), ("img_line_break_token", _BREAK), ("eoi_token", _END))
+        texts = (str(named.get(name) or default) for name, default in names)
+        self._start, self._break, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        """Read the limits of tiles, and whether there are any (crop_to_patches). Raises ModelConfigError as
+        TilesProcessor, and for a `patch_size` whose square is not the number of a tile's embeddings.
+        """
+        super().read_settings(fields)
+        self.crops = fields.boolean("crop_to_patches", True)
+        rows = self.tower.unit // self.tower.merge
+        if fields.integer("patch_size", 16) ** 2 != rows:
+            raise fields.fail(
+                "patch_size", f"the side of the square of {rows} embeddings that the tower makes of a tile"
+            )
+
+    def placeholder_id(self) -> int:
+        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        return self.token_id("image_token_id")
+
+    def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        """Return the (rows, columns) of at most `most` tiles that enlarges the image least; where all shrink it, the
+        one that does so least. height, width: of the image in pixels. `least` does not count, as in transformers.
+        """
+        best, score = (1, 1), (False, 0.0)
+        for rows, columns in tilings(1, most):
+            scale = min(self.side * columns / width, self.side * rows / height)
+            found = (scale >= 1, -scale if scale >= 1 else scale)
+            if found > score:
+                best, score = (rows, columns), found
+        return best
+
+    def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): its tiles and the whole, with a line break each, between marks."""
+        rows = self.tower.unit // self.tower.merge
+        lines = [*[self.image_id] * rows, *self._break] * (item.num_rows // rows)
+        return [*self._start, *lines, *self._end]

@@ -1,0 +1,134 @@
+"""LLaVA-OneVision's processor: LLaVA-NeXT's, which interpolates the embeddings of images in many tiles to fewer, and
+those of each frame of a video to a quarter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.frames import LARGEST_FRAMES
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.models.config.tower import SHARES
+
+# Images with this times as many patches along a side as the limit has are interpolated.
+_TOLERANCE = 1.1
+
+
+class LlavaOnevisionProcessor(LlavaNextProcessor):
+    """Processor of LlavaOnevisionForConditionalGeneration. Images of one prompt are all cut into tiles, as where
+    transformers' processor gets them in one list.
+    """
+
+    defaults = {**LlavaNextProcessor.defaults, "size": {"height": 384, "width": 384}}
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        self.modalities = ("image", "video") if self.makes_videos_alike(Path(folder)) else ("image",)
+
+    @property
+    def embedded_ids(self) -> tuple[int, ...]:
+        return tuple(self.placeholder_id_of(modality) for modality in self.modalities)
+
+    def placeholder_id_of(self, modality: str) -> int:
+        """Return the token that stands for an image or a video, of config.json. Raises ModelConfigError as
+        `token_id`.
+        """
+        return self.token_id("video_token_index", "video_token_id") if modality == "video" else self.placeholder_id()
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, whose frames are stretched to a tile each.
+        most: limit of patches. Raises RequestError for any option, other values, strips, and more patches.
+        """
+        if modality != "video":
+            return super().process(modality, value, options, most)
+        frames = self.checked_frames(modality, value, options, most)
+        patches = self.with_ends(self._cut([self.pixels.resized(frame, self.side, self.side) for frame in frames]))
+        half = -(-self.tower.vit.grid // 2)
+        blocks = [_between(self._canvas(number, 1, 1), half, half) for number in range(len(frames))]
+        return self._item(patches, [*blocks, self._line_ends(1)], (len(frames), half, half))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return an item with the most tiles and, counted, the most embeddings of any image, or the image of `size`,
+        (height, width) in pixels; of videos one of LARGEST_FRAMES frames, whatever the size.
+        """
+        if modality == "video":
+            return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
+        made = super().largest(modality, size)
+        if size is not None:
+            return made
+        grid = self.tower.vit.grid
+        lines = (self._size(rows * grid, columns * grid) for rows, columns in self.tilings)
+        return made._replace(num_rows=grid**2 + max(rows * (columns + 1) for rows, columns in lines))
+
+    def arranged(self, patches: np.ndarray, size: tuple[int, int, int], span: tuple[int, int, int, int]) -> Processed:
+        """Return the item of an image: the whole, then line by line the patches within `span`, interpolated if they are
+        too many, with an end of line each. Arguments are LlavaNextProcessor's.
+        """
+        grid = self.tower.vit.grid
+        top, left, lines, width = span
+        canvas = self._canvas(1, size[1] // grid, size[2] // grid)[top : top + lines, left : left + width]
+        cut = _between(canvas, *self._size(lines, width))
+        cut = np.concatenate([cut, self._line_ends(cut.shape[1])], axis=2)
+        return self._item(patches, [_between(self._canvas(0, 1, 1), grid, grid), cut], size)
+
+    def video_pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of a video (`item`): the placeholder once for each embedding."""
+        return [self.placeholder_id_of("video")] * item.num_rows
+
+    def _size(self, lines: int, columns: int) -> tuple[int, int]:
+        """Return the lines and columns to which this many are interpolated; the same if they are not too many."""
+        ratio = math.sqrt(lines * columns / (self.tower.max_tiles * self.tower.vit.num_patches))
+        return (int(lines // ratio), int(columns // ratio)) if ratio > _TOLERANCE else (lines, columns)
+
+    def _canvas(self, first: int, rows: int, columns: int) -> np.ndarray:
+        """Return where the tower has each patch of units that begin with number `first` and lie side by side:
+        i32[rows * grid, columns * grid].
+        """
+        grid, unit = self.tower.vit.grid, self.tower.unit
+        begins = (first + np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)) * unit
+        places = np.arange(grid**2, dtype=np.int32).reshape(grid, grid)
+        by_tile = begins[:, None, :, None] + places[None, :, None]
+        return by_tile.reshape(rows * grid, columns * grid)
+
+    def _line_ends(self, lines: int) -> np.ndarray:
+        """Return columns of the tower for `lines` ends of lines, one below the other: i32[6, lines, 1]."""
+        return _between(np.full((lines, 1), self.tower.vit.num_patches, np.int32), lines, 1)
+
+    def _item(self, patches: np.ndarray, blocks: Sequence[np.ndarray], size: tuple[int, int, int]) -> Processed:
+        """Return the item of `patches`, f32[P, F], with the embeddings of blocks, i32[6, lines, columns] each, as of
+        _between, one after the other. size: of the item's grid.
+        """
+        found = np.concatenate([block.reshape(len(block), -1) for block in blocks], axis=1)
+        count = found.shape[1]
+        columns, rows = np.full((len(found), len(patches)), -1, np.int32), np.full(len(patches), -1, np.int32)
+        columns[:, :count], rows[:count] = found, np.arange(count)
+        columns[:4, :count] -= rows[:count]
+        return Processed(patches, columns, rows, count, size)
+
+
+def _between(canvas: np.ndarray, lines: int, columns: int) -> np.ndarray:
+    """Return columns of the tower, i32[6, lines, columns], that interpolate the rows numbered in `canvas`, i32[H, W],
+    to a canvas of this size: the four that each is between, and how far down and right it is, in units of 1 / SHARES.
+    """
+    above, below, down = _taps(canvas.shape[0], lines)
+    left, right, across = _taps(canvas.shape[1], columns)
+    four = [canvas[np.ix_(line, column)] for line in (above, below) for column in (left, right)]
+    shares = np.broadcast_arrays(down[:, None], across[None])
+    return np.stack([*four, *shares]).astype(np.int32)
+
+
+def _taps(size: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, for `wanted` places spread over `size`, i64[wanted] each: the places before and after, and how far it is
+    from the first to the second, in units of 1 / SHARES. Pixels are areas (torch's align_corners=False).
+    """
+    scale = np.float32(size) / np.float32(wanted)
+    at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
+    first = np.minimum(at.astype(np.int64), size - 1)
+    share = np.round((at - first) * SHARES).astype(np.int64)
+    return first, np.minimum(first + 1, size - 1), share

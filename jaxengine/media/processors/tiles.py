@@ -1,0 +1,99 @@
+"""Base of processors that resize images to the tiling of the nearest shape and add them as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
+from jaxengine.models.config.fields import ConfigFields
+
+_BICUBIC = 3
+_MAX_TILES = 64
+
+
+class TilesProcessor(UnitProcessor):
+    """Base class of a UnitProcessor with a limited number of tiles.
+
+    Attributes:
+      min_tiles, max_tiles: limits of an image's tiles, without the whole.
+      adds_whole: whether several tiles are followed by the whole.
+      crops: whether images are cut into tiles, unless a request says otherwise.
+    """
+
+    defaults = {
+        "resample": _BICUBIC,
+        "image_mean": CLIP_MEAN,
+        "image_std": CLIP_STD,
+        "size": {"height": 384, "width": 384},
+        "min_patches": 1,
+        "max_patches": 12,
+    }
+    needs_tokenizer = True
+    adds_whole = crops = True
+    min_tiles: int
+    max_tiles: int
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        """Read the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits out of
+        range.
+        """
+        size = read_size(fields, "size", ("height", "width"))
+        if set(size.values()) != {self.side}:
+            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.min_tiles, self.max_tiles = fields.integer("min_patches"), fields.integer("max_patches")
+        if self.max_tiles > _MAX_TILES or self.min_tiles > self.max_tiles:
+            raise fields.fail("max_patches", f"from min_patches {self.min_tiles} to {_MAX_TILES}")
+
+    def option_names(self) -> tuple[str, ...]:
+        return ("crop_to_patches", "min_patches", "max_patches")
+
+    def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of an image that gets the most tiles."""
+        rows, columns = max(tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
+        return rows * self.side, columns * self.side
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """Resize an image, `picture` uint8[H, W, 3], to the nearest tiling; return its tiles, then the whole if there
+        are several, and (rows, columns). The whole is resized to a square.
+
+        options: mm_processor_kwargs, of which `min_patches` and `max_patches` replace the limits of tiles; with
+        `crop_to_patches` False the whole alone is returned, and (1, 1). Raises RequestError for an invalid one.
+        """
+        side, resize = self.side, self.pixels.resized
+        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
+        least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
+        if not boolean_option(options, "crop_to_patches", self.crops) or most == 1:
+            return [resize(picture, side, side)], (1, 1)
+        rows, columns = self.tiling(picture.shape[0], picture.shape[1], least, most)
+        whole = resize(picture, rows * side, columns * side)
+        tiles = list(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        return tiles if len(tiles) == 1 or not self.adds_whole else [*tiles, resize(picture, side, side)], (
+            rows,
+            columns,
+        )
+
+    def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        """Return the (rows, columns) whose shape is nearest to the image's; (1, 1) if the limits allow no tiling.
+
+        height, width: of the image in pixels; least, most: limits of the number of tiles. Among equals it is the one
+        with the most tiles, as long as they have less than twice the image's area.
+        """
+        best, nearest = (1, 1), float("inf")
+        for rows, columns in tilings(least, most):
+            distance = abs(width / height - columns / rows)
+            if distance < nearest or (
+                distance == nearest and width * height > 0.5 * self.side * self.side * rows * columns
+            ):
+                best, nearest = (rows, columns), distance
+        return best
+
+
+def tilings(least: int, most: int) -> list[tuple[int, int]]:
+    """Return all (rows, columns) with `least` to `most` tiles, sorted by number of tiles, then by columns."""
+    sides = range(1, most + 1)
+    found = [(rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most]
+    return sorted(found, key=lambda tiling: tiling[0] * tiling[1])

@@ -1,0 +1,76 @@
+"""PaliGemma (Beyer et al. 2024, arXiv:2407.07726) and PaliGemma 2 (Steiner et al. 2024, arXiv:2412.03555): Gemma or
+Gemma 2 with a vision tower; all tokens of a prompt with images see each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf import text_fields
+from jaxengine.models.families.gemma import GemmaForCausalLM
+from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
+from jaxengine.models.families.llava import NAMES
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.paligemma import read_paligemma
+
+# What transformers takes for fields that a file lacks.
+_SHARED: dict[str, Any] = {
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA: dict[str, Any] = _SHARED | {
+    "vocab_size": 257152,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+}
+_GEMMA2: dict[str, Any] = _SHARED | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+class PaliGemmaForConditionalGeneration(GemmaForCausalLM):
+    """Gemma with images at the beginning of prompts."""
+
+    gguf_architecture: ClassVar[str | None] = None
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shared = super().read_hf(_text(fields, _GEMMA))
+        return shared | {"tower": read_paligemma(fields, shared["max_position_embeddings"])}
+
+
+class PaliGemma2ForConditionalGeneration(Gemma2ForCausalLM):
+    """Gemma 2 with images at the beginning of prompts. These are no longer than a window: within it all tokens of a
+    prompt see each other, beyond it no layer of this engine looks back.
+    """
+
+    gguf_architecture: ClassVar[str | None] = None
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shared = super().read_hf(_text(fields, _GEMMA2))
+        windows = [layer.window for layer in shared["attention"] if layer.window is not None]
+        return shared | {"tower": read_paligemma(fields, min([shared["max_position_embeddings"], *windows]))}
+
+
+def _text(fields: ConfigFields, defaults: dict[str, Any]) -> ConfigFields:
+    """Return the fields of text_config, with defaults, without use_bidirectional_attention, which says of prompts what
+    is always so here. Raises ModelConfigError if that is false.
+    """
+    text = text_fields(fields)
+    text.require(use_bidirectional_attention=True)
+    kept = {name: value for name, value in text.raw.items() if name != "use_bidirectional_attention"}
+    return ConfigFields(kept).with_defaults(**defaults)

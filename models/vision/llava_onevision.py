@@ -1,0 +1,83 @@
+"""Vision tower of LLaVA-OneVision (Li et al. 2024, arXiv:2408.03326): LLaVA-NeXT's, whose rows are then interpolated:
+of images in many tiles, and of frames of videos."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import SHARES
+from jaxengine.models.vision.clip import SIGLIP
+from jaxengine.models.vision.llava import LlavaTower, LlavaTowerConfig, read_llava_next
+
+# What transformers takes for fields that a file lacks.
+_VISION = {
+    "model_type": SIGLIP,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+    "image_size": 384,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+}
+_ASPECT, _MAX_TILES = "vision_aspect_ratio", 64
+_TAPS = ("top_left", "top_right", "bottom_left", "bottom_right")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaOnevisionTowerConfig(LlavaTowerConfig):
+    """LLaVA-NeXT's tower with interpolated rows.
+
+    Attributes:
+      max_tiles: patches of this many tiles an image may have before its rows are interpolated to fewer.
+    """
+
+    max_tiles: int
+
+    def make(self, hidden_size: int, build: Build) -> LlavaOnevisionTower:
+        return LlavaOnevisionTower(self, hidden_size, build)
+
+
+def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
+    """Read LLaVA-OneVision's tower from a config.json; `vision_aspect_ratio` is anyres_max_N, N tiles, 9 by default.
+    Raises ModelConfigError.
+    """
+    aspect = re.fullmatch(r"anyres_max_(\d{1,2})", fields.text(_ASPECT, "anyres_max_9"))
+    if aspect is None or not 1 <= int(aspect[1]) <= _MAX_TILES:
+        raise fields.fail(_ASPECT, f"anyres_max_N with N from 1 to {_MAX_TILES}")
+    vision = {**_VISION, **(fields.mapping("vision_config") or {})}
+    tower = read_llava_next(
+        ConfigFields(
+            {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", **fields.raw}
+            | {"vision_config": vision}
+        )
+    )
+    shared: dict[str, Any] = {each.name: getattr(tower, each.name) for each in fields_of(tower)}
+    shared["columns"] = (*_TAPS, "down", "right")
+    return LlavaOnevisionTowerConfig(**shared, max_tiles=int(aspect[1]))
+
+
+class LlavaOnevisionTower(LlavaTower):
+    """Vision tower of LLaVA-OneVision; called as jaxengine.models.config.tower says.
+
+    Columns say of each row which four rows of LLaVA-NeXT's tower it is between, as their distances from it, and how far
+    down and right it is, in units of 1 / SHARES of the way.
+    """
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        rows = super().__call__(patches, columns)
+        with jax.named_scope("interpolate"):
+            own = jnp.arange(len(rows), dtype=jnp.int32)
+            taps = jnp.clip(own + columns[: len(_TAPS)], 0, len(rows) - 1)
+            top_left, top_right, bottom_left, bottom_right = (rows[tap].astype(jnp.float32) for tap in taps)
+            down, right = (share[:, None].astype(jnp.float32) / SHARES for share in columns[len(_TAPS) :])
+            top = top_left + right * (top_right - top_left)
+            bottom = bottom_left + right * (bottom_right - bottom_left)
+            return (top + down * (bottom - top)).astype(rows.dtype)

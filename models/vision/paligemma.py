@@ -1,0 +1,70 @@
+"""Vision tower of PaliGemma (Beyer et al. 2024, arXiv:2407.07726): SigLIP and one matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.vision.clip import ClipEncoder, read_siglip
+from jaxengine.models.vision.llava import PROJECTOR, TOWER
+from jaxengine.models.vision.vit import VitConfig, linear
+
+# What transformers takes for fields that a file lacks.
+_DEFAULTS = {
+    "hidden_size": 1152,
+    "intermediate_size": 4096,
+    "patch_size": 14,
+    "image_size": 224,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaliGemmaTowerConfig(TowerConfig):
+    """SigLIP with PaliGemma's projector. vit: sizes."""
+
+    vit: VitConfig
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return (f"{TOWER}.head.",)
+
+    def make(self, hidden_size: int, build: Build) -> PaliGemmaTower:
+        return PaliGemmaTower(self, hidden_size, build)
+
+
+def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
+    """Read the vision tower's sizes from a config.json. most: tokens of a prompt with images. Raises
+    ModelConfigError.
+    """
+    vit = read_siglip(fields, **_DEFAULTS)
+    return PaliGemmaTowerConfig(
+        num_features=vit.num_features,
+        columns=(),
+        merge=1,
+        unit=vit.num_patches,
+        attends_both_ways=True,
+        whole_prompt=most,
+        vit=vit,
+    )
+
+
+class PaliGemmaTower(nnx.Module):
+    """Vision tower of PaliGemma: SigLIP and a projector; called as jaxengine.models.config.tower says."""
+
+    def __init__(self, config: PaliGemmaTowerConfig, hidden_size: int, build: Build):
+        vit = config.vit
+        self.encoder = ClipEncoder(vit, (vit.num_layers,), TOWER, build, with_last_norm=True)
+        self.proj = linear(vit.hidden_size, f"{PROJECTOR}.linear", hidden_size, ("embed", "embed"), build)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        del columns  # there are none: all units are alike
+        x = self.encoder(patches)
+        with jax.named_scope("projector"):
+            return self.proj(x)
