@@ -91,7 +91,8 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
         return Axk2Attention(*sizes, source=f"{LAYER}.self_attn", build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        config, made = self.config, super().make_layer(layer, build)
+        config = self.config
+        made: Any = super().make_layer(layer, build)
         made.input_norm = GatedNorm(config, GATE_RANK, source=f"{LAYER}.input_layernorm", build=build)
         if config.experts is not None and layer not in config.experts.dense_layers:
             source = f"{LAYER}.post_attention_layernorm"

@@ -67,8 +67,9 @@ class LongcatFlashLayer(nnx.Module):
         own, size, eps = config.attention[layer], config.hidden_size, config.rms_norm_eps
         assert own.latent is not None
         self.is_first = config.experts is not None and layer not in config.experts.dense_layers
-        self.attention = attention = LatentAttention(own, size, source=f"{PAIR}.self_attn.{{half}}", build=build)
+        attention: Any = LatentAttention(own, size, source=f"{PAIR}.self_attn.{{half}}", build=build)
         attention.kv_norm = ScaledNorm(attention.kv_norm, (size / own.latent.kv_lora_rank) ** 0.5)
+        self.attention = attention
         self.input_norm, self.mlp_norm = (
             RMSNorm(size, eps, source=f"{PAIR}.{name}_layernorm.{{half}}", build=build)
             for name in ("input", "post_attention")
