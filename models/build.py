@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.lora import LoraSpec
-from jaxengine.models.params.declare import Source, declared_params
+from jaxengine.models.params.declare import Source, declared_params, numbered
 from jaxengine.models.quantization.four_bits import GPTQ
 from jaxengine.models.quantization.online import Rounded
 from jaxengine.models.quantization.registry import PLAIN
@@ -86,9 +86,9 @@ class Build:
     def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:
         """Return the Scheme of each of the modules, by its name in the checkpoint.
 
-        `{layer}` in a source's name stands for the number of the layer being built.
+        Names are `numbered` by the layer being built.
         """
-        names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
+        names = [numbered(source.name, self.layer) for source in sources]
         return {name: self.scheme(name) for name in names}
 
     def for_table(self) -> Build:

@@ -30,6 +30,7 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import LAST, Pooler
 from jaxengine.models.families.albert import AlbertModel
 from jaxengine.models.families.apertus import ApertusForCausalLM
+from jaxengine.models.families.axk2 import AXK2ForCausalLM
 from jaxengine.models.families.bailing_hybrid import BailingHybridForCausalLM
 from jaxengine.models.families.bert import BertModel
 from jaxengine.models.families.cohere import CohereForCausalLM
@@ -64,6 +65,10 @@ from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
 from jaxengine.models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from jaxengine.models.families.gemma3n import Gemma3nForCausalLM, Gemma3nForConditionalGeneration
 from jaxengine.models.families.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
+from jaxengine.models.families.gemma4_unified import (
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedForConditionalGeneration,
+)
 from jaxengine.models.families.glm import GlmForCausalLM
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
@@ -101,6 +106,7 @@ from jaxengine.models.families.llava import (
     LlavaNextForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
 )
+from jaxengine.models.families.longcat_flash import LongcatFlashForCausalLM
 from jaxengine.models.families.minicpm import MiniCPMForCausalLM
 from jaxengine.models.families.minicpm3 import MiniCPM3ForCausalLM
 from jaxengine.models.families.minicpmv import (
@@ -189,6 +195,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Gemma3nForConditionalGeneration": Gemma3nForConditionalGeneration,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,
     "Gemma4ForConditionalGeneration": Gemma4ForConditionalGeneration,
+    "Gemma4UnifiedForCausalLM": Gemma4UnifiedForCausalLM,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedForConditionalGeneration,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
@@ -219,7 +227,9 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
+    "AXK2ForCausalLM": AXK2ForCausalLM,
     "DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
+    "LongcatFlashForCausalLM": LongcatFlashForCausalLM,
     "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
     "MiniCPM3ForCausalLM": MiniCPM3ForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,

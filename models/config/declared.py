@@ -30,9 +30,11 @@ class DeclaredForm:
       norm: kind of all norms.
       placement: of norms.
       norms: names of a layer's norms in the order of their use, one where both parts share it.
+      first_norm: whether the first layer has the first of them; without it its input stays as it is.
       qkv: projections of queries, keys and values, or one name where they are joined.
       joined: order of a joined projection's rows.
       out: projection after attention.
+      heads_norm: RMS norm of the results of all heads at once, before that projection; None for none.
       clip: bound of projected queries, keys and values; None for none.
       qk_norms: norms of each head's q and k, () for none. qk_norm: their kind. qk_norms_last: they follow rope.
       reversed_rope: rope turns the other way.
@@ -42,6 +44,7 @@ class DeclaredForm:
       up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
       joined_up: the one projection before it is gate and up joined.
       down: its projection after that.
+      inner_norm: RMS norm of what goes into `down`, of a gated MLP; None for none.
       experts_norm: norm after experts, which a layer with a dense MLP lacks; None for none.
       activation: name of its activation.
       positions: table of positions, whose rows are added to embeddings; None for none.
@@ -50,6 +53,8 @@ class DeclaredForm:
       embedding_norm: the norm after the embedding, of kind `norm`; None for none.
       final_norm: whether a norm follows the last layer.
       head_bias: whether logits have a bias.
+      head: a projection of the last hidden states before the logits, and the norm, of kind `norm`, that follows its
+        activation, `head_activation`; () for none.
       residuals: factors of what a part gets and of what it gives, where they are added: of attention, of a mixer with a
         state, of the MLP.
       mixer: module of a layer that keeps a state instead of attention.
@@ -60,9 +65,11 @@ class DeclaredForm:
     norm: str = LAYER
     placement: str = BEFORE
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    first_norm: bool = True
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     joined: str = ROWS
     out: str = "self_attn.o_proj"
+    heads_norm: str | None = None
     clip: float | None = None
     qk_norms: tuple[str, ...] = ()
     qk_norm: str = LAYER
@@ -75,6 +82,7 @@ class DeclaredForm:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     joined_up: bool = False
     down: str = "mlp.down_proj"
+    inner_norm: str | None = None
     experts_norm: str | None = None
     activation: str = "silu"
     residuals: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 3
@@ -85,4 +93,6 @@ class DeclaredForm:
     embedding_norm: str | None = None
     final_norm: bool = True
     head_bias: bool = False
+    head: tuple[str, ...] = ()
+    head_activation: str = "gelu"
     embedding_size: int | None = None

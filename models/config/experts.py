@@ -37,6 +37,10 @@ class ExpertsConfig:
       output_scale: factor of the sum of the experts' and the shared MLP's outputs.
       router_jitter_noise: half of the relative distance from the best score within which others count, for families
         that weigh experts so.
+      num_zero_experts: experts after the others that return their input, and have no weights (LongCat 2025,
+        arXiv:2509.01322).
+      shortcut: experts read the hidden state of one layer and join that of the next (Cai et al. 2024,
+        arXiv:2404.05019).
       latent_size: elements of an expert's input and output, projected from and to the hidden state; None for the hidden
         state itself.
     """
@@ -62,6 +66,8 @@ class ExpertsConfig:
     shared_gate: bool = False
     output_scale: float = 1.0
     router_jitter_noise: float = 0.01
+    num_zero_experts: int = 0
+    shortcut: bool = False
     latent_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +75,7 @@ class ExpertsConfig:
             check_size(f"experts: {name}", getattr(self, name), MAX_EXPERTS)
         check_size("experts: intermediate_size", self.intermediate_size, MAX_INTERMEDIATE)
         check_size("experts: shared_intermediate_size", self.shared_intermediate_size, MAX_INTERMEDIATE, 0)
+        check_size("experts: num_zero_experts", self.num_zero_experts, MAX_EXPERTS, 0)
         if self.latent_size is not None:
             check_size("experts: latent_size", self.latent_size, MAX_HIDDEN)
         if self.num_experts % self.num_expert_group or self.topk_group > self.num_expert_group:

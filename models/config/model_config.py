@@ -182,7 +182,9 @@ class ModelConfig:
 
     @property
     def num_streams(self) -> int:
-        """Return the number of hidden states of a token."""
+        """Return the number of hidden states of a token; experts' output that joins a later layer counts as one."""
+        if self.experts is not None and self.experts.shortcut:
+            return 2
         streams = self.altup or self.hyper_connections
         return 1 if streams is None else streams.num_streams
 

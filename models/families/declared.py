@@ -56,6 +56,7 @@ from jaxengine.models.layers.norm import (
     FixedRMSNorm,
     HeadLayerNorms,
     HeadsRMSNorm,
+    Identity,
     LayerNorm,
     NormClass,
     OffsetRMSNorm,
@@ -98,7 +99,9 @@ class DeclaredLayer(nnx.Module):
         build: Build,
     ):
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
-        norms = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
+        norms: list[nnx.Module] = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
+        if build.layer == 0 and not form.first_norm:
+            norms[0] = Identity()
         if form.placement == AROUND:
             self.input_norm, self.attended_norm, self.mlp_norm, self.output_norm = norms
         elif form.placement == OUTPUT:
@@ -145,7 +148,7 @@ class NormedMLP(nnx.Module):
 
 class DeclaredAttention(Attention):
     """Attention of a DeclaredForm: it may bound q, k and v, norm q and k before or after rope, turn rope the other way,
-    scale values, and gate the heads' outputs. eps: of the norms of queries and keys.
+    scale values, and norm and gate the heads' outputs. eps: of these norms.
     """
 
     def __init__(self, form: DeclaredForm, attention: LayerAttention, hidden_size: int, *, eps: float, build: Build):
@@ -161,6 +164,9 @@ class DeclaredAttention(Attention):
             qk_norms=[None, None] if form.qk_norms_last else norms,
         )
         self.form = form
+        if form.heads_norm is not None:
+            count, size = attention.num_heads, attention.v_head_dim
+            self.heads_norm = HeadsRMSNorm(count, size, eps, source=f"{LAYER_NAME}.{form.heads_norm}", build=build)
         self.late_norms = nnx.List(norms if form.qk_norms_last else [])
         if form.gate is not None:
             size = 1 if form.gates_heads else attention.v_head_dim
@@ -187,10 +193,26 @@ class DeclaredAttention(Attention):
         return x if clip is None else jnp.clip(x, -clip, clip)
 
     def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        if self.form.heads_norm is not None:
+            o = self.heads_norm(o)
         if self.form.gate is None:
             return o
         factors = GATES[self.form.gate_activation](self.gate(x, step.rows).astype(jnp.float32))
         return (o.astype(jnp.float32) * factors.reshape(*o.shape[:2], -1)).astype(o.dtype)
+
+
+class ProjectedHead(nnx.Module):
+    """What follows the last hidden states before the logits: norm(activation(dense(x))), as `form.head` names both."""
+
+    def __init__(self, config: ModelConfig, form: DeclaredForm, build: Build):
+        size, (dense, norm) = config.hidden_size, form.head
+        self.dense = Linear(size, (Source(dense, size),), axes=("embed", "latent"), build=build)
+        self.norm = NORMS[form.norm](size, config.rms_norm_eps, source=norm, build=build)
+        self.activation = ACTIVATIONS[form.head_activation]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map hidden states [R, D] to the same, the activation in float32."""
+        return self.norm(self.activation(self.dense(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 
 def _qk_norms(form: DeclaredForm, attention: LayerAttention, eps: float, build: Build) -> list[nnx.Module]:
@@ -240,6 +262,8 @@ class DeclaredForCausalLM(Decoder):
         if scores and inner is not None:
             source = (Source("model.project_out", inner),)
             self.project_out = Linear(size, source, axes=("embed", "latent"), build=self.build)
+        if scores and form.head:
+            self.head = ProjectedHead(config, form, self.build)
         if scores and form.head_bias:
             bias = vocab_source("lm_head", config.vocab_size, self.mesh).tensor("bias")
             decl = ParamDecl(("vocab",), (bias,), init_std=0.02)
@@ -251,7 +275,7 @@ class DeclaredForCausalLM(Decoder):
 
     def make_norm(self, build: Build) -> Any:
         if not self.form.final_norm:
-            return _unchanged
+            return Identity()
         norm = NORMS[self.form.norm]
         return norm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
@@ -299,6 +323,9 @@ class DeclaredForCausalLM(Decoder):
         gate_up = tuple(Source(f"{LAYER_NAME}.{name}", ffn) for name in form.up)
         gate_up = parts_of(gate_up[0].name, ffn, ffn) if form.joined_up else gate_up
         down = Source(f"{LAYER_NAME}.{form.down}", size)
+        if form.inner_norm is not None:
+            named = {"source": f"{LAYER_NAME}.{form.inner_norm}", "axis": "ffn", "build": build}
+            options["inner_norm"] = HeadsRMSNorm(ffn, 1, config.rms_norm_eps, **named)
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, **options)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
@@ -316,15 +343,11 @@ class DeclaredForCausalLM(Decoder):
         return x if self.form.embedding_norm is None else self.embedding_norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        logits = super().token_logits(hidden if self.form.embedding_size is None else self.project_out(hidden))
+        hidden = hidden if self.form.embedding_size is None else self.project_out(hidden)
+        logits = super().token_logits(self.head(hidden) if self.form.head else hidden)
         logits = logits + self.head_bias[...].astype(jnp.float32) if self.form.head_bias else logits
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def _unchanged(x: jax.Array) -> jax.Array:
-    """Return x: what takes the place of the last norm in a form without one."""
-    return x
 
 
 def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:

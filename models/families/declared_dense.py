@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.declared import AFTER, AROUND, FIXED_RMS, OFFSET, RMS, DeclaredForm
+from jaxengine.models.config.declared import AFTER, AROUND, FIXED_RMS, LAYER, OFFSET, RMS, UNBIASED, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope
-from jaxengine.models.families.declared_row import EPS, GGUFRow, Row, no_rope
+from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope, ropes_by_kind
+from jaxengine.models.families.declared_row import ACTIVATIONS, EPS, GGUFRow, Row, no_rope
 from jaxengine.models.families.declared_rows import (
     EPSILON,
     GPT2_SPELLED,
@@ -87,6 +87,35 @@ def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
     window = fields.raw.get("sliding_window", 4096)
     kinds = [FULL if window is None else SLIDING] * fields.integer("num_hidden_layers")
     return {"sliding_window": window, "layer_types": fields.value("layer_types", kinds)}
+
+
+def _modernbert_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `layer_types`, without them FULL for every `global_attn_every_n_layers`-th layer, 3 by default, from the
+    first on; `sliding_window`, half of `local_attention`; and the base of FULL layers' rope. Raises ModelConfigError.
+    """
+    every, count = fields.integer("global_attn_every_n_layers", 3), fields.integer("num_hidden_layers")
+    kinds = [SLIDING if layer % every else FULL for layer in range(count)]
+    return {
+        "layer_types": fields.value("layer_types", kinds),
+        "sliding_window": fields.integer("local_attention", minimum=2) // 2,
+        "rope_theta": fields.number("global_rope_theta"),
+    }
+
+
+def _modernbert_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window and the rope of its kind. Raises ModelConfigError."""
+    kinds, head_dim = layer_kinds(fields), read_head_dim(fields)
+    rope = ropes_by_kind(fields, head_dim, kinds, sliding_theta="local_rope_theta")[layer]
+    return replace(windowed(fields, layer, attention), rope=rope)
+
+
+def _modernbert_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Give norms biases if `norm_bias`, and logits a bias if `decoder_bias` says so. Raises ModelConfigError."""
+    activation = fields.text("classifier_activation")
+    if activation not in ACTIVATIONS:
+        raise fields.fail("classifier_activation", f"one of {', '.join(ACTIVATIONS)}")
+    norm = LAYER if fields.boolean("norm_bias") else UNBIASED
+    return replace(form, norm=norm, head_bias=fields.boolean("decoder_bias"), head_activation=activation)
 
 
 def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
@@ -231,6 +260,67 @@ DENSE_ROWS: dict[str, Row] = {
         choose=_gpt_form,
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
         unused_ends=(".attn.bias", "position_ids"),
+    ),
+    "ModernBertDecoderForCausalLM": Row(
+        "ModernBERT as a decoder, as in Ettin (Weller et al. 2025, arXiv:2507.11412): two of three layers have a "
+        "window, and a projection and a norm come before the logits.",
+        DeclaredForm(
+            norms=("attn_norm", "mlp_norm"),
+            first_norm=False,
+            qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+            out="attn.Wo",
+            up=("mlp.Wi",),
+            joined_up=True,
+            down="mlp.Wo",
+            activation="gelu",
+            embedding_norm="model.embeddings.norm",
+            head=("head.dense", "head.norm"),
+        ),
+        names=(
+            ("model.embeddings.tok_embeddings.", "model.embed_tokens."),
+            ("model.final_norm.", "model.norm."),
+            ("lm_head.", "head."),
+            ("decoder.", "lm_head."),
+        ),
+        spelled={"hidden_activation": "hidden_act"},
+        defaults={
+            "vocab_size": 50368,
+            "max_position_embeddings": 8192,
+            "norm_eps": 1e-5,
+            "local_attention": 128,
+            "global_rope_theta": 160000.0,
+            "local_rope_theta": 10000.0,
+            "classifier_activation": "gelu",
+            "decoder_bias": True,
+            "norm_bias": False,
+            **_UNBIASED,
+        },
+        only={"classifier_bias": False},
+        eps="norm_eps",
+        rope=no_rope,
+        tied=True,
+        bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        adapt=_modernbert_fields,
+        choose=_modernbert_form,
+        each_layer=_modernbert_layer,
+    ),
+    "BitNetForCausalLM": Row(
+        "BitNet b1.58 (Ma et al. 2025, arXiv:2504.12285): Llama with squared ReLUs, and norms before the projections "
+        "that end attention and the MLP.",
+        DeclaredForm(
+            norm=RMS,
+            heads_norm="self_attn.attn_sub_norm",
+            inner_norm="mlp.ffn_sub_norm",
+            activation="relu2",
+        ),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_bias": False},
+        eps="rms_norm_eps",
+        grouped=True,
+        bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias=False,
     ),
     "BioGptForCausalLM": Row(
         "BioGPT (Luo et al. 2022, arXiv:2210.10341): OPT with scaled embeddings and a GELU.",

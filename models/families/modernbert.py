@@ -30,10 +30,10 @@ from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.layers.attention import Attention
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.embedding import Embedding
-from jaxengine.models.layers.encoder import FUNCTIONS, Encoder, Identity
+from jaxengine.models.layers.encoder import FUNCTIONS, Encoder
 from jaxengine.models.layers.masked import MaskedScores
 from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.norm import LayerNorm, NormClass, UnbiasedLayerNorm
+from jaxengine.models.layers.norm import Identity, LayerNorm, NormClass, UnbiasedLayerNorm
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 

@@ -27,7 +27,7 @@ from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.masked import MaskedScores
 from jaxengine.models.layers.mlp import MLP, gelu, gelu_tanh
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.norm import Identity, LayerNorm
 from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -140,13 +140,6 @@ class PostNormLayer(nnx.Module):
             x = self.attention_norm(x + attended)
         with jax.named_scope("mlp"):
             return self.mlp_norm(x + self.mlp(x, step.rows)), kv
-
-
-class Identity(nnx.Module):
-    """Module that returns x, in place of a norm."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x
 
 
 class Encoder(Decoder):

@@ -81,6 +81,11 @@ class LatentAttention(nnx.Module):
         """Weigh the results of heads o[T, N * Hv] before their projection, by the layer's input x[T, D]: not at all."""
         return o
 
+    def normed(self, q_latent: jax.Array) -> jax.Array:
+        """Norm the latent of queries [T, R], from which queries are projected then."""
+        assert self.q_norm is not None
+        return self.q_norm(q_latent)
+
     def project(self, x: jax.Array, step: StepInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
         """Project x[T, D] to queries, given as parts [T, N, .] without rope and with it, keys [T, 1, C + R] to cache,
         and the latent [T, .] of queries after its norm, which has no elements where there is none.
@@ -91,7 +96,7 @@ class LatentAttention(nnx.Module):
             q_latent, kv_latent, k_rope = jnp.split(
                 self.down(x, step.rows), (q_rank, q_rank + latent.kv_lora_rank), axis=1
             )
-            q_latent = q_latent if self.q_norm is None else self.q_norm(q_latent)
+            q_latent = q_latent if self.q_norm is None else self.normed(q_latent)
             q = self.q(x if self.q_norm is None else q_latent, step.rows)
             q = q.reshape(x.shape[0], spec.num_q_heads, -1)
             q, q_rope = jnp.split(q, (latent.qk_nope_head_dim,), axis=-1)

@@ -15,6 +15,7 @@ from jax import lax
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import HeadsRMSNorm
 from jaxengine.models.layers.rows import Rows
 from jaxengine.models.params.declare import Source
 from jaxengine.sharding.collectives import num_shards, sum_parts
@@ -113,6 +114,7 @@ class GatedMLP(nnx.Module):
     down: checkpoint module of down, by default `down_proj`.
     bias, down_bias: whether gate and up, and whether down has a bias; None: as `bias`.
     limit: bounds of gate and up, as of ClampedSilu, with which the activation is silu; None for none.
+    inner_norm: RMS norm of what goes into down, over all devices' parts of it; None for none.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class GatedMLP(nnx.Module):
         gate_up: Sequence[Source] | None = None,
         down: Source | None = None,
         limit: float | None = None,
+        inner_norm: HeadsRMSNorm | None = None,
     ):
         gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
         self.gate_up = Linear(hidden_size, gate_up, axes=("embed", "ffn"), bias=bias, build=build)
@@ -135,6 +138,7 @@ class GatedMLP(nnx.Module):
         down_bias = bias if down_bias is None else down_bias
         self.down = Linear(ffn_size, (down,), axes=("ffn", "embed"), bias=down_bias, build=build)
         self.activation, self.clamped = activation, None if limit is None else ClampedSilu(limit)
+        self.inner_norm = inner_norm
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """Map [T, D] -> [T, D]; padding is computed like tokens."""
@@ -163,10 +167,13 @@ class GatedMLP(nnx.Module):
         return x.dtype if self.gate_up.lora is None else jnp.float32
 
     def _activated(self, gate_up: jax.Array, dtype: Any) -> jax.Array:
-        """Return activation(gate) * up, computed in float32, in `dtype`, [T, F]; gate_up: both, [T, 2 * F]."""
+        """Return activation(gate) * up, computed in float32, in `dtype`, and then normed where there is a norm, [T, F];
+        gate_up: both, [T, 2 * F].
+        """
         # Split before widening: XLA:TPU writes an array that is widened before the split to memory in float32.
         gate, up = (_rounded(part, dtype) for part in jnp.split(gate_up, 2, axis=-1))
-        return (self.activation(gate) * up if self.clamped is None else self.clamped(gate, up)).astype(dtype)
+        inner = (self.activation(gate) * up if self.clamped is None else self.clamped(gate, up)).astype(dtype)
+        return inner if self.inner_norm is None else self.inner_norm(inner[:, :, None])[:, :, 0]
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:

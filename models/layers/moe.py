@@ -131,12 +131,13 @@ class MixtureOfExperts(nnx.Module):
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
-        router = Source(f"{source}.{names.router}", count)
+        routed = count + experts.num_zero_experts
+        router = Source(f"{source}.{names.router}", routed)
         self.router_dtype = router_dtype or build.dtype
         # Routers are not quantised in any checkpoint.
         plain = replace(build, scheme=PLAIN)
         self.router = replace(plain, dtype=self.router_dtype).weight(
-            (router_size or size, count), (router,), ("embed", None)
+            (router_size or size, routed), (router,), ("embed", None)
         )
         prefix = f"{source}.experts.{{expert}}"
         gate_up = tuple(Source(f"{prefix}.{name}", ffn) for name in (names.gate, names.up) if name)
@@ -161,7 +162,7 @@ class MixtureOfExperts(nnx.Module):
         self.gate_up_bias = _bias(gate_up, (over, within), dtype, count) if experts.bias else None
         self.down_bias = _bias(down, (over, "embed"), dtype, count) if experts.bias else None
         correction = f"{source}.{names.correction_bias}"
-        self.correction_bias = self.make_correction_bias(correction, count) if experts.correction_bias else None
+        self.correction_bias = self.make_correction_bias(correction, routed) if experts.correction_bias else None
         beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
         self.shared = GatedMLP(size, ffn, source=beside, build=build, **shared) if ffn else None
@@ -187,8 +188,19 @@ class MixtureOfExperts(nnx.Module):
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             weights, ids = self.route(x if routed_by is None else routed_by, rows.adapters)
-            ids = jnp.where(rows.is_token[:, None], ids, num_experts)
+            ids = jnp.where(rows.is_token[:, None], ids, num_experts + self.experts.num_zero_experts)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
+        y = self._computed(x, rows, weights, jnp.minimum(ids, num_experts))
+        if not self.experts.num_zero_experts:
+            return y
+        is_zero = (ids >= num_experts) & rows.is_token[:, None]
+        share = jnp.sum(jnp.where(is_zero, weights, 0.0), axis=1, keepdims=True)
+        return (y.astype(jnp.float32) + share * x.astype(jnp.float32)).astype(x.dtype)
+
+    def _computed(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        """Compute what the experts with weights, and the shared MLP, make of x [T, D]: [T, D], scaled. weights, ids:
+        [T, k], with ids E where no such expert is meant.
+        """
         if not self.sends_rows:
             return scaled(self._gather_tokens(x, weights, ids, rows.adapters), self.experts.output_scale)
         y = self._send_rows(x, weights, ids, rows.adapters)

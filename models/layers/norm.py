@@ -23,6 +23,13 @@ def rms_normalized(x: jax.Array, eps: float) -> jax.Array:
     return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
 
 
+class Identity(nnx.Module):
+    """Module that returns x, in place of a norm."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
 class RMSNorm(nnx.Module):
     """RMS norm x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467), computed in float32
     and rounded once to x's dtype.

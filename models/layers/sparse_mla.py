@@ -90,7 +90,7 @@ class SparseLatentAttention(LatentAttention):
             index_keys = jnp.zeros((*keys.shape[:2], self.index_width), keys.dtype)
         else:
             with jax.named_scope("indexer"):
-                index_q, weights, index_keys = self.indexer(x, q_latent, step)
+                index_q, weights, index_keys = self.indexer(x, q_latent[:, : self.latent.q_lora_rank], step)
         with jax.named_scope("kv_cache_update"):
             kv = kv_cache_update(kv, keys, index_keys, ragged.slot_mapping, schedule=pages.update_schedule)
         if self.indexer is None:
@@ -109,4 +109,4 @@ class SparseLatentAttention(LatentAttention):
         with jax.named_scope("values"):
             o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
         with jax.named_scope("o_proj"):
-            return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+            return self.out(self.gated(o.reshape(x.shape[0], -1), q_latent, step), step.rows), kv

@@ -23,8 +23,8 @@ class Source(NamedTuple):
 
     Attributes:
       name: in Hugging Face's spelling, of a module if a scheme determines its tensors, else of a tensor.
-        "{layer}" stands for the number of the weight's layer in the model or its tower, "{expert}" for the index of the
-        expert.
+        "{layer}" stands for the number of the weight's layer in the model or its tower, "{pair}" and "{half}" for that
+        number divided by two and its remainder, "{expert}" for the index of the expert.
       rows: number of rows used of the tensor.
       repeat: every `group` rows (a head's) are contributed that many times in succession.
       padding: rows of zeros contributed after the tensor's.
@@ -175,6 +175,13 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape, dtype), decl=decl)
 
 
+def numbered(name: str, layer: int | None) -> str:
+    """Return the name of a Source with the number of its layer in place of "{layer}", "{pair}" and "{half}"."""
+    if layer is None:
+        return name
+    return name.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2)).replace("{half}", str(layer % 2))
+
+
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
     """Iterate over the weights of a model (abstract or real) or of a part of one, in module order.
 
@@ -184,6 +191,6 @@ def declared_params(model: Any) -> Iterator[DeclaredParam]:
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]
         layer = model.stage.layers[path[1]] if path[0] == "layers" else None
-        number = path[2] if path[:2] in _TOWER_LAYERS else layer
-        sources = tuple(source._replace(name=source.name.replace("{layer}", str(number))) for source in decl.sources)
+        number: Any = path[2] if path[:2] in _TOWER_LAYERS else layer
+        sources = tuple(source._replace(name=numbered(source.name, number)) for source in decl.sources)
         yield DeclaredParam(path, param, replace(decl, sources=sources), layer)

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.models.quantization import auto_round, bitsandbytes, compressed_tensors, four_bits, fp8, modelopt, mxfp4
+from jaxengine.models.quantization import (
+    auto_round,
+    bitnet,
+    bitsandbytes,
+    compressed_tensors,
+    four_bits,
+    fp8,
+    modelopt,
+    mxfp4,
+)
 from jaxengine.models.quantization.online import Rounded
 from jaxengine.models.quantization.plain import Plain
 from jaxengine.models.quantization.rules import LINEAR, Everywhere, Quantization, bad
@@ -20,6 +29,7 @@ PLAIN = Everywhere(SCHEMES["plain"])
 # quant_method of a checkpoint's quantization_config -> reader of the rest of it.
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     auto_round.METHOD: auto_round.read,
+    bitnet.METHOD: bitnet.read,
     bitsandbytes.METHOD: bitsandbytes.read,
     compressed_tensors.METHOD: compressed_tensors.read,
     fp8.METHOD: fp8.read,

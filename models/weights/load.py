@@ -380,8 +380,8 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
 
 def is_unread(model: CausalLM, name: str) -> bool:
     """Whether checkpoints of the model may have a tensor of this name that it ignores: of a part that is not served, of
-    a tower, a head or next-token layers, of keys and values that a layer takes from another one, a scale of cached keys
-    and values, or one of IGNORABLE_SUFFIXES.
+    a tower, a head or next-token layers, of keys and values that a layer takes from another one, of experts without
+    weights, for which transformers writes some, a scale of cached keys and values, or one of IGNORABLE_SUFFIXES.
     """
     config = model.config
     towers = unread_towers(model.checkpoint_names, config.towers)
@@ -393,6 +393,9 @@ def is_unread(model: CausalLM, name: str) -> bool:
         if layer.kv_source is not None
         for part in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     )
+    experts, count = config.experts, 0 if config.experts is None else config.experts.num_zero_experts
+    if experts is not None and any(f".experts.{experts.num_experts + number}." in name for number in range(count)):
+        return True
     return name.startswith((*towers, *predicting, *heads, *shared)) or name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES))
 
 

@@ -129,7 +129,7 @@ def test_every_architecture_that_transformers_has_is_recorded():
         *("MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "InternLM3ForCausalLM", "BailingMoeV2ForCausalLM"),
         *("BaichuanForCausalLM", "DeepseekForCausalLM", "InternLM2ForCausalLM"),
         *("Mistral4ForCausalLM", "ApertusForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
-        *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM"),
+        *("DeepseekV4ForCausalLM", "DotsOCRForCausalLM", "AXK2ForCausalLM"),
     }
 
 

@@ -133,6 +133,8 @@ def rounding_of(settings: dict[str, Any], module: str, tensors: Tensors) -> Roun
             return Rounding("float", static=tensors[f"{module}.activation_scale"][0])
         group = (settings.get("weight_block_size") or [None, None])[1]
         return Rounding("float", group, scales="up" if settings.get("scale_fmt") == "ue8m0" else "")
+    if method == "bitnet":
+        return Rounding("int")
     if method == "modelopt":
         algorithm = algorithm_of(settings, module)
         if algorithm == "NVFP4":

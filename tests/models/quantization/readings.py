@@ -35,6 +35,10 @@ def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple
         read, settings = _entry, settings | {"size": shape[1]}
     elif method == "modelopt":
         read = _modelopt
+    elif method == "bitnet":
+        read = _bitnet
+        if settings["quantization_mode"] == "online":
+            settings = settings | {"mean": np.float32(np.abs(own["weight"].astype(np.float64)).mean())}
     elif "weight_global_scale" in own:
         read = _nvfp4
     elif settings.get("format") == "mxfp4-pack-quantized":
@@ -60,6 +64,16 @@ def _eight_bits(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.fl
     else:
         scale = scales[0] if scales.size == 1 else scales[o, 0]
     return np.float32(own["weight"][o, i]) * np.float32(scale)
+
+
+def _bitnet(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    """transformers' unpack_weights, or its WeightQuant."""
+    if settings["quantization_mode"] == "online":
+        mean = settings["mean"]
+        return np.float32(np.clip(np.rint(np.float32(own["weight"][o, i]) / mean), -1, 1)) * mean
+    height, scale = len(own["weight"]), own["weight_scale"].astype(np.float32)[0]
+    weight = np.float32((int(own["weight"][o % height, i]) >> 2 * (o // height) & 3) - 1)
+    return weight * (1 / scale if settings["linear_class"] == "bitlinear" else scale)
 
 
 def _packed(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:

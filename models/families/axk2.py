@@ -1,0 +1,100 @@
+"""A.X K2 (SK Telecom 2026): DeepSeek-V3.2 with gated norms, and a gate of heads that the latent of queries gives."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
+from jaxengine.models.families.llama import LAYER
+from jaxengine.models.layers.attention import StepInputs
+from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.sparse_mla import SparseLatentAttention
+from jaxengine.models.params.declare import Source
+
+GATE_RANK = 16
+
+
+class GatedNorm(nnx.Module):
+    """RMS norm multiplied by a gate of low rank: y * sigmoid(up(silu(down(y)))), y = norm(x). Every device computes all
+    of it.
+    """
+
+    def __init__(self, config: ModelConfig, rank: int, *, source: str, build: Build):
+        size = config.hidden_size
+        self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.norm", build=build)
+        self.down = Linear(size, (Source(f"{source}.W_down", rank),), axes=("embed", "latent"), build=build)
+        self.up = Linear(rank, (Source(f"{source}.W_up", size),), axes=("latent", "embed"), build=build)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norm and gate x [T, D]; the activation and the gate in float32."""
+        y = self.norm(x)
+        inner = jax.nn.silu(self.down(y, out_dtype=jnp.float32)).astype(x.dtype)
+        return (y * jax.nn.sigmoid(self.up(inner, out_dtype=jnp.float32))).astype(x.dtype)
+
+
+class Axk2Attention(SparseLatentAttention):
+    """Sparse latent attention whose queries, and gates of what heads give, are projected from the latent of queries
+    before and after its norm.
+    """
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
+        super().__init__(attention, hidden_size, source=source, build=build)
+        latent, heads = self.latent, attention.num_heads
+        assert latent.q_lora_rank is not None
+        size, value = latent.qk_nope_head_dim + latent.qk_rope_head_dim, latent.v_head_dim
+        # The checkpoint's rows alternate: those of a head's query, those of its gate.
+        turns = {"tensor_rows": heads * (size + value), "stride": size + value}
+        rows = {"q": (heads * size, size, 0), "gate": (heads * value, value, size)}
+        self.q, self.gate = (
+            Linear(
+                2 * latent.q_lora_rank,
+                (Source(f"{source}.q_b_proj", count, group=group, first=first, **turns),),
+                axes=("embed", "heads"),
+                build=build,
+            )
+            for count, group, first in rows.values()
+        )
+
+    def normed(self, q_latent: jax.Array) -> jax.Array:
+        return jnp.concatenate([super().normed(q_latent), q_latent], axis=-1)
+
+    def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Weigh the results of heads o [T, N * Hv] by the sigmoids of gates. x: [T, .], the latent of queries as
+        `normed` gives it.
+        """
+        gate = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
+        return (o.astype(jnp.float32) * gate).astype(o.dtype)
+
+
+class AXK2ForCausalLM(DeepseekV32ForCausalLM):
+    """DeepSeek-V3.2 with Axk2Attention, and GatedNorms before attention and before experts."""
+
+    index_heads: ClassVar[int] = 16
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        # Experts of other groups count as 0 there, and not as the least.
+        fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK)
+        return super().read_hf(fields.with_defaults(first_k_dense_replace=1))
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        sizes = self.config.attention[layer], self.config.hidden_size
+        return Axk2Attention(*sizes, source=f"{LAYER}.self_attn", build=build)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config = self.config
+        made: Any = super().make_layer(layer, build)
+        made.input_norm = GatedNorm(config, GATE_RANK, source=f"{LAYER}.input_layernorm", build=build)
+        if config.experts is not None and layer not in config.experts.dense_layers:
+            source = f"{LAYER}.post_attention_layernorm"
+            made.mlp_norm = GatedNorm(config, GATE_RANK, source=source, build=build)
+        return made

@@ -1,0 +1,147 @@
+"""LongCat-Flash (Meituan 2025, arXiv:2509.01322): pairs of layers with latent attention and a dense MLP each. Experts,
+some of which return their input, read the first layer's hidden state and join the second one's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.experts import ExpertsConfig
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.attention import LayerPages, StepInputs
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.mla import LatentAttention
+from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.scale import scaled
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.pallas_kernels.kv.pages import KVPages
+
+# A checkpoint numbers pairs of layers.
+PAIR = "model.layers.{pair}"
+NAMES = ExpertNames(router="router.classifier", correction_bias="router.e_score_correction_bias")
+DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000_000.0,
+}
+# What published files say of attention and experts, which is the only kind that the family has.
+ONLY: dict[str, Any] = {
+    "attention_method": "MLA",
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "router_bias": False,
+    "zero_expert_type": "identity",
+}
+
+
+class ScaledNorm(nnx.Module):
+    """Norm whose result is multiplied by a constant."""
+
+    def __init__(self, norm: RMSNorm, factor: float):
+        self.norm, self.factor = norm, factor
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return scaled(self.norm(x), self.factor)
+
+
+class LongcatFlashLayer(nnx.Module):
+    """One layer of a pair. The first one's experts get the input of its MLP; the second one adds their output."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: Build):
+        own, size, eps = config.attention[layer], config.hidden_size, config.rms_norm_eps
+        assert own.latent is not None
+        self.is_first = config.experts is not None and layer not in config.experts.dense_layers
+        attention: Any = LatentAttention(own, size, source=f"{PAIR}.self_attn.{{half}}", build=build)
+        attention.kv_norm = ScaledNorm(attention.kv_norm, (size / own.latent.kv_lora_rank) ** 0.5)
+        self.attention = attention
+        self.input_norm, self.mlp_norm = (
+            RMSNorm(size, eps, source=f"{PAIR}.{name}_layernorm.{{half}}", build=build)
+            for name in ("input", "post_attention")
+        )
+        self.mlp = GatedMLP(size, config.intermediate_size, source=f"{PAIR}.mlps.{{half}}", build=build)
+        if self.is_first:
+            options: dict[str, Any] = {"names": NAMES, "router_dtype": jnp.float32, "build": build}
+            self.experts = MixtureOfExperts(config, source=f"{PAIR}.mlp", **options)
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map x [T, 2 * D], the hidden states and what is still to join them, as a DecoderLayer does. Nothing waits
+        before the first layer of a pair, nor after the second.
+        """
+        x, waiting = jnp.split(x, 2, axis=-1)
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
+            x = x + attended
+        normed = self.mlp_norm(x)
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(normed, step.rows)
+        if not self.is_first:
+            return jnp.concatenate([x + waiting, jnp.zeros_like(x)], axis=-1), kv
+        with jax.named_scope("experts"):
+            return jnp.concatenate([x, self.experts(normed, step.rows)], axis=-1), kv
+
+
+class NormOfFirst(nnx.Module):
+    """Norm of the first half of what the last layer gives, [T, 2 * D] -> [T, D]."""
+
+    def __init__(self, norm: nnx.Module):
+        self.norm = norm
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(jnp.split(x, 2, axis=-1)[0])
+
+
+class LongcatFlashForCausalLM(Decoder):
+    """Decoder of LongcatFlashLayers, two for each layer of a checkpoint."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("model.mtp.",))
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**DEFAULTS)
+        fields.require(**ONLY)
+        count, q_rank = fields.integer("num_layers"), fields.integer("q_lora_rank")
+        own = {"num_hidden_layers": 2 * count, "intermediate_size": fields.integer("ffn_hidden_size")}
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_latent_fields(ConfigFields({**fields.raw, **own}), bias=bias, output_bias=bias)
+        # Queries are multiplied by this root, which may as well be done with the products.
+        root = (shared["hidden_size"] / q_rank) ** 0.5
+        experts = ExpertsConfig(
+            num_experts=fields.integer("n_routed_experts"),
+            num_per_token=fields.integer("moe_topk"),
+            intermediate_size=fields.integer("expert_ffn_hidden_size"),
+            norm_weights=False,
+            dense_layers=tuple(range(1, 2 * count, 2)),
+            correction_bias=True,
+            routed_scaling_factor=fields.number("routed_scaling_factor", 6.0),
+            num_zero_experts=fields.integer("zero_expert_num", 0, minimum=0),
+            shortcut=True,
+        )
+        layers = (replace(each, scale=each.sm_scale * root) for each in shared["attention"])
+        return shared | {"attention": tuple(layers), "experts": experts}
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return LongcatFlashLayer(self.config, layer, build)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        return NormOfFirst(super().make_norm(build))
+
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """Embed the tokens of a step: [T, 2 * D], of which the second half, that of experts' outputs, is 0."""
+        x = self.embed_tokens(batch.token_ids)
+        return jnp.concatenate([x, jnp.zeros_like(x)], axis=-1)
