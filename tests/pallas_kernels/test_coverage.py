@@ -90,7 +90,7 @@ def test_compiled_kernels_meet_every_head_dim_with_every_page_size():
 @pytest.mark.parametrize("name", TPU_KERNELS)
 def test_tpu_kernels_meet_the_blocks_of_production(name):
     rows = [row for row in rows_of(name, interpreted("tpu")) if row[0].tuning.tpu_attention == TpuAttention()]
-    assert {one.name for one, _, _ in rows} == {"tpu-production-lazy", "tpu-production-eager"}
+    assert {one.name for one, _, _ in rows} == {TPU_PRODUCTION_LAZY.name}
     assert {case for _, case, _ in rows} >= set(PRODUCTION_BLOCKS)
     case = PRODUCTION_BLOCKS[0]
     single, group = name == "paged_attention_single", case.heads[0] // case.heads[1]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 from tests.jaxengine.engine.test_logits_processors import CASES, LLM, OPTIONS, TINY, Favour, MaxRepeats
@@ -21,6 +23,7 @@ assert found[0] == found[1], found
 """
 
 
+@pytest.mark.thorough("test_routed_experts.py has such a processor, over all that splits a model")
 def test_tokens_are_those_of_one_device():
     flags = os.environ.get("XLA_FLAGS", "")  # those of fast_compile
     env = {**os.environ, "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=4"}

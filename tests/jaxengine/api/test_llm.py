@@ -36,7 +36,8 @@ def alone(make_llm):
         ({}, {"num_pages": 26}),
         ({"async_scheduling": False}, {"num_pages": 26}),
         ({}, {"long_prefill_token_threshold": 3}),
-        ({"block_size": 70}, {}),  # no divisor of a kernel block: two pages a request
+        # No divisor of a kernel block: two pages a request.
+        pytest.param({"block_size": 70}, {}, marks=pytest.mark.thorough("an engine for a number")),
     ],
     ids=str,
 )

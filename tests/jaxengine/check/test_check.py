@@ -166,6 +166,7 @@ def test_a_program_that_does_not_compile_is_a_row(compiler):
     assert "does not compile" in row["failures"][0] and "copies" not in row
 
 
+@pytest.mark.thorough("a whole check is above, and names are compared there")
 def test_one_program_alone(model, tmp_path):
     """Its name says which; of a pool of given pages there is nothing to plan."""
     found = tmp_path / "found.json"

@@ -35,6 +35,7 @@ def test_chat_answers_and_ends_at_the_turn(answer):
     assert completion.token_ids[-1] == 2 and "<|im_end|>" not in completion.text
 
 
+@pytest.mark.thorough("tests/test_workloads.py has its tokens, and tests below have texts")
 def test_chat_is_the_recorded_one(smollm):
     chat = recorded("CHAT")
     params = SamplingParams(temperature=0, max_tokens=chat.max_tokens[0])

@@ -14,6 +14,7 @@ FURTHER = frozenset(
     (
         *("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision"),
         *("glm4v_moe_vision", "kimi_vl_vision", "kimi_k25_vision", "kimi_k25_groups_vision", *SECOND_SHAPES),
+        "gemma4_pictures_vision",
     )
 )
 # With windows, and with learned positions; the others' patches know less of their neighbours.
