@@ -91,6 +91,7 @@ def test_a_step_takes_the_token_table_as_it_is_stored(compiler):
     }
 
 
+@pytest.mark.thorough("tests/sharding/exchange_order.py traces them")
 def test_steps_with_drafts_and_adapters(compiler):
     """They are compiled like others; what adapters add to a product is among what a step has to do."""
     options = {"max_num_seqs": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}

@@ -80,14 +80,14 @@ def test_stop_strings_may_end_only_what_follows_the_reasoning(smollm, answer):
 
 def test_min_tokens_holds_stop_strings_back(smollm, answer):
     stop = answer.outputs[0].text[:5]
-    params = GREEDY.clone_with(stop=stop, min_tokens=12)
+    params = GREEDY.clone_with(stop=stop, min_tokens=12, max_tokens=16)
     output = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, params, use_tqdm=False)[0].outputs[0]
     assert len(output.token_ids) >= 12
     assert output.text.startswith(stop)
 
 
 def test_deltas_join_to_the_whole(smollm):
-    params = GREEDY.clone_with(max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = GREEDY.clone_with(max_tokens=16, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     outputs = stream(smollm, params, "Zwei Straßen, 三つの道, and a 🦊:")
     whole = smollm.generate("Zwei Straßen, 三つの道, and a 🦊:", params, use_tqdm=False)[0].outputs[0]
     assert "".join(output.outputs[0].text for output in outputs) == whole.text
