@@ -80,7 +80,6 @@ def test_unseeded_requests_differ_and_an_engine_seed_repeats_them(make_llm, tiny
     assert len({tuple(each) for group in first for each in group}) == 6
 
 
-@pytest.mark.versions
 def test_n_gives_n_outputs_sharing_the_prompt(make_llm):
     llm = make_llm()
     prompt = {"prompt_token_ids": rng.integers(3, 100, 40).tolist()}
@@ -113,7 +112,6 @@ def test_limits_and_stops(make_llm, alone):
     assert len(one.token_ids) == 1
 
 
-@pytest.mark.versions
 def test_bias_allowed_and_penalties_act(make_llm, alone):
     llm = make_llm()
 
@@ -151,7 +149,6 @@ def test_logprobs_agree_with_prompt_logprobs(make_llm, alone):
             assert entry[token].logprob == pytest.approx(again[token].logprob, abs=1e-4)
 
 
-@pytest.mark.versions
 def test_prefix_cache_is_seen_in_outputs_and_can_be_reset(make_llm):
     llm = make_llm()
     prompt = {"prompt_token_ids": rng.integers(3, 100, 33).tolist()}
@@ -164,7 +161,6 @@ def test_prefix_cache_is_seen_in_outputs_and_can_be_reset(make_llm):
     assert tokens([first]) == tokens([second]) == tokens([salted])
 
 
-@pytest.mark.versions
 def test_metrics_of_a_request(make_llm):
     output = make_llm().generate(PROMPTS[0], GREEDY, use_tqdm=False)[0]
     metrics = output.metrics
@@ -188,7 +184,6 @@ BAD_PROMPTS = [
 ]
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(("prompt", "param"), BAD_PROMPTS, ids=str)
 def test_a_bad_prompt_is_named_and_nothing_else_happens(make_llm, alone, prompt, param):
     llm = make_llm()
@@ -199,7 +194,6 @@ def test_a_bad_prompt_is_named_and_nothing_else_happens(make_llm, alone, prompt,
     assert tokens(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == [alone[0]]
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -219,7 +213,6 @@ def test_params_the_engine_cannot_serve_are_named(make_llm, changes, param):
     assert error.value.param == param
 
 
-@pytest.mark.versions
 def test_wrong_calls_are_refused(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match="one for each"):
@@ -233,7 +226,6 @@ def test_wrong_calls_are_refused(make_llm):
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-@pytest.mark.versions
 def test_the_progress_bar_says_how_fast_it_goes(make_llm):
     class Bar(tqdm):
         last = ""
