@@ -242,6 +242,7 @@ def test_the_progress_bar_says_how_fast_it_goes(make_llm):
     assert float(found[2]) / float(found[1]) == pytest.approx(20, rel=0.02)
 
 
+@pytest.mark.thorough("tests/jaxengine/api/test_pooling.py starts an engine so")
 def test_enforce_eager_compiles_when_needed(tiny_options, alone):
     options = {**tiny_options, "enforce_eager": True, "compile_cache_dir": ""}
     llm = LLM(**options)

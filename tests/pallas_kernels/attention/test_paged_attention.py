@@ -11,11 +11,7 @@ from tests.pallas_kernels.problems import FAMILIES, Case
 
 # One of each kind beside QUICK: heads, dims, pages, windows, masks, codes, latents, lengths.
 OTHER_KINDS = (
-    "one sequence, one token",
-    "heads (5, 1)",
     "dims (192, 128)",
-    "page size 48",
-    "window 17",
     "window on both sides",
     "sinks and window",
     "slopes, window, sinks and soft cap",
