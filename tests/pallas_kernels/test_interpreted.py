@@ -53,8 +53,7 @@ TRITON_FEATURES = (
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
 PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[-1].name)
-EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
-EAGER_FEATURES = ("skewed decodes",)
+EAGER_BATCHES = ("mixed",)
 # Of the quick cases of plain XLA those whose kernels the others meet as well, or that no mutant needs.
 FURTHER_FEATURES = ("chunks of 400", "codes of decodes", "dims (128, 128)", "decode bucket")
 FURTHER_FEATURES += ("runs in a decode bucket", "window, sinks and soft cap")
@@ -93,8 +92,8 @@ def quick_groups() -> list[list[Job]]:
         (MOSAIC_GPU.name, (), GPU_LATENT),
         (TRITON.name, TRITON_BATCHES, TRITON_FEATURES),
         (TPU_LAZY.name, QUICK_BATCHES, TPU_FEATURES),
-        (TPU_EAGER.name, EAGER_BATCHES, EAGER_FEATURES),
-        (TPU_FAR_LAZY.name, EAGER_BATCHES[:1], ()),
+        (TPU_EAGER.name, EAGER_BATCHES, ()),
+        (TPU_FAR_LAZY.name, EAGER_BATCHES, ()),
         (TPU_PRODUCTION_LAZY.name, (), PRODUCTION_CASES),
     ):
         # Both families of values where the kernel is tried first; elsewhere the one that finds more.
