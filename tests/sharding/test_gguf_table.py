@@ -25,9 +25,9 @@ MORE: tuple[dict[str, int], ...] = ({}, {"pipeline_parallel_size": 2})
 def compare(path: str, *, thorough: bool) -> None:
     from jaxengine import LLM, SamplingParams
 
-    options = {"max_model_len": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    options = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     options |= {"skip_tokenizer_init": True, "disable_log_stats": True}
-    steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
+    steps = {"cudagraph_capture_sizes": [4], "prefill_sizes": []}
     prompts = [{"prompt_token_ids": [3, 47, 9][:size]} for size in (1, 2, 3)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 
