@@ -205,7 +205,7 @@ def serve(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[model]))
     write_tokenizer(path)
-    llm = LLM(str(path), compile_cache_dir=cache, **OPTIONS | options)
+    llm = LLM(str(path), compile_cache_dir=cache, **OPTIONS, **options)
     params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
     while True:
         llm.generate([{"prompt_token_ids": [number]} for number in range(16)], params, use_tqdm=False)

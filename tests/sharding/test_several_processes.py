@@ -19,10 +19,7 @@ from jaxengine.runner.devices import choose_devices
 
 ROOT = Path(__file__).parents[2]
 RANKS_AND_HEADS = ("dense", {"tensor_parallel_size": 2, "data_parallel_size": 2})
-FEWEST = (
-    "dense",
-    {"tensor_parallel_size": 2, "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}},
-)
+FEWEST = ("dense", {"tensor_parallel_size": 2})
 # Compiling is what takes the time, so these only with --thorough: heads over both processes, and all kinds at once,
 # ranks and experts over both, stages whose hidden states stay in one.
 STAGES = {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2}

@@ -87,7 +87,7 @@ def test_min_tokens_holds_stop_strings_back(smollm, answer):
 
 
 def test_deltas_join_to_the_whole(smollm):
-    params = GREEDY.clone_with(max_tokens=16, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = GREEDY.clone_with(max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     outputs = stream(smollm, params, "Zwei Straßen, 三つの道, and a 🦊:")
     whole = smollm.generate("Zwei Straßen, 三つの道, and a 🦊:", params, use_tqdm=False)[0].outputs[0]
     assert "".join(output.outputs[0].text for output in outputs) == whole.text
