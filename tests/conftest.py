@@ -56,11 +56,13 @@ MAX_RESIDENT_BYTES = 2 << 30
 # compiled again.
 GROWN_BYTES, MOST_BYTES = 1 << 30, 4 << 30
 # Bytes by which a process grows before ended engines are looked for: that takes a second or two, for it visits all that
-# earlier files have left.
+# earlier files have left. What is left when programs have been forgotten, however much, is no reason to do it again.
 ENDED_BYTES = 256 << 20
+# The same of mappings.
+MAX_MAPS, GROWN_MAPS, MOST_MAPS = 20_000, 8_000, 40_000
 LONG = 40.0  # seconds
 _num_tests = 0
-_bytes_left = 0  # resident when programs were last forgotten
+_bytes_left = _maps_left = 0  # resident, and mappings, when programs were last forgotten
 _bytes_collected = 0  # resident after the last collection of everything
 _has_ended = False  # whether an engine has ended since
 _durations = Durations()
@@ -174,22 +176,21 @@ def pytest_runtest_teardown(item, nextitem):
     Each is a few dozen mappings of memory, of which Linux lets a process have 65,530; the compiler dies of one more.
     All together they are several GiB after some hundred files, and a machine runs more than one process of tests.
     """
-    global _num_tests, _bytes_left, _has_ended
+    global _num_tests, _bytes_left, _maps_left, _has_ended
     _num_tests += 1
     ends_file = nextitem is None or nextitem.path != item.path
     if ends_file:
         _has_ended |= file_ended()
     jax = sys.modules.get("jax")
     if jax is not None and (ends_file or _num_tests % 50 == 0) and MAPS.exists():
-        with MAPS.open("rb") as maps:
-            count = sum(1 for _ in maps)
-        most = max(MAX_RESIDENT_BYTES, min(_bytes_left + GROWN_BYTES, MOST_BYTES))
+        most = max(MAX_RESIDENT_BYTES, min(_bytes_left + GROWN_BYTES, MOST_BYTES), _bytes_left + ENDED_BYTES)
+        most_maps = max(MAX_MAPS, min(_maps_left + GROWN_MAPS, MOST_MAPS)) if ends_file else MOST_MAPS
         if ends_file and _has_ended and _resident_bytes() > min(_bytes_collected + ENDED_BYTES, most):
             _collect()
-        if count > (20_000 if ends_file else 40_000) or (ends_file and _resident_bytes() > most):
+        if _num_maps() > most_maps or (ends_file and _resident_bytes() > most):
             jax.clear_caches()
             _collect()
-            _bytes_left = _bytes_collected
+            _bytes_left, _maps_left = _bytes_collected, _num_maps()
     if ends_file:
         gc.freeze()  # see pytest_collection_finish
 
@@ -200,6 +201,11 @@ def _collect() -> None:
     gc.unfreeze()
     gc.collect()
     _has_ended, _bytes_collected = False, _resident_bytes()
+
+
+def _num_maps() -> int:
+    with MAPS.open("rb") as maps:
+        return sum(1 for _ in maps)
 
 
 def _resident_bytes() -> int:

@@ -44,7 +44,9 @@ def random_params(rng: np.random.Generator, vocab_size: int, room: int) -> Sampl
     )
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize(
+    "async_scheduling", [True, pytest.param(False, marks=pytest.mark.thorough("the same programs, in another order"))]
+)
 def test_nothing_compiles_after_ready(make_llm, async_scheduling, thorough):
     llm = make_llm(num_gpu_blocks_override=26, scheduling_policy="priority", async_scheduling=async_scheduling)
     core, rng = llm.core, np.random.default_rng(11)

@@ -67,7 +67,7 @@ def test_alone(llm, name, thorough):
     """CHAT to its end; of the one answer of W1, twice as long, as many tokens as tell, or all with --thorough."""
     use_scheduler(llm)
     workload = recorded(name)
-    for single in one_by_one(workload if thorough or name != "W1" else first(workload, 1, 32)):
+    for single in one_by_one(workload if thorough or name != "W1" else first(workload, 1, 16)):
         check(llm, single)
 
 
@@ -93,7 +93,7 @@ SHORT = {("W3", "all at once")}
 )
 def test_all_at_once(llm, name, mode, thorough):
     scheduler = use_scheduler(llm, **MODES[mode])
-    check(llm, recorded(name) if thorough else first(recorded(name), 6, 12))
+    check(llm, recorded(name) if thorough else first(recorded(name), 4, 8))
     assert (scheduler.num_prefix_hits > 0) == (name == "W3" and scheduler.config.enable_prefix_caching)
 
 

@@ -22,7 +22,7 @@ def further(*row):
     [
         ("qwen3-moe-30b-a3b", 64, 2.8, 2.1),
         further("gpt-oss-120b", 1024, 1.23, 1.12),
-        ("deepseek-v3", 1024, 1.26, 1.12),
+        further("deepseek-v3", 1024, 1.26, 1.12),
         # From 64 rows of an expert on, on average, experts are filled up to multiples of eight.
         ("qwen3-moe-30b-a3b", 1024, 1.08, 1.06),
         further("gpt-oss-120b", 2048, 1.08, 1.06),
@@ -53,7 +53,7 @@ def test_kernels_multiply_little_beyond_the_rows(model, tokens, ratio, on_hopper
         further(128, 4, 8192, 191),
         further(256, 8, 1024, 270),
         further(256, 8, 2048, 286),
-        (256, 8, 8192, 382),
+        further(256, 8, 8192, 382),
     ],
 )
 def test_visits_are_few(experts, k, tokens, most):

@@ -133,6 +133,7 @@ def test_grpc_client(run, served, smollm):
     assert refused.startswith("refused: INVALID_ARGUMENT, ['sampling.top_p']: sampling.top_p: top_p must be ")
 
 
+@pytest.mark.thorough("tests/jaxengine/checkpoint/test_custom_models.py serves such a class")
 def test_custom_model(run, monkeypatch):
     monkeypatch.setitem(MODELS, "CappedLlamaForCausalLM", MODELS["LlamaForCausalLM"])
     monkeypatch.delitem(MODELS, "CappedLlamaForCausalLM")  # and again at the end
@@ -159,6 +160,7 @@ def test_custom_model_is_a_plugin(monkeypatch, tmp_path):
     assert source.config.architecture == "CappedLlamaForCausalLM"
 
 
+@pytest.mark.thorough("tests/jaxengine/engine/test_logits_processors.py runs such a processor")
 def test_logits_processor(run):
     with fast_compile():
         lines = run("logits_processor", str(TINY)).splitlines()
@@ -166,6 +168,7 @@ def test_logits_processor(run):
     assert len(plain) == len(limited) == 12 and len(set(plain)) < 12 and len(set(limited)) == 12
 
 
+@pytest.mark.thorough("test_grpo trains, and its engine generates")
 def test_train_and_generate(run):
     """The engine computes what the forward pass of trainers has learnt."""
     with fast_compile():
@@ -220,6 +223,7 @@ def test_forward_pass(run):
     assert all(len(each) == len(prompt) and min(each) > 0 for each in norms)
 
 
+@pytest.mark.thorough("tests/jaxengine/engine/test_capture.py compares them")
 def test_hidden_states(run, monkeypatch, executables_dir):
     monkeypatch.setattr(jaxengine, "LLM", partial(jaxengine.LLM, **OPTIONS, compile_cache_dir=executables_dir))
     with np.load(TINY / "golden.npz", allow_pickle=False) as golden:

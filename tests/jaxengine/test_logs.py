@@ -154,16 +154,16 @@ def test_what_is_asked_all_the_time_has_no_line_while_all_is_well(path, status, 
     assert is_news(record) is expected
 
 
-def test_a_start_that_loads_its_steps_says_so(make_llm, tiny_options, tmp_path, capsys, caplog):
-    make_llm()
+def test_a_start_says_whether_it_compiles_or_loads_its_steps(tiny_options, tmp_path, capsys, caplog):
+    few = {"max_model_len": 32, "max_num_seqs": 2, "compile_cache_dir": str(tmp_path), "disable_log_stats": False}
+    LLM(**tiny_options | few).shutdown()
+    said = capsys.readouterr().err
+    assert "Compiling steps: 100%" in said and "steps: :" not in said
     with caplog.at_level(logging.INFO, "jaxengine"):
-        LLM(**{**tiny_options, "disable_log_stats": False}).shutdown()
+        LLM(**tiny_options | few).shutdown()
     said = capsys.readouterr().err
     assert "Loading steps: 100%" in said and "Compiling" not in said
     assert "KV pages" in caplog.text and "KV pages" not in said
-    LLM(**{**tiny_options, "disable_log_stats": False, "compile_cache_dir": str(tmp_path)}).shutdown()
-    said = capsys.readouterr().err
-    assert "Compiling steps: 100%" in said and "steps: :" not in said
 
 
 def test_a_full_disk_behind_standard_error_ends_nothing(monkeypatch, start):

@@ -137,7 +137,7 @@ def recorded_config(name: str) -> Any:
     return read_folder(CHECKPOINTS / name)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 5])
+@pytest.mark.parametrize("num_tokens", [pytest.param(2, marks=pytest.mark.thorough("as the other")), 5])
 def test_such_a_pool_is_updated_in_place(num_tokens):
     model = build_model(recorded_config("gemma4"), Build(jnp.float32))
     graph, state = nnx.split(model)

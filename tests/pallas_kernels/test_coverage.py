@@ -1,5 +1,7 @@
 """With what the suite runs each attention kernel: one in shapes that nobody serves proves nothing about those served.
 
+Interpreted are all of them with --thorough.
+
 Counts what the cases are said to run. Each of them fails, interpreted or on a device, unless exactly these kernels are
 in its program (conformance.check_runs_kernels), so that a fallback to XLA cannot pass for a kernel.
 """
@@ -30,7 +32,7 @@ from tests.pallas_kernels.implementations import (
     Implementation,
 )
 from tests.pallas_kernels.problems import Case
-from tests.pallas_kernels.test_interpreted import VERSIONS, quick_groups
+from tests.pallas_kernels.test_interpreted import VERSIONS, quick_groups, thorough_groups
 from tests.pallas_kernels.worker import ROOT
 
 GPU_KERNELS = ("paged_attention_decode", "paged_attention_merge", "paged_attention_prefill")
@@ -43,8 +45,8 @@ Row = tuple[Implementation, Case, str]
 
 
 def interpreted(platform: str) -> list[Row]:
-    """(implementation, case, query dtype) of the attention jobs that every run of the suite has."""
-    jobs = [job for group in quick_groups() for job in group if job[0] == "attention"]
+    """(implementation, case, query dtype) of the attention jobs of a thorough run."""
+    jobs = [job for group in thorough_groups() for job in group if job[0] == "attention"]
     rows = [(IMPLEMENTATIONS[name], BY_NAME[case], dtype) for _, name, case, dtype, *_ in jobs]
     return [(one, one.adapted(case), dtype) for one, case, dtype in rows if one.platform == platform]
 

@@ -8,6 +8,7 @@ same channel, each takes the other's data or waits for ever. So one of such two 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-moe-30b-a3b:1", {TENSOR: 8, EXPERT: True, "all2all_backend": "ragged_all_to_all"}),
     ("qwen3-next-80b-a3b:4", {TENSOR: 2, DATA: 2, EXPERT: True}),
 ]
+SHORT = CASES[:3]
 
 
 class Exchange(NamedTuple):
@@ -105,7 +107,7 @@ def _parts(value: Any) -> list[Jaxpr]:
     return [part for each in value for part in _parts(each)] if isinstance(value, tuple | list) else []
 
 
-def main() -> None:
+def main(cases: list[tuple[str, dict[str, Any]]]) -> None:
     """Prints what is unordered in the programs of every case, a line of JSON for each."""
     from jaxengine.check.drafts import drafts
     from jaxengine.check.programs import open_stages
@@ -114,7 +116,7 @@ def main() -> None:
     from jaxengine.config.platforms import PLATFORMS
 
     sizes = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    for name, options in CASES:
+    for name, options in cases:
         config = EngineConfig(**sizes, **options)
         model = replace(model_config(name), num_nextn_predict_layers=1)  # which `mtp` alone asks for
         for stage in open_stages(model, config, PLATFORMS["cpu"], jax.devices()):
@@ -130,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES if "--thorough" in sys.argv else SHORT)

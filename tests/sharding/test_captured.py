@@ -112,7 +112,7 @@ def run(code: str, num_devices: int, *arguments: str) -> None:
 @pytest.mark.parametrize(
     "drafts",
     [
-        pytest.param("", id="one token a step"),
+        pytest.param("", id="one token a step", marks=pytest.mark.thorough("test_routed_experts.py compares them")),
         pytest.param("drafts", id="drafts", marks=pytest.mark.thorough("drafts are in tests/jaxengine/engine, too")),
     ],
 )
@@ -123,7 +123,7 @@ def test_activations_are_those_of_one_device(executables_dir, drafts):
 @pytest.mark.parametrize(
     ("name", "names", "layers"),
     [
-        pytest.param("qwen3_moe", EVERY, "0,1,-1", id="all"),
+        pytest.param("qwen3_moe", EVERY, "0,1,-1", id="all", marks=pytest.mark.thorough("two engines, as above")),
         # The second stage has nothing that was asked for.
         pytest.param("llama", "mlp_output:0", "0,1", id="one stage", marks=pytest.mark.thorough("two engines")),
     ],

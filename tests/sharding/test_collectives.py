@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 # What others show together.
 THOROUGH = (
     *("tp 2", "tp 4, replicated", "dp 2", "tp 2, dp 2", "experts, tp 2, dp 2", "experts, dp 4, ep, ragged"),
-    "norms over heads, tp 4, replicated",
+    *("norms over heads, tp 4, replicated", "experts, tp 2, dp 2, ep, ragged"),
 )
 # Compiled with its heads too, which take most of the time; the others as a first pipeline stage.
 WHOLE = "tp 4"

@@ -10,9 +10,8 @@ from jaxengine.sharding.layout import MESH_AXES, ONE_DEVICE, RULES, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.rules import logical_to_spec, named_sharding
 
-pytestmark = pytest.mark.versions
 
-
+@pytest.mark.versions
 def test_specs_of_the_default_rules():
     assert logical_to_spec(("embed", "heads")) == PartitionSpec(None, "model")
     assert logical_to_spec(("ffn", "embed")) == PartitionSpec(("attn", "model"), None)
@@ -36,6 +35,7 @@ def test_unknown_axis():
         logical_to_spec(("head",))
 
 
+@pytest.mark.versions
 def test_mesh_of_one_device():
     mesh = make_mesh(ONE_DEVICE, jax.devices()[:1])
     assert dict(mesh.shape) == {"data": 1, "attn": 1, "model": 1}

@@ -36,7 +36,8 @@ def alone(make_llm):
         ({}, {"num_pages": 26}),
         ({"async_scheduling": False}, {"num_pages": 26}),
         ({}, {"long_prefill_token_threshold": 3}),
-        ({"block_size": 70}, {}),  # no divisor of a kernel block: two pages a request
+        # No divisor of a kernel block: two pages a request.
+        pytest.param({"block_size": 70}, {}, marks=pytest.mark.thorough("an engine for a number")),
     ],
     ids=str,
 )
@@ -79,7 +80,6 @@ def test_unseeded_requests_differ_and_an_engine_seed_repeats_them(make_llm, tiny
     assert len({tuple(each) for group in first for each in group}) == 6
 
 
-@pytest.mark.versions
 def test_n_gives_n_outputs_sharing_the_prompt(make_llm):
     llm = make_llm()
     prompt = {"prompt_token_ids": rng.integers(3, 100, 40).tolist()}
@@ -112,7 +112,6 @@ def test_limits_and_stops(make_llm, alone):
     assert len(one.token_ids) == 1
 
 
-@pytest.mark.versions
 def test_bias_allowed_and_penalties_act(make_llm, alone):
     llm = make_llm()
 
@@ -150,7 +149,6 @@ def test_logprobs_agree_with_prompt_logprobs(make_llm, alone):
             assert entry[token].logprob == pytest.approx(again[token].logprob, abs=1e-4)
 
 
-@pytest.mark.versions
 def test_prefix_cache_is_seen_in_outputs_and_can_be_reset(make_llm):
     llm = make_llm()
     prompt = {"prompt_token_ids": rng.integers(3, 100, 33).tolist()}
@@ -163,7 +161,6 @@ def test_prefix_cache_is_seen_in_outputs_and_can_be_reset(make_llm):
     assert tokens([first]) == tokens([second]) == tokens([salted])
 
 
-@pytest.mark.versions
 def test_metrics_of_a_request(make_llm):
     output = make_llm().generate(PROMPTS[0], GREEDY, use_tqdm=False)[0]
     metrics = output.metrics
@@ -187,7 +184,6 @@ BAD_PROMPTS = [
 ]
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(("prompt", "param"), BAD_PROMPTS, ids=str)
 def test_a_bad_prompt_is_named_and_nothing_else_happens(make_llm, alone, prompt, param):
     llm = make_llm()
@@ -198,7 +194,6 @@ def test_a_bad_prompt_is_named_and_nothing_else_happens(make_llm, alone, prompt,
     assert tokens(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == [alone[0]]
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -218,7 +213,6 @@ def test_params_the_engine_cannot_serve_are_named(make_llm, changes, param):
     assert error.value.param == param
 
 
-@pytest.mark.versions
 def test_wrong_calls_are_refused(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match="one for each"):
@@ -232,7 +226,6 @@ def test_wrong_calls_are_refused(make_llm):
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-@pytest.mark.versions
 def test_the_progress_bar_says_how_fast_it_goes(make_llm):
     class Bar(tqdm):
         last = ""
@@ -249,6 +242,7 @@ def test_the_progress_bar_says_how_fast_it_goes(make_llm):
     assert float(found[2]) / float(found[1]) == pytest.approx(20, rel=0.02)
 
 
+@pytest.mark.thorough("tests/jaxengine/api/test_pooling.py starts an engine so")
 def test_enforce_eager_compiles_when_needed(tiny_options, alone):
     options = {**tiny_options, "enforce_eager": True, "compile_cache_dir": ""}
     llm = LLM(**options)

@@ -42,7 +42,9 @@ def check_equal(ours: np.ndarray, golden: np.ndarray) -> None:
     assert np.abs(ours - golden).max() <= TOLERANCE * max(1.0, np.abs(golden).max())
 
 
-@pytest.mark.parametrize("name", ["last", "mean"])
+@pytest.mark.parametrize(
+    "name", ["last", pytest.param("mean", marks=pytest.mark.thorough("test_pooling_server.py has means"))]
+)
 def test_embeddings_are_those_of_sentence_transformers(make_pooling_llm, name):
     llm = make_pooling_llm(name)
     outputs = llm.embed(TEXTS, use_tqdm=False)

@@ -22,7 +22,7 @@ from tests.jaxengine.api.test_encoders import OPTIONS, check_equal
 
 RAW = PoolingParams(use_activation=False)
 # One of each kind; the others differ in names of tensors, which a test of its own checks.
-ALWAYS = ("modernbert_tokens", "pylate", "splade", "splade_distilbert", "m3")
+ALWAYS = ("modernbert_tokens", "pylate", "splade", "m3")
 
 
 @pytest.fixture(scope="module")

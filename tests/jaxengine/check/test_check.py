@@ -91,6 +91,7 @@ def test_a_step_takes_the_token_table_as_it_is_stored(compiler):
     }
 
 
+@pytest.mark.thorough("tests/sharding/exchange_order.py traces them")
 def test_steps_with_drafts_and_adapters(compiler):
     """They are compiled like others; what adapters add to a product is among what a step has to do."""
     options = {"max_num_seqs": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
@@ -166,6 +167,7 @@ def test_a_program_that_does_not_compile_is_a_row(compiler):
     assert "does not compile" in row["failures"][0] and "copies" not in row
 
 
+@pytest.mark.thorough("a whole check is above, and names are compared there")
 def test_one_program_alone(model, tmp_path):
     """Its name says which; of a pool of given pages there is nothing to plan."""
     found = tmp_path / "found.json"

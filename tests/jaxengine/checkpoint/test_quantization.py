@@ -105,6 +105,7 @@ def test_tokens_are_those_of_the_dequantised_weights(tmp_path, caplog):
     assert caplog.text.count("weights:\n") == 1 and "int4 0.0 MiB" in caplog.text
 
 
+@pytest.mark.thorough("tests/sharding/test_gguf_table.py compares a kept file over two devices")
 def test_tokens_of_a_kept_gguf_file_are_those_of_the_dequantised_one(tmp_path):
     """Formats mixed as llama.cpp's Q4_K_M mixes them."""
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}

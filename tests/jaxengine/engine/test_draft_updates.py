@@ -40,6 +40,7 @@ def drafted(llm: LLM) -> tuple[list[list[int]], float]:
     return [list(each.outputs[0].token_ids) for each in outputs], share
 
 
+@pytest.mark.thorough("test_next_token.py and test_eagle3.py update drafts on the engines that they have")
 def test_drafts_are_those_of_the_newest_weights(llm):
     first, share = drafted(llm)
     assert share == 1

@@ -123,6 +123,7 @@ def drafts(thorough):
     return {"method": "mtp", "num_speculative_tokens": 2 if thorough else 1}
 
 
+@pytest.mark.thorough("what has to come together for the test below to draft rightly")
 def test_hidden_states_and_tokens_come_together(tmp_path, options, drafts):
     llm = LLM(counting(tmp_path / "model"), **options, speculative_config=drafts)
     assert_counts_on(llm, SIZE, (3, 2)[drafts["num_speculative_tokens"] == 1 :])

@@ -41,6 +41,7 @@ KINDS = {
     "windows": ("gemma2", {"num_gpu_blocks_override": 90}),
     "windows of codes": ("gemma2", {"num_gpu_blocks_override": 90, "kv_cache_dtype": "int8"}),
     "states": ("qwen3_next", {"num_state_snapshots": 4}),
+    "states of convolutions": ("lfm2", {"num_state_snapshots": 4}),
     "latents": ("deepseek_v2", {}),
     "keys of an indexer": ("deepseek_v32", {}),
     "int8": ("llama", {"kv_cache_dtype": "int8"}),
@@ -59,7 +60,11 @@ def options_of(model: str, executables_dir: str, **more) -> dict:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("windows of codes", "states") else KIND) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("windows of codes", "states of convolutions") else KIND)
+        for kind in KINDS
+    ],
 )
 def test_every_kind_of_page(executables_dir, kind):
     model, options = KINDS[kind]

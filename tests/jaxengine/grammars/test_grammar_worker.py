@@ -147,7 +147,6 @@ def test_masks_are_those_of_llguidance(worker, keys, name):
         worker.close(key)
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
     ("grammar", "taken", "forced", "ends"),
     [
@@ -187,7 +186,6 @@ def test_what_must_come_is_known_ahead(worker, keys, grammar, taken, forced, end
         take_mask(worker, key, matcher)
 
 
-@pytest.mark.versions
 def test_nobody_looks_ahead_who_was_not_asked_to():
     start = "byte", BYTES.vocab_size, NUM_WORDS, [EOS]
     for looks_ahead in (False, True):
@@ -198,7 +196,6 @@ def test_nobody_looks_ahead_who_was_not_asked_to():
         assert mask.forced == [ord("b")] * 32 * looks_ahead
 
 
-@pytest.mark.versions
 def test_a_grammar_says_which_token_of_a_trace_it_does_not_allow():
     matchers = Matchers(Start("byte", BYTES.vocab_size, NUM_WORDS, [EOS]))
     for key, (text, said) in enumerate(
@@ -216,7 +213,6 @@ def test_a_grammar_says_which_token_of_a_trace_it_does_not_allow():
             assert matchers.advance(Advance(key, [ord("a")])).num_tokens == 1
 
 
-@pytest.mark.versions
 def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
     clock = itertools.count()  # a second each time that it is asked
     monkeypatch.setattr(worker_process.time, "thread_time", lambda: float(next(clock)))
@@ -230,7 +226,6 @@ def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
     assert found == [4, 0, 0, 4]
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_used_fails_alone(worker, keys, name):
     key, matcher, bad = next(keys), matcher_of(GRAMMARS["regex"]), next(keys)
@@ -247,7 +242,6 @@ def test_what_cannot_be_used_fails_alone(worker, keys, name):
     worker.close(key)
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -296,7 +290,6 @@ def go_on(worker, key, matcher, token="c"):
     take_mask(worker, key, matcher)
 
 
-@pytest.mark.versions
 def test_a_slow_compilation_delays_no_masks(worker, keys, monkeypatch):
     """Nested repeats take a second; what comes of them is a mask or a failure."""
     monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 10.0)
@@ -341,7 +334,6 @@ def test_a_long_compilation_gives_way_to_everybody_and_the_next_one_begins_anew(
     worker.shutdown()
 
 
-@pytest.mark.versions
 def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     """The first in line for a mask fails; all others go on where they were, those that wait and those that do not."""
     slow, other, idle = (advanced(worker, keys) for _ in range(3))
@@ -360,7 +352,6 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     go_on(worker, *idle)
 
 
-@pytest.mark.versions
 def test_a_compilation_that_takes_too_long_is_ended(worker, keys, monkeypatch):
     other, slow, late = advanced(worker, keys), next(keys), next(keys)
     monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 0.2)
@@ -387,7 +378,6 @@ def test_a_killed_process_is_replaced_and_nobody_fails(worker, keys):
     go_on(worker, *idle, token="d")
 
 
-@pytest.mark.versions
 def test_who_ends_the_process_twice_fails(worker, keys):
     guilty, other = advanced(worker, keys), advanced(worker, keys)
     stop(worker._process.process)
@@ -404,7 +394,6 @@ def test_who_ends_the_process_twice_fails(worker, keys):
     go_on(worker, *other)
 
 
-@pytest.mark.versions
 def test_closed_sequences_say_nothing(worker, keys):
     closed, other = next(keys), next(keys)
     worker.open(closed, *GRAMMARS["json"])

@@ -79,6 +79,7 @@ def test_chips_by_what_jax_calls_them(kind, name):
     assert (chips.count, chips.chip.memory, chips.chip.bandwidth) == (4, 7 * GIB, wanted)
 
 
+@pytest.mark.thorough("test_against_start.py starts engines as planned")
 def test_an_engine_starts_as_chosen(make_llm):
     """Eight pages hold less than the model's context."""
     llm = make_llm(fit=True, num_gpu_blocks_override=8, max_model_len=None)

@@ -87,6 +87,7 @@ def test_the_longest_of_some_pages_is_that_of_counting(windows):
         assert longest_fit(config, num_pages, windows, 800) == max(lengths)
 
 
+@pytest.mark.thorough("test_against_start.py compares whole plans")
 def test_compiled_needs_are_those_of_a_start(make_llm, tiny_options):
     (stage,) = make_llm().core.engine.runner.stages
     wanted = stage.foresee_needs()

@@ -90,7 +90,7 @@ def changed(folder: Path, number: int, name: str, entry: Any) -> None:
     ("name", "options", "steps"),
     [
         ("llama", LAYERS, (0, 3, -5)),  # prompts, decodes, and a prompt behind a known prefix
-        ("lfm2", {}, (-5,)),
+        pytest.param("lfm2", {}, (-5,), marks=pytest.mark.thorough("families")),
         pytest.param("qwen3_next", {}, (-5,), marks=pytest.mark.thorough("families")),
         pytest.param("gemma2", {}, (4,), marks=pytest.mark.thorough("families")),
         pytest.param("deepseek_v2", {}, (2,), marks=pytest.mark.thorough("families")),

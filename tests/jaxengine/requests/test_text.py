@@ -35,6 +35,7 @@ def test_chat_answers_and_ends_at_the_turn(answer):
     assert completion.token_ids[-1] == 2 and "<|im_end|>" not in completion.text
 
 
+@pytest.mark.thorough("tests/test_workloads.py has its tokens, and tests below have texts")
 def test_chat_is_the_recorded_one(smollm):
     chat = recorded("CHAT")
     params = SamplingParams(temperature=0, max_tokens=chat.max_tokens[0])
@@ -79,7 +80,7 @@ def test_stop_strings_may_end_only_what_follows_the_reasoning(smollm, answer):
 
 def test_min_tokens_holds_stop_strings_back(smollm, answer):
     stop = answer.outputs[0].text[:5]
-    params = GREEDY.clone_with(stop=stop, min_tokens=12)
+    params = GREEDY.clone_with(stop=stop, min_tokens=12, max_tokens=16)
     output = smollm.generate({"prompt_token_ids": answer.prompt_token_ids}, params, use_tqdm=False)[0].outputs[0]
     assert len(output.token_ids) >= 12
     assert output.text.startswith(stop)

@@ -97,7 +97,7 @@ ENGINE = {
 # States; then windows, states with experts, latent attention with experts, Mamba-2. The benchmark has others.
 FURTHER = pytest.mark.thorough("further kinds of layers")
 FAMILIES = [
-    pytest.param("lfm2", "bfloat16"),
+    pytest.param("lfm2", "bfloat16", marks=FURTHER),
     pytest.param("gemma2", "bfloat16", marks=FURTHER),
     pytest.param("qwen3_next", "float32", marks=FURTHER),
     pytest.param("deepseek_v3", "float32", marks=FURTHER),

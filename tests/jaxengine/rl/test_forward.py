@@ -110,10 +110,9 @@ def assert_gradients(found: nnx.State, expected: nnx.State, norm: float, toleran
     assert abs(sum(np.sum(values**2) for values in ours.values()) ** 0.5 - norm) <= tolerance * norm
 
 
-KINDS = {
-    *("llama", "gemma2", "olmo2", "cohere2", "qwen3_moe", "gpt_oss", "llama4", "deepseek_v3"),
-    *("qwen3_next", "falcon_h1", "lfm2", "gemma4"),
-}
+# Windows and soft caps, sinks and experts, latents and groups of experts, scans and convolutions. What layers compute
+# test_golden.py shows of every family.
+KINDS = {"gemma2", "gpt_oss", "deepseek_v3", "falcon_h1", "lfm2"}
 FURTHER = pytest.mark.thorough("a further family of a kind")
 
 

@@ -137,6 +137,7 @@ def test_an_answer_ends_with_its_end(tunix, rollout):
     assert len(longer.tokens[0]) == 9
 
 
+@pytest.mark.thorough("examples/grpo.py trains, and the engine follows")
 def test_a_model_trains_and_the_engine_follows(tunix, rollout, model, llm):
     last = model.config.num_layers - 1
     actor = tunix[0].TunixModel(model.module, is_trained=lambda path: path[:2] == ("layers", last), remat=True)

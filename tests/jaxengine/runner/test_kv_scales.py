@@ -144,7 +144,9 @@ def test_logprobs_are_those_of_keys_and_values_rounded_token_by_token(make, plai
     assert llm.core.runner.compiles.count == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp8", *PER_TOKEN, pytest.param("int8", marks=pytest.mark.thorough("as fp8"))])
+@pytest.mark.parametrize(
+    "dtype", [*PER_TOKEN, *(pytest.param(each, marks=pytest.mark.thorough("as by token")) for each in ("fp8", "int8"))]
+)
 def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype):
     llm = coded(dtype)
     use_scheduler(llm, enable_prefix_caching=False)

@@ -73,7 +73,7 @@ def test_an_answer_is_the_recorded_one_whole_and_streamed(client, chat, smollm):
 
 
 def test_logprobs_of_the_tokens_that_were_chosen(client, chat, smollm):
-    answer = client.chat.completions.create(**ask(chat, logprobs=True, top_logprobs=3))
+    answer = client.chat.completions.create(**ask(chat, logprobs=True, top_logprobs=3, max_tokens=8))
     entries = answer.choices[0].logprobs.content
     assert all(entry.token == entry.top_logprobs[0].token and len(entry.top_logprobs) == 3 for entry in entries)
     assert (

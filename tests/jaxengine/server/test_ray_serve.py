@@ -185,6 +185,7 @@ def test_prefixes_are_found_by_both_ingresses(client):
     assert hit_rate(client, num_prefixes=6, rounds=5) > 0.9
 
 
+@pytest.mark.thorough("tests/jaxengine/server/ray/test_ingress.py loses replicas without Ray")
 def test_a_killed_replica_costs_no_request_that_had_not_begun(url, two):
     prompts = [[number % 97 + 3, number % 89 + 5, 7] for number in range(NUM_REQUESTS)]
 

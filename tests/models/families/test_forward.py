@@ -70,7 +70,7 @@ def test_each_kind_of_layer_is_traced_once(monkeypatch, windows, traces):
     assert len(calls) == traces
 
 
-@pytest.mark.parametrize("num_tokens", [1 + 1, 5])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1 + 1, marks=pytest.mark.thorough("as the other")), 5])
 def test_the_pool_is_updated_in_place(num_tokens):
     model, forward = forward_of(with_windows(CONFIG, None, None))
     kv = alloc(pool_spec(model.cache_groups(4, "float32", hybrid=False), 8192))

@@ -78,7 +78,7 @@ def test_a_prefix_sees_all_of_itself():
 def test_a_video_before_a_picture(case, thorough):
     if "video" not in case.processor.modalities:
         pytest.skip("takes no videos")
-    if case.name in ("smolvlm_vision", "llava_onevision_odd_vision") and not thorough:
+    if case.name in ("smolvlm_split_vision", "internvl_vision", "llava_onevision_odd_vision") and not thorough:
         pytest.skip("a further shape of a tower: --thorough")
     token_ids, logits = run_prompt(case, video_text(case.name), (3,), np.zeros(0, np.int32), video())
     assert token_ids == case.recorded["tokens_video"].tolist()

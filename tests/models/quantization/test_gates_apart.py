@@ -130,6 +130,7 @@ def test_beta_and_the_decay_are_stored_alike(tmp_path):
         build_model(read_folder(folder), Build("float32"))
 
 
+@pytest.mark.thorough("adapters beside quantised weights are in tests/jaxengine/engine/test_lora_beside.py")
 @pytest.mark.parametrize(
     "name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.thorough("as the other family"))]
 )

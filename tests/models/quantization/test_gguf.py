@@ -33,6 +33,8 @@ TYPES = {form.name: number for number, form in FORMATS.items()}
 QUANTISED = [form.name for form in FORMATS.values() if form.parts is not None]
 # All that differ in the width of codes, the size of groups and in having zeros.
 IN_TABLES = ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K")
+# Codes of four bits and of eight, with zeros and without, as heads and beside one.
+TABLES = (("Q4_0", True), ("Q8_0", True), ("Q2_K", True), ("Q4_1", False))
 # Where a block's float16 numbers are; MXFP4, NVFP4 and IQ1_M have scales of other kinds.
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
@@ -198,10 +200,10 @@ def test_formats_mixed_within_a_product_and_between_layers(tmp_path, config):
 
 @pytest.mark.parametrize(
     ("kind", "tied"),
-    [(kind, True) for kind in IN_TABLES]
-    + [
-        pytest.param(kind, False, marks=[] if kind == "Q4_1" else pytest.mark.thorough("as tables that are heads"))
+    [
+        pytest.param(kind, tied, marks=[] if (kind, tied) in TABLES else pytest.mark.thorough("as others"))
         for kind in IN_TABLES
+        for tied in (True, False)
     ],
 )
 def test_a_token_table(tmp_path, kind, tied):

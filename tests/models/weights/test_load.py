@@ -27,8 +27,6 @@ from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 from tests.models.tiny import with_attention
 
-pytestmark = pytest.mark.versions
-
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=64,
@@ -76,6 +74,7 @@ def load(tensors: dict[str, np.ndarray], config: ModelConfig = CONFIG, dtype=jnp
     return load_params(build_model(config, Build(dtype)), ArraySource(tensors), **options)
 
 
+@pytest.mark.versions
 def test_layout():
     tensors = random_tensors(CONFIG)
     state = load(tensors)
@@ -98,6 +97,7 @@ def test_state_fits_the_model_it_was_loaded_for():
     assert jax.tree.structure(dummy_params(model)) == expected
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("stored, wanted", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
 def test_dtype_conversion(stored, wanted):
     stored, wanted = (np.dtype(getattr(ml_dtypes, d, d)) for d in (stored, wanted))
@@ -312,6 +312,7 @@ def test_host_memory_stays_near_one_weight():
     assert peak < 3 * max(sizes) + (256 << 10) < sum(sizes) / 3
 
 
+@pytest.mark.versions
 def test_dummy_weights_are_deterministic_and_sane():
     model = build_model(replace(CONFIG, vocab_size=512, hidden_size=128), Build(jnp.float32))
     first, again, other = (dummy_params(model, seed=seed) for seed in (3, 3, 4))

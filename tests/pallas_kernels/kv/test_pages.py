@@ -62,7 +62,6 @@ def test_update_writes_named_slots_only(dtype, pattern, implementation):
     CHECKS["update"](dtype, pattern, implementation)
 
 
-@VERSIONS
 @pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
 @pytest.mark.parametrize("sizes", [(64, 1, 80, 80), (16, 2, 192, 128), (8, 5, 16, 64)])
 def test_update_of_other_shapes(sizes, implementation):
@@ -142,7 +141,6 @@ def test_update_of_one_padding_token_changes_nothing():
     np.testing.assert_array_equal(after.data, kv.data)
 
 
-@VERSIONS
 @pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
 def test_export_import_round_trip(dtype):
     rng = np.random.default_rng(0)

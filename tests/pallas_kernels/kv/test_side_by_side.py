@@ -26,7 +26,7 @@ TUNING = Tuning(
 SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=DIM, v_head_dim=DIM, sm_scale=1.0)
 
 
-def test_each_layer_reads_and_writes_its_own_lanes():
+def test_each_layer_reads_and_writes_its_own_lanes(thorough):
     rng, interpret = np.random.default_rng(0), pltpu.InterpretParams()
     own = KVSpec(PAGES, PAGE, 1, DIM, DIM, "float32")
     # Two sequences: one new token after 18 that are in pages 2 and 0, and three that begin page 3.
@@ -39,7 +39,7 @@ def test_each_layer_reads_and_writes_its_own_lanes():
     sizes = {"num_tokens": 8, "page_size": PAGE, "tuning": TUNING}
     schedule = attention_schedule(batch, SPEC, **sizes)
     runs = update_tpu.kv_update_schedule(slots, page_size=PAGE, tuning=TUNING)
-    for lanes in ((0, 128), (128, 256)):
+    for lanes in ((0, 128), (128, 256)) if thorough else ((128, 256),):
         q, k, v = (
             jnp.asarray(rng.standard_normal((8, heads, DIM)) / 4, jnp.float32) for heads in (SPEC.num_q_heads, 1, 1)
         )

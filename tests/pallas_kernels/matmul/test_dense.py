@@ -21,7 +21,9 @@ IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if
 @pytest.mark.parametrize("function", IMPLEMENTATIONS, ids=IMPLEMENTATIONS.values())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("contract", [0, 1])
-@pytest.mark.parametrize(("rows", "size"), [(1, 40), (1, 41), (3, 40), (1, 288)])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 41), (3, 40), (1, 288), pytest.param(1, 40, marks=pytest.mark.thorough("as the first"))]
+)
 def test_against_float64(function, dtype, contract, rows, size):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, size)), dtype)
