@@ -16,23 +16,26 @@ if TYPE_CHECKING:
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
     from jaxengine.api.llm_engine import LLMEngine
-    from jaxengine.api.open_model import OpenModel, open_model
     from jaxengine.api.weights import ScannedLayers
     from jaxengine.checkpoint.control_vectors import read_control_vector
     from jaxengine.checkpoint.custom_models import register_model
-    from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
+    from jaxengine.config.base.errors import ConfigError
+    from jaxengine.config.base.flexible_parser import FlexibleArgumentParser
     from jaxengine.config.engine_args import EngineArgs
     from jaxengine.config.engine_args import EngineArgs as AsyncEngineArgs
     from jaxengine.config.engine_config import EngineConfig
-    from jaxengine.config.errors import ConfigError
-    from jaxengine.config.flexible_parser import FlexibleArgumentParser
-    from jaxengine.config.pooler_config import PoolerConfig
+    from jaxengine.config.execution.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
+    from jaxengine.config.features.pooler_config import PoolerConfig
     from jaxengine.models.config.fields import ModelConfigError
     from jaxengine.models.params.errors import ModelFileError
     from jaxengine.requests.beam_search import BeamSearchParams
-    from jaxengine.requests.flat_logprobs import FlatLogprobs
-    from jaxengine.requests.lora import LoRARequest
-    from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxengine.requests.output.flat_logprobs import FlatLogprobs
+    from jaxengine.requests.output.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxengine.requests.params.lora import LoRARequest
+    from jaxengine.requests.params.prepared import Prompt as PromptType
+    from jaxengine.requests.params.prepared import TextPrompt, TokensPrompt
+    from jaxengine.requests.params.repetition import RepetitionDetectionParams
+    from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
     from jaxengine.requests.pooling.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -44,13 +47,10 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from jaxengine.requests.pooling.params import PoolingParams
-    from jaxengine.requests.prepared import Prompt as PromptType
-    from jaxengine.requests.prepared import TextPrompt, TokensPrompt
-    from jaxengine.requests.repetition import RepetitionDetectionParams
-    from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
     from jaxengine.requests.structured.params import StructuredOutputsParams
-    from jaxengine.scheduler.errors import OverloadedError, RequestError
-    from jaxengine.scheduler.logits_processor import Column, LogitsProcessor, VocabColumns
+    from jaxengine.rl.open_model import OpenModel, open_model
+    from jaxengine.scheduler.base.errors import OverloadedError, RequestError
+    from jaxengine.scheduler.base.logits_processor import Column, LogitsProcessor, VocabColumns
 
 __all__ = [
     "LLM",
@@ -112,45 +112,45 @@ _HOMES = {
     "BeamSearchParams": "jaxengine.requests.beam_search",
     "ClassificationOutput": "jaxengine.requests.pooling.outputs",
     "ClassificationRequestOutput": "jaxengine.requests.pooling.outputs",
-    "Column": "jaxengine.scheduler.logits_processor",
-    "CompilationConfig": "jaxengine.config.compilation_config",
-    "CompilationLevel": "jaxengine.config.compilation_config",
-    "CompilationMode": "jaxengine.config.compilation_config",
-    "CompletionOutput": "jaxengine.requests.outputs",
-    "ConfigError": "jaxengine.config.errors",
+    "Column": "jaxengine.scheduler.base.logits_processor",
+    "CompilationConfig": "jaxengine.config.execution.compilation_config",
+    "CompilationLevel": "jaxengine.config.execution.compilation_config",
+    "CompilationMode": "jaxengine.config.execution.compilation_config",
+    "CompletionOutput": "jaxengine.requests.output.outputs",
+    "ConfigError": "jaxengine.config.base.errors",
     "EmbeddingOutput": "jaxengine.requests.pooling.outputs",
     "EmbeddingRequestOutput": "jaxengine.requests.pooling.outputs",
     "EngineArgs": "jaxengine.config.engine_args",
     "EngineConfig": "jaxengine.config.engine_config",
     "EngineDeadError": "jaxengine.api.engine_client",
-    "FlatLogprobs": "jaxengine.requests.flat_logprobs",
-    "FlexibleArgumentParser": "jaxengine.config.flexible_parser",
+    "FlatLogprobs": "jaxengine.requests.output.flat_logprobs",
+    "FlexibleArgumentParser": "jaxengine.config.base.flexible_parser",
     "LLMEngine": "jaxengine.api.llm_engine",
-    "LoRARequest": "jaxengine.requests.lora",
-    "LogitsProcessor": "jaxengine.scheduler.logits_processor",
-    "Logprob": "jaxengine.requests.outputs",
+    "LoRARequest": "jaxengine.requests.params.lora",
+    "LogitsProcessor": "jaxengine.scheduler.base.logits_processor",
+    "Logprob": "jaxengine.requests.output.outputs",
     "ModelConfigError": "jaxengine.models.config.fields",
     "ModelFileError": "jaxengine.models.params.errors",
-    "OpenModel": "jaxengine.api.open_model",
-    "OverloadedError": "jaxengine.scheduler.errors",
-    "PoolerConfig": "jaxengine.config.pooler_config",
+    "OpenModel": "jaxengine.rl.open_model",
+    "OverloadedError": "jaxengine.scheduler.base.errors",
+    "PoolerConfig": "jaxengine.config.features.pooler_config",
     "PoolingOutput": "jaxengine.requests.pooling.outputs",
     "PoolingParams": "jaxengine.requests.pooling.params",
     "PoolingRequestOutput": "jaxengine.requests.pooling.outputs",
-    "PromptType": "jaxengine.requests.prepared:Prompt",
-    "RepetitionDetectionParams": "jaxengine.requests.repetition",
-    "RequestError": "jaxengine.scheduler.errors",
-    "RequestOutput": "jaxengine.requests.outputs",
-    "RequestOutputKind": "jaxengine.requests.sampling_params",
-    "SamplingParams": "jaxengine.requests.sampling_params",
+    "PromptType": "jaxengine.requests.params.prepared:Prompt",
+    "RepetitionDetectionParams": "jaxengine.requests.params.repetition",
+    "RequestError": "jaxengine.scheduler.base.errors",
+    "RequestOutput": "jaxengine.requests.output.outputs",
+    "RequestOutputKind": "jaxengine.requests.params.sampling_params",
+    "SamplingParams": "jaxengine.requests.params.sampling_params",
     "ScannedLayers": "jaxengine.api.weights",
     "ScoringOutput": "jaxengine.requests.pooling.outputs",
     "ScoringRequestOutput": "jaxengine.requests.pooling.outputs",
     "StructuredOutputsParams": "jaxengine.requests.structured.params",
-    "TextPrompt": "jaxengine.requests.prepared",
-    "TokensPrompt": "jaxengine.requests.prepared",
-    "VocabColumns": "jaxengine.scheduler.logits_processor",
-    "open_model": "jaxengine.api.open_model",
+    "TextPrompt": "jaxengine.requests.params.prepared",
+    "TokensPrompt": "jaxengine.requests.params.prepared",
+    "VocabColumns": "jaxengine.scheduler.base.logits_processor",
+    "open_model": "jaxengine.rl.open_model",
     "read_control_vector": "jaxengine.checkpoint.control_vectors",
     "register_model": "jaxengine.checkpoint.custom_models",
 }

@@ -27,8 +27,8 @@ _INPUTS = "PromptType TextPrompt TokensPrompt"
 MODULES: dict[str, str] = {
     "config": (
         "CompilationConfig CompilationLevel CompilationMode PoolerConfig "
-        "SpeculativeConfig=jaxengine.config.speculation: "
-        "StructuredOutputsConfig=jaxengine.config.structured_outputs_config:"
+        "SpeculativeConfig=jaxengine.config.features.speculation: "
+        "StructuredOutputsConfig=jaxengine.config.features.structured_outputs_config:"
     ),
     "distributed": "cleanup_dist_env_and_memory=jaxengine.api.example_helpers:",
     "engine.arg_utils": "EngineArgs AsyncEngineArgs",
@@ -40,12 +40,12 @@ MODULES: dict[str, str] = {
     "logger": "init_logger=logging:getLogger",
     "logprobs": "Logprob FlatLogprobs",
     "lora.request": "LoRARequest",
-    "multimodal.image": "convert_image_mode=jaxengine.media.pil_images:",
-    "multimodal.utils": "fetch_image=jaxengine.media.pil_images: encode_image_url=jaxengine.media.pil_images:",
+    "multimodal.image": "convert_image_mode=jaxengine.media.fetching.pil_images:",
+    "multimodal.utils": "fetch_image=jaxengine.media.fetching.pil_images: encode_image_url=jaxengine.media.fetching.pil_images:",
     "outputs": _OUTPUTS,
     "platforms": "current_platform=jaxengine.api.example_helpers:",
     "pooling_params": "PoolingParams",
-    "renderers.chat_utils": "load_chat_template=jaxengine.config.chat_template:read_chat_template",
+    "renderers.chat_utils": "load_chat_template=jaxengine.config.inputs.chat_template:read_chat_template",
     "sampling_params": (
         "SamplingParams RequestOutputKind BeamSearchParams StructuredOutputsParams RepetitionDetectionParams"
     ),
@@ -58,8 +58,8 @@ MODULES: dict[str, str] = {
     "v1.engine.exceptions": "EngineDeadError",
     "v1.engine.llm_engine": "LLMEngine",
     "v1.metrics.reader": (
-        "Metric=jaxengine.engine.metric_types: Counter=jaxengine.engine.metric_types: "
-        "Gauge=jaxengine.engine.metric_types: Histogram=jaxengine.engine.metric_types:"
+        "Metric=jaxengine.engine.stats.metric_types: Counter=jaxengine.engine.stats.metric_types: "
+        "Gauge=jaxengine.engine.stats.metric_types: Histogram=jaxengine.engine.stats.metric_types:"
     ),
 }
 # Packages that MODULES are in, most of them without names of their own.

@@ -19,7 +19,7 @@ class Adapters(NamedTuple):
     Attributes:
       slots: i32[T], the pool slot of each token's adapter; -1 for none.
       form: i32[], how products apply them: 0 not at all, because no row of any replica has one; 1 flat, 2 grouped
-        (jaxengine.models.layers.lora).
+        (jaxengine.models.layers.base.lora).
       visits: schedule that the grouped form reads; None if there is none.
     """
 

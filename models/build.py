@@ -15,11 +15,11 @@ from flax import nnx
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.params.declare import Source, declared_params, numbered
-from jaxengine.models.quantization.four_bits import GPTQ
-from jaxengine.models.quantization.online import Rounded
+from jaxengine.models.quantization.base.online import Rounded
+from jaxengine.models.quantization.base.rules import Everywhere, Quantization
+from jaxengine.models.quantization.base.scheme import Scheme, Weight
 from jaxengine.models.quantization.registry import PLAIN
-from jaxengine.models.quantization.rules import Everywhere, Quantization
-from jaxengine.models.quantization.scheme import Scheme, Weight
+from jaxengine.models.quantization.schemes.four_bits import GPTQ
 from jaxengine.sharding.layout import ONE_DEVICE, MeshLayout
 from jaxengine.sharding.stages import Stage
 

@@ -9,8 +9,8 @@ import jax
 from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, Paged, State
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -23,7 +23,7 @@ class CausalLM(Protocol):
     pool.
 
     Its weights are declared through Build.weight and jaxengine.models.params.declare.declare. Shape letters:
-    models/layers/linear.py.
+    models/layers/base/linear.py.
 
     Attributes:
       gguf_architecture: the family's general.architecture; None if another class reads it.

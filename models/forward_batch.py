@@ -29,7 +29,7 @@ class ForwardBatch(NamedTuple):
         counts); only page_table and slot_mapping differ between groups.
       sections: data of optional capabilities for this step, by the name under which layers look them up. The type of a
         section is declared in the file of the layer that reads it; one that acts on the hidden states between layers is
-        a jaxengine.models.layers.section.Section. A capability without data for the step has no entry.
+        a jaxengine.models.layers.base.section.Section. A capability without data for the step has no entry.
     """
 
     token_ids: jax.Array
@@ -49,7 +49,7 @@ class StepLayout:
     """Layout of a step's message: the offset of each field in its flat int32 buffer.
 
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
-    jaxengine.scheduler.token_params, the same for all replicas), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
+    jaxengine.scheduler.base.token_params, the same for all replicas), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
     `deltas` [len(DELTA_COLUMNS), num_deltas], the new page-table entries. In a row, `start` >= 0 sets the slot's number
     of computed tokens, and -1 keeps the device's own; `sample` is 1 if the row ends at its last known token, and larger
     if an extension says more of such a row; `next_token` is the prompt token after the chunk, -1 if there is none. A

@@ -22,12 +22,12 @@ from jaxengine.models.architectures import (
 from jaxengine.models.build import Build, build_abstract
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.eagle3 import Eagle3Config, head_fields, read_head
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import GGUFConfig, RopeFactors, gguf_family
-from jaxengine.models.config.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import LAST, Pooler
+from jaxengine.models.config.readers.eagle3 import Eagle3Config, head_fields, read_head
+from jaxengine.models.config.readers.gguf import GGUFConfig, RopeFactors, gguf_family
+from jaxengine.models.config.readers.hf import CONFIG_FILE, hf_architecture, read_config_json, with_one_rope
 from jaxengine.models.families.albert import AlbertModel
 from jaxengine.models.families.apertus import ApertusForCausalLM
 from jaxengine.models.families.axk2 import AXK2ForCausalLM

@@ -6,9 +6,9 @@ alike, and names none.
 
 from __future__ import annotations
 
-from jaxengine.scheduler.batch import ScheduledBatch
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledBatch
 from jaxengine.scheduler.pages.snapshots import Hits
-from jaxengine.scheduler.request import Request
 
 
 class RankExtension:

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxengine.scheduler.batch import PageDeltas, ScheduledBatch, StepResult
-from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.request import Request, RequestStatus
+from jaxengine.scheduler.base.token_params import PROMPT_FEATURES
+from jaxengine.scheduler.batches.batch import PageDeltas, ScheduledBatch, StepResult
+from jaxengine.scheduler.batches.results import End, Results
+from jaxengine.scheduler.batches.slots import Slots
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.groups import PageTables, most_pages_of
 from jaxengine.scheduler.pages.snapshots import Hits
-from jaxengine.scheduler.request import Request, RequestStatus
-from jaxengine.scheduler.results import End, Results
-from jaxengine.scheduler.slots import Slots
-from jaxengine.scheduler.token_params import PROMPT_FEATURES
 
 
 class Offer(NamedTuple):
@@ -196,7 +196,7 @@ class Rank:
         Takes the page tables' deltas; with several micro-batches it notes the step's number in Slots.last_step.
         """
         s, decodes = self.slots, self.decodes
-        # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.mla_made).
+        # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.attention.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
         ones, unset, chosen = self._decode_columns

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus, Wait
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.pages.groups import most_pages_of
 from jaxengine.scheduler.policy.fair import FairQueue
 from jaxengine.scheduler.policy.waiting import WaitingQueue
 from jaxengine.scheduler.rank import Offer, Rank
-from jaxengine.scheduler.request import FinishReason, Request, RequestStatus, Wait
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 logger = logging.getLogger(__name__)

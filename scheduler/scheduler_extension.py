@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledStep
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 
 
 class SchedulerExtension:

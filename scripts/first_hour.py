@@ -27,15 +27,15 @@ from tokenizers.models import WordLevel
 from jaxengine.api.llm import LLM
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.cli import build_parser
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.command_line import given_options
-from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import with_config_file
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.config.execution.compilation_config import CompilationConfig, CompilationLevel
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "models" / "llama"
 BEGIN, END = "<!-- first hour: written by scripts/write_docs.py from what scripts/first_hour.py ran -->", "<!-- end -->"

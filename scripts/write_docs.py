@@ -27,14 +27,14 @@ from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.models.families import declared
 from jaxengine.models.registry import MODELS, read_hf
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import _RULES, SamplingParams
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import _RULES, SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.responses.protocol import ResponsesRequest
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.ray.options import RayConfig
 from scripts import first_hour
 from scripts.hub_ids import HUB_IDS

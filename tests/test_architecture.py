@@ -25,8 +25,8 @@ LARGE = {
     "jaxengine.grammars.grammar_worker.GrammarWorker",
     "jaxengine.grammars.request_masks.RequestMasks",
     "jaxengine.media.processors.units.UnitProcessor",
-    "jaxengine.models.layers.mla_made.attend_made",
-    "jaxengine.models.layers.mla_made.made_rows",
+    "jaxengine.models.layers.attention.mla_made.attend_made",
+    "jaxengine.models.layers.attention.mla_made.made_rows",
     "jaxengine.pallas_kernels.attention.hopper.latent._attend",
     "jaxengine.pallas_kernels.attention.tpu.attend._attend",
     "jaxengine.pallas_kernels.attention.tpu.attend._call_kernel",
@@ -41,7 +41,7 @@ LARGE = {
     "jaxengine.sampling.sampler.sample",
     "jaxengine.scheduler.pages.groups.PageTables",
     "jaxengine.scheduler.rank.Rank",
-    "jaxengine.scheduler.results.take",
+    "jaxengine.scheduler.batches.results.take",
     "jaxengine.scheduler.scheduler.Scheduler",
     "jaxengine.server.link.remote_engine.RemoteEngine",
 }
@@ -81,7 +81,7 @@ UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal
 ENVIRONMENT_ALLOWED: dict[str, str] = {
     "jaxengine/check/children.py": "the process that compiles gets the compilers' own variables on top of ours",
     "jaxengine/commands/collect_env.py": "it shows variables and heeds none",
-    "jaxengine/runner/card.py": "XLA's own variable says how much of a card its client has",
+    "jaxengine/runner/base/card.py": "XLA's own variable says how much of a card its client has",
     "jaxengine/runner/executables/executable_files.py": "where a user's caches lie is said by his environment",
     "jaxengine/runner/executables/cache.py": "flags that XLA and libtpu read are part of a saved executable's key",
 }

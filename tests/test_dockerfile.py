@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxengine.commands.cli import build_parser
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

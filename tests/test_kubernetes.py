@@ -12,7 +12,7 @@ import yaml
 
 from jaxengine.commands.cli import build_parser
 from jaxengine.engine.metrics import HELP
-from jaxengine.server.http.auth import OPEN_PATHS
+from jaxengine.server.http.request.auth import OPEN_PATHS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "kubernetes"
 KUBERNETES = "1.30"

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 
 NUM_REQUESTS = {False: 100, True: 300}  # the latter with --thorough
 

@@ -24,8 +24,8 @@ STEP = """
     api/core.py engine/engine.py engine/slot_rows.py engine/stats.py engine/timeline.py engine/metrics.py
     models/forward_batch.py
     runner/compile_watch.py runner/model_runner.py runner/stage_runner.py runner/programs/pending_step.py
-    scheduler/batch.py scheduler/buckets.py scheduler/packing.py scheduler/pages/groups.py scheduler/pages/page_pool.py
-    scheduler/rank.py scheduler/results.py scheduler/scheduler.py scheduler/slots.py
+    scheduler/batches/batch.py scheduler/batches/buckets.py scheduler/batches/packing.py scheduler/pages/groups.py scheduler/pages/page_pool.py
+    scheduler/rank.py scheduler/batches/results.py scheduler/scheduler.py scheduler/batches/slots.py
 """
 REQUEST = f"""
     {STEP}
@@ -33,19 +33,19 @@ REQUEST = f"""
     requests/inputs.py requests/detokenizer.py requests/options.py requests/output_processor.py
     requests/sampling_params.py
     runner/executables/layer_chain.py tokens/tokenizer.py
-    scheduler/policy/waiting.py scheduler/request.py scheduler/token_params.py
+    scheduler/policy/waiting.py scheduler/base/request.py scheduler/base/token_params.py
 """
 SPINE = """
     jaxengine/api/core.py jaxengine/engine/engine.py jaxengine/engine/in_flight.py jaxengine/engine/slot_rows.py
-    jaxengine/engine/stats.py jaxengine/requests/inputs.py jaxengine/requests/output_processor.py
-    jaxengine/runner/memory.py jaxengine/runner/model_runner.py jaxengine/runner/open.py
-    jaxengine/runner/programs/device_state.py jaxengine/runner/programs/epilogues.py
+    jaxengine/engine/stats/stats.py jaxengine/requests/inputs.py jaxengine/requests/output/output_processor.py
+    jaxengine/runner/base/memory.py jaxengine/runner/model_runner.py jaxengine/runner/start/open.py
+    jaxengine/runner/base/device_state.py jaxengine/runner/programs/epilogues.py
     jaxengine/runner/programs/pending_step.py jaxengine/runner/programs/state_changes.py
     jaxengine/runner/programs/step.py jaxengine/runner/programs/step_programs.py jaxengine/runner/stage_runner.py
     jaxengine/sampling/sampler.py jaxengine/sampling/state.py
     models/build.py models/causal_lm.py models/forward_batch.py models/layers/decoder.py
-    scheduler/batch.py scheduler/buckets.py scheduler/config.py scheduler/packing.py scheduler/rank.py
-    scheduler/request.py scheduler/results.py scheduler/scheduler.py scheduler/slots.py scheduler/token_params.py
+    scheduler/batches/batch.py scheduler/batches/buckets.py scheduler/base/config.py scheduler/batches/packing.py scheduler/rank.py
+    scheduler/base/request.py scheduler/batches/results.py scheduler/scheduler.py scheduler/batches/slots.py scheduler/base/token_params.py
 """
 # Capability -> its words, and the files of the spine that have any of them.
 NAMED = {
@@ -55,15 +55,15 @@ NAMED = {
     ),
     "adapters": (
         r"adapter|\blora",
-        "jaxengine/requests/inputs.py models/build.py scheduler/request.py",
+        "jaxengine/requests/inputs.py models/build.py scheduler/base/request.py",
     ),
     "pictures": (
         r"media|pictures?\b|tower|embeds|encoder\b|mrope|rope_delta",
-        "jaxengine/requests/inputs.py models/layers/decoder.py scheduler/request.py",
+        "jaxengine/requests/inputs.py models/layers/decoder.py scheduler/base/request.py",
     ),
     "structured": (
         r"grammar|\bmasks?\b|token_mask|MASK\b",
-        "jaxengine/sampling/sampler.py jaxengine/sampling/state.py scheduler/token_params.py",
+        "jaxengine/sampling/sampler.py jaxengine/sampling/state.py scheduler/base/token_params.py",
     ),
     "pooling": (
         r"\bpool(er|ed|ing)\b|POOLED|\.pools\b",
@@ -71,15 +71,15 @@ NAMED = {
     ),
     "capture": (
         r"captur|CAPTURE|HIDDEN_STATES|\btaps?\b",
-        "scheduler/token_params.py",
+        "scheduler/base/token_params.py",
     ),
     "steering": (
         r"steer",
-        "jaxengine/requests/inputs.py scheduler/request.py scheduler/token_params.py",
+        "jaxengine/requests/inputs.py scheduler/base/request.py scheduler/base/token_params.py",
     ),
     "states": (
         r"snapshots?\b(?!,)|state_rows\b|StateRows|keeps_states",
-        "jaxengine/sampling/sampler.py scheduler/config.py scheduler/rank.py",
+        "jaxengine/sampling/sampler.py scheduler/base/config.py scheduler/rank.py",
     ),
     "offload": (
         r"offload|\bswap\b|\btiers?\b",
@@ -87,11 +87,11 @@ NAMED = {
     ),
     "kv_transfer": (
         r"kv_transfer|KVTransfer",
-        "jaxengine/requests/output_processor.py scheduler/request.py scheduler/token_params.py",
+        "jaxengine/requests/output/output_processor.py scheduler/base/request.py scheduler/base/token_params.py",
     ),
     "scores": (
         r"prompt_logprobs|prompt_scores|score_prompts",
-        "jaxengine/requests/output_processor.py scheduler/token_params.py",
+        "jaxengine/requests/output/output_processor.py scheduler/base/token_params.py",
     ),
 }
 

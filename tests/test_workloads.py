@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from jaxengine.bench.workloads import recorded
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.scheduler.rank import Rank
 from tests.conftest import use_scheduler
 

@@ -42,7 +42,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     def start() -> dict[str, Any]:
         import jax
 
-        from jaxengine.runner.memory import device_memory
+        from jaxengine.runner.base.memory import device_memory
 
         nonlocal llm
         began = time.perf_counter()
@@ -124,7 +124,7 @@ def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict
     """
     import jax
 
-    from jaxengine.requests.sampling_params import SamplingParams
+    from jaxengine.requests.params.sampling_params import SamplingParams
 
     core, runner = llm.core, llm.core.runner
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)

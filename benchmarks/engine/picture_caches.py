@@ -27,7 +27,7 @@ from benchmarks.harness import Option
 from benchmarks.processes import memory
 from benchmarks.recorder import Recorder
 from jaxengine.bench.serve_client import Sample
-from jaxengine.config.encoder import KEY_REPLICATED, SHARED_MEMORY
+from jaxengine.config.inputs.encoder import KEY_REPLICATED, SHARED_MEMORY
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.jaxengine.server.server_process import ServerProcess
 

@@ -77,7 +77,7 @@ def measure(args: Namespace, recorder: Recorder, folder: str) -> None:
     from jaxengine.plan.fit import chips_of
     from jaxengine.plan.model import open_planned
     from jaxengine.plan.plan import Split, plan_split, platform_for
-    from jaxengine.runner.memory import device_memory
+    from jaxengine.runner.base.memory import device_memory
 
     devices = jax.devices()[: num_devices(args.num_devices, jax.device_count())]
     chips = chips_of(devices)
@@ -137,8 +137,8 @@ def steps(plan: Any, llm: Any, sizes: Sizes) -> dict[str, dict[str, Any]]:
     """Return rows of steps by name: the roofline's least time and bytes, beside the device's time and the compiler's
     bytes.
     """
-    from jaxengine.check.roofline import step_work
-    from jaxengine.scheduler.buckets import Bucket
+    from jaxengine.check.model.roofline import step_work
+    from jaxengine.scheduler.batches.buckets import Bucket
 
     chip, config, runner = plan.chips.chip, plan.config, llm.core.runner
     bucket = Bucket(sizes.seqs, sizes.seqs)

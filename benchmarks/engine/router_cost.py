@@ -1,4 +1,4 @@
-"""Time of a router's choice by the number of replicas (jaxengine/server/routing.py), and of what they publish.
+"""Time of a router's choice by the number of replicas (jaxengine/server/base/routing.py), and of what they publish.
 
 Each replica has some of 256 prefixes of 30 pages, the n-th with a weight of 1 / n, and pages that nobody else has.
 A row is a number of replicas. `known` and `new` are the median microseconds of a choice for prompts that begin with
@@ -14,7 +14,7 @@ from argparse import Namespace
 
 from benchmarks.harness import Option, shared
 from benchmarks.recorder import Recorder
-from jaxengine.server.routing import Replicas
+from jaxengine.server.base.routing import Replicas
 
 OPTIONS = {
     "replicas": Option((10, 100, 1000, 10_000)),

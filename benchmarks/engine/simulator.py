@@ -27,9 +27,9 @@ from jaxengine.engine.engine import Engine
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
-from jaxengine.scheduler.batch import StepResult
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import TokenParams
+from jaxengine.scheduler.batches.batch import StepResult
 from jaxengine.simulate.buckets import choose
 from jaxengine.simulate.calibrate import costs_of, simulated, text
 from jaxengine.simulate.costs import MeasuredCosts

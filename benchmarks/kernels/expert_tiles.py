@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from benchmarks.harness import Option
 from benchmarks.recorder import Recorder
-from jaxengine.check.shapes import SHAPES
-from jaxengine.models.layers.expert_counts import routed
+from jaxengine.check.model.shapes import SHAPES
+from jaxengine.models.layers.experts.expert_counts import routed
 from jaxengine.pallas_kernels.registry import group_kernel
 
 # Codes, inputs of a scale (0 for all) and what rows are given as: as published, of Qwen3 as `--quantization int8` makes
@@ -44,7 +44,7 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     matrices = (count, size, 2 * experts.intermediate_size), (count, num_scales, 2 * experts.intermediate_size)
     for name, platform in KERNELS.items():
         kernel = group_kernel(platform)
-        step = kernel.group_step(num_rows, count)  # as jaxengine.models.layers.expert_rows fills groups up
+        step = kernel.group_step(num_rows, count)  # as jaxengine.models.layers.experts.expert_rows fills groups up
         most = num_rows + count * (step - 1)
         x, scaled = jax.ShapeDtypeStruct((most, size), rows), rows == codes
         of_rows = x, jax.ShapeDtypeStruct((most, num_scales), jnp.float32) if scaled else None

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import shared
 from benchmarks.recorder import Recorder
-from jaxengine.check import hlo
+from jaxengine.check.compiled import hlo
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import find_target
 from jaxengine.pallas_kernels.attention.op import ragged_paged_attention

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness import shared
 from benchmarks.kernels.gpu_launches import PAGE_SIZE, STEPS, batch_of, launches_of
 from benchmarks.recorder import Recorder
-from jaxengine.check import hlo
+from jaxengine.check.compiled import hlo
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import find_target
 from jaxengine.pallas_kernels.attention.op import attention_schedule, ragged_paged_attention

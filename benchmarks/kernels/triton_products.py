@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness import shared
 from benchmarks.kernels.triton_attention import ptxas_figures
 from benchmarks.recorder import Recorder
-from jaxengine.check import counts, hlo
+from jaxengine.check.compiled import counts, hlo
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import find_target
 from jaxengine.models.cache import plain_cards

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from benchmarks.harness import Option
 from benchmarks.recorder import Recorder
-from jaxengine.server.http.limits import MAX_CONTAINERS, MAX_NAMES, MAX_TEXTS, read_json
+from jaxengine.server.http.request.limits import MAX_CONTAINERS, MAX_NAMES, MAX_TEXTS, read_json
 
 OPTIONS = {"repeats": Option(3, "runs of each, of which the fastest counts")}
 

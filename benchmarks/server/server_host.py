@@ -49,12 +49,12 @@ from jaxengine.bench.host import FreeRunner
 from jaxengine.bench.serve_load import Load, LoadResult, Traffic, plan, send
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.buckets import Buckets
-from jaxengine.scheduler.packing import Packer
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.batches.buckets import Buckets
+from jaxengine.scheduler.batches.packing import Packer
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.remote_engine import RemoteEngine
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import EngineServer
 
 PROMPT_TOKENS = 16

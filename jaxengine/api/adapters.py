@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxengine.api.core import EngineCore
-from jaxengine.requests.lora import LoRARequest
+from jaxengine.requests.params.lora import LoRARequest
 
 # About the time that reading a small model's adapter takes.
 _POLL_SECONDS = 0.01

@@ -25,15 +25,15 @@ from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.lora import LoRARequest
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import AnyOutput, RequestOutput
+from jaxengine.requests.output.outputs import AnyOutput, RequestOutput
+from jaxengine.requests.params.lora import LoRARequest
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.prepared import Prompt
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.run_in_thread import make_ready
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -22,15 +22,15 @@ from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.prefixes import known_prefixes
 from jaxengine.engine.profiler import Profiler
 from jaxengine.engine.status import engine_status
-from jaxengine.models.quantization.table import weight_table
+from jaxengine.models.quantization.base.table import weight_table
 from jaxengine.requests.inputs import input_processor, make_processor
-from jaxengine.requests.outputs import AnyOutput
-from jaxengine.requests.prepared import PreparedRequest
-from jaxengine.runner.memory_bar import parts_of, text_bar
-from jaxengine.runner.open import load_runner, open_resolved
+from jaxengine.requests.output.outputs import AnyOutput
+from jaxengine.requests.params.prepared import PreparedRequest
 from jaxengine.runner.peers import ALONE
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.runner.start.memory_bar import parts_of, text_bar
+from jaxengine.runner.start.open import load_runner, open_resolved
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.prepared import Prompt
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.prepared import Prompt
-from jaxengine.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # imports tokenizers and models, which code that only catches EngineDeadError does not need
     from jaxengine.requests.inputs import InputProcessor

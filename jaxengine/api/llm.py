@@ -23,13 +23,15 @@ from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.weights import WeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.metric_types import Histogram, Metric
+from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
+from jaxengine.engine.stats.metric_types import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
-from jaxengine.requests.lora import LoRARequest, one_for_each
-from jaxengine.requests.options import RequestOptions, options_for, params_for
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.lora import LoRARequest, one_for_each
+from jaxengine.requests.params.options import RequestOptions, options_for, params_for
+from jaxengine.requests.params.prepared import Prompt, is_token_ids
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -38,9 +40,7 @@ from jaxengine.requests.pooling.outputs import (
     ScoringRequestOutput,
 )
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.prepared import Prompt, is_token_ids
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -16,15 +16,15 @@ from jaxengine.api.core import EngineCore
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.idle_sleep import refuse_idle_sleep
-from jaxengine.engine.metric_types import Histogram, Metric
-from jaxengine.requests.lora import LoRARequest
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import AnyOutput
+from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
+from jaxengine.engine.stats.metric_types import Histogram, Metric
+from jaxengine.requests.output.outputs import AnyOutput
+from jaxengine.requests.params.lora import LoRARequest
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.prepared import Prompt
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.prepared import Prompt
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

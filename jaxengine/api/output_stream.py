@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.output.outputs import RequestOutput
 from jaxengine.requests.pooling.outputs import PoolingRequestOutput
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxengine.requests.outputs import AnyOutput, RequestOutput
+from jaxengine.requests.output.outputs import AnyOutput, RequestOutput
 
 
 def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:

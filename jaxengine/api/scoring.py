@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.config.pooling_model import DOCUMENT, QUERY, PoolingModel
+from jaxengine.config.features.pooling_model import DOCUMENT, QUERY, PoolingModel
 from jaxengine.models.config.pooler import EMBED, TOKEN_EMBED
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 
 def params_for(

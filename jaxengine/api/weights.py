@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from jaxengine.api.core import EngineCore
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
-from jaxengine.runner.weight_names import Renamed, Target
-from jaxengine.runner.weight_names import ScannedLayers as ScannedLayers
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.runner.weights.weight_names import Renamed, Target
+from jaxengine.runner.weights.weight_names import ScannedLayers as ScannedLayers
+from jaxengine.scheduler.base.errors import RequestError, show_value
 
 if TYPE_CHECKING:
-    from jaxengine.runner.weight_update import NewWeights
+    from jaxengine.runner.weights.weight_update import NewWeights
 
 _T = TypeVar("_T")
 
@@ -371,7 +371,7 @@ class AsyncWeightMethods(ABC):
 
 
 def _weights_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.weights.Weights, for a caller that may step the engine.
+    """Return the engine's jaxengine.engine.extensions.weights.weights.Weights, for a caller that may step the engine.
 
     Raises EngineDeadError.
     """
@@ -393,7 +393,7 @@ def _read_new(
 
     Raises WeightUpdateError, RequestError for an argument that is not allowed, ClusterError if a process is lost.
     """
-    from jaxengine.runner.weight_update import read_weights
+    from jaxengine.runner.weights.weight_update import read_weights
 
     if target not in get_args(Target):
         allowed = ", ".join(get_args(Target))
@@ -422,7 +422,7 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
     name, params, config, number: as of `LLM.update_lora`, number its lora_int_id. Raises WeightUpdateError,
     RequestError.
     """
-    from jaxengine.runner.weight_update import read_adapter
+    from jaxengine.runner.weights.weight_update import read_adapter
 
     if config is not None and not isinstance(config, Mapping):
         text = f"config must be the fields of PEFT's adapter_config.json, got {type(config).__name__}"
@@ -436,7 +436,7 @@ def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
 
     Raises EngineDeadError, and RequestError if there are no checksums: weights sleep, or other processes have some.
     """
-    from jaxengine.runner.weight_update import checksums
+    from jaxengine.runner.weights.weight_update import checksums
 
     weights = _weights_of(core)
     if checksum:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.bench.workloads import Workload
-    from jaxengine.requests.outputs import RequestOutput
+    from jaxengine.requests.output.outputs import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
     output length of each request, in place of the workload's own; None keeps them. Raises RequestError for a request
     that the engine refuses.
     """
-    from jaxengine.requests.sampling_params import SamplingParams
+    from jaxengine.requests.params.sampling_params import SamplingParams
 
     params = [
         SamplingParams(

@@ -167,7 +167,7 @@ def longest_gap(llm: LLM, sizes: Sizes) -> float:
 
     import numpy as np
 
-    from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+    from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 
     core, runner = llm.core, llm.core.runner
     generator = np.random.default_rng(0)
@@ -256,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
 
     Options that an engine refuses (ConfigError) become a row that says why. Other errors are raised.
     """
-    from jaxengine.config.errors import ConfigError
+    from jaxengine.config.base.errors import ConfigError
     from jaxengine.results import table, write_json
 
     options = given_options(args, EngineConfig)

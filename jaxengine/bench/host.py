@@ -112,10 +112,10 @@ class _Steps:
         """
         import numpy as np
 
-        from jaxengine.scheduler.config import SchedulerConfig
+        from jaxengine.scheduler.base.config import SchedulerConfig
+        from jaxengine.scheduler.batches.packing import Packer
         from jaxengine.scheduler.extensions.drafts import DraftOptions
         from jaxengine.scheduler.extensions.pictures import PictureOptions
-        from jaxengine.scheduler.packing import Packer
         from jaxengine.scheduler.scheduler import Scheduler
 
         generator = np.random.default_rng(0)
@@ -356,7 +356,7 @@ class FreeRunner:
         """config: a SchedulerConfig. packer, tokens, counts, offload: as the class says; counts are None without
         drafts.
         """
-        from jaxengine.config.speculation import SpeculativeConfig
+        from jaxengine.config.features.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch
 
         drafts = {"method": "ngram", "num_speculative_tokens": config.widths[-1] - 1} if config.widths else None
@@ -421,7 +421,7 @@ def _fields(sections):
 
 def _buckets(config, sections=()):
     """Return the buckets of a SchedulerConfig, each kind with the largest size alone. sections: of messages."""
-    from jaxengine.scheduler.buckets import Buckets
+    from jaxengine.scheduler.batches.buckets import Buckets
 
     limits = config.max_num_seqs, config.max_num_batched_tokens
     return Buckets(*limits, [], [], widths=config.widths, sections=tuple(sections))
@@ -434,8 +434,8 @@ def _requests(generator, longest: int, turnover: int):
     """
     import numpy as np
 
-    from jaxengine.scheduler.request import Request
-    from jaxengine.scheduler.token_params import TokenParams
+    from jaxengine.scheduler.base.request import Request
+    from jaxengine.scheduler.base.token_params import TokenParams
 
     params, number = TokenParams(temperature=0.0), 0
     while True:

@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.config.base.key_file import read_api_key
 from jaxengine.config.command_line import output_file, positive_int
-from jaxengine.config.key_file import read_api_key
 
 if TYPE_CHECKING:
     from jaxengine.bench.serve_load import Load, Traffic

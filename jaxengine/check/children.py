@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.check.cycles import libtpu_flags, per_block
+from jaxengine.check.compiled.cycles import libtpu_flags, per_block
 from jaxengine.check.targets import Target
 from jaxengine.paths import HOME
 

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 from jaxengine.check.targets import TARGETS, find_target, require_compiler, split_targets
+from jaxengine.config.base.lengths import AUTO_LENGTH
 from jaxengine.config.command_line import given_options, output_file
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
-from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.models.kernel_rows import PLATFORM_OF_OPTION
 
 # Engine options that affect what is compiled.
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from jaxengine.check import baseline, judge, report
     from jaxengine.check.children import Job, check_smallest
-    from jaxengine.check.shapes import model_config
+    from jaxengine.check.model.shapes import model_config
     from jaxengine.results import write_json
 
     targets = [find_target(name) for name in dict.fromkeys(args.targets.split(","))]

@@ -21,20 +21,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxengine.check import counts, cycles, exchanges, hlo, inspect, judge
+from jaxengine.check import inspect, judge
+from jaxengine.check.compiled import counts, cycles, exchanges, hlo
 from jaxengine.check.devices import target_devices
-from jaxengine.check.drafts import drafting, drafts, settled
-from jaxengine.check.programs import CheckedProgram, StagePrograms, open_stages
-from jaxengine.check.shapes import model_config
+from jaxengine.check.model.drafts import drafting, drafts, settled
+from jaxengine.check.model.programs import CheckedProgram, StagePrograms, open_stages
+from jaxengine.check.model.shapes import model_config
+from jaxengine.check.model.towers import encoders
 from jaxengine.check.targets import Target, find_target
-from jaxengine.check.towers import encoders
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.cache import plain_cards, platform_of
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.kernel_rows import PLATFORM_OF_OPTION
+from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
 from jaxengine.runner.executables.cache import compile_program
-from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
 
 Reply = Callable[[dict[str, Any]], None]
 

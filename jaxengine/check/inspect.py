@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.experimental import serialize_executable
 
-from jaxengine.runner.memory import workspace_bytes
+from jaxengine.runner.base.memory import workspace_bytes
 
 _DEFAULT_SPACE = re.compile(r"^Memory Space: default .*\nTotal bytes: (\d+)", re.MULTILINE)
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[(.*?)\]')

@@ -1,5 +1,5 @@
 """Decides when a row of a check is a failure: limits of the chip, the memory plan, copies, unexpected exchanges, and
-more operations or bytes than the model's own count (jaxengine.check.roofline) explains.
+more operations or bytes than the model's own count (jaxengine.check.model.roofline) explains.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from jaxengine.check import inspect
 from jaxengine.check.children import environment, replies, tail
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import CLOCKS, Target, find_target
-from jaxengine.models.quantization.tuning import Candidate, Problem, product_candidates
+from jaxengine.models.quantization.base.tuning import Candidate, Problem, product_candidates
 from jaxengine.sharding.layout import ONE_DEVICE
 from jaxengine.sharding.mesh import make_mesh
 

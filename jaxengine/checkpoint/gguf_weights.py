@@ -9,8 +9,8 @@ from pathlib import Path
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
-from jaxengine.models.quantization.gguf import METHOD
-from jaxengine.models.quantization.rules import Quantization
+from jaxengine.models.quantization.base.rules import Quantization
+from jaxengine.models.quantization.schemes.gguf import METHOD
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.gguf.file import GGUFFile
 from jaxengine.models.weights.gguf.kept import read_formats

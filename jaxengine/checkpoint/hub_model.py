@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxengine.checkpoint.hub import download, list_files
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.models.config.hf import CONFIG_FILE
+from jaxengine.models.config.readers.hf import CONFIG_FILE
 from jaxengine.models.params.files import read_object
 from jaxengine.models.weights.adapters.folder import CONFIG_FILE as ADAPTER_FILE
 from jaxengine.models.weights.adapters.folder import WEIGHTS_FILE

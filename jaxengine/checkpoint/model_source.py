@@ -21,15 +21,15 @@ from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pool
 from jaxengine.checkpoint.remote import RemoteFolder, is_url
 from jaxengine.checkpoint.sentence_transformers import TOKENIZER
 from jaxengine.checkpoint.stored_head import with_stored_head
+from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.lengths import given_length
-from jaxengine.config.multimodal import AUDIO, MODALITIES
-from jaxengine.config.pooling_model import PoolingModel
+from jaxengine.config.features.pooling_model import PoolingModel
+from jaxengine.config.inputs.multimodal import AUDIO, MODALITIES
 from jaxengine.models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import RopeFactors
-from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.overrides import UnreadError, check_read, overridden, overridden_metadata
+from jaxengine.models.config.readers.gguf import RopeFactors
+from jaxengine.models.config.readers.hf import CONFIG_FILE, read_config_json
+from jaxengine.models.config.readers.overrides import UnreadError, check_read, overridden, overridden_metadata
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside, read_object
 from jaxengine.models.params.source import WeightSource
@@ -42,7 +42,7 @@ from jaxengine.models.weights.gguf.kept import read_formats
 from jaxengine.models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from jaxengine.models.weights.pooled import with_own_files
 from jaxengine.models.weights.views.split_latent import SplitLatentSource
-from jaxengine.scheduler.sampling_fields import ROWS
+from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _GENERAL_CLASS = "TokenizersBackend"  # of tokenizers; transformers 4 has another

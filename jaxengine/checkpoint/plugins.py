@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.checkpoint.custom_models import register_model
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.plugins import OPTION, is_file_name
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.execution.plugins import OPTION, is_file_name
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from jaxengine.checkpoint.sentence_transformers import (
 )
 from jaxengine.checkpoint.token_tasks import EMBEDDINGS, colbert_projection, with_token_labels, with_tokens
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
-from jaxengine.config.pooling_model import (
+from jaxengine.config.features.pooler_config import POOLING_FIELDS, PoolerConfig
+from jaxengine.config.features.pooling_model import (
     IDENTITY,
     NORMALIZE,
     SIGMOID,
@@ -30,7 +30,6 @@ from jaxengine.config.pooling_model import (
     check_dimensions,
 )
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
-from jaxengine.models.config.hf import hf_architecture
 from jaxengine.models.config.pooler import (
     CLASSIFY,
     CLS,
@@ -44,6 +43,7 @@ from jaxengine.models.config.pooler import (
     Pooler,
     Splade,
 )
+from jaxengine.models.config.readers.hf import hf_architecture
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import ENCODERS, family_of, usual_pooling
 

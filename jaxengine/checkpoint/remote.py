@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from jaxengine.checkpoint.hub_model import OTHER_FILES
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.models.config.hf import CONFIG_FILE
+from jaxengine.models.config.readers.hf import CONFIG_FILE
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE
 

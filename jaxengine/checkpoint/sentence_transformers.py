@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config.pooling_model import DOCUMENT, QUERY, SentenceModel
+from jaxengine.config.features.pooling_model import DOCUMENT, QUERY, SentenceModel
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import CLS, DENSE_ACTIVATIONS, LAST, MEAN, Dense, Splade
 from jaxengine.models.params.errors import ModelFileError

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.lora import RANKS
+from jaxengine.config.features.lora import RANKS
 from jaxengine.models.params.files import read_object
 from jaxengine.models.weights.adapters.config import AdapterConfig
 from jaxengine.models.weights.adapters.folder import CONFIG_FILE

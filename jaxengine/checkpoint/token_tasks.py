@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from jaxengine.config.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
+from jaxengine.config.features.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
 from jaxengine.models.params.errors import ModelFileError

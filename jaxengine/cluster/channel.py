@@ -26,8 +26,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
+from jaxengine.config.base.key_file import HOW_TO_MAKE, read_key
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.config.key_file import HOW_TO_MAKE, read_key
 
 # Operation -> its fields and their types.
 OPERATIONS: Mapping[str, Mapping[str, type]] = {

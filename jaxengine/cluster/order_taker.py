@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.cluster.channel import ClusterError, Message
-from jaxengine.runner import sleep
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import NO_ANSWER
-from jaxengine.runner.process_weights import bytes_of_part
-from jaxengine.runner.weight_names import WeightUpdateError
-from jaxengine.runner.weight_update import NewWeights, ReadOptions, read_here
+from jaxengine.runner.weights import sleep
+from jaxengine.runner.weights.process_weights import bytes_of_part
+from jaxengine.runner.weights.weight_names import WeightUpdateError
+from jaxengine.runner.weights.weight_update import NewWeights, ReadOptions, read_here
 
 # Limits of an answer, which is part of a message's header: characters of a text, faulty tensors, and bytes of their
 # names and texts together.
@@ -88,7 +88,7 @@ class OrderTaker:
         send it. Host 0 requests one part at a time, from its first byte on.
 
         number: of the order. first, count: the bytes; which: stage, index and part, as of
-        `jaxengine.runner.process_weights.bytes_of_part`. Raises as `bytes_of_part`.
+        `jaxengine.runner.weights.process_weights.bytes_of_part`. Raises as `bytes_of_part`.
         """
         if first == 0:
             self._part = bytes_of_part(self._runner, **which)

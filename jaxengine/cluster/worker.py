@@ -33,9 +33,9 @@ from jaxengine.cluster.order_taker import OrderTaker
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import Peers
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.runner.start.open import load_runner, open_resolved
+from jaxengine.scheduler.batches.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.runner.devices import open_stages
-from jaxengine.runner.kv_scales import measure, write_largest
-from jaxengine.runner.open import ProgressBar, open_resolved
+from jaxengine.runner.start.devices import open_stages
+from jaxengine.runner.start.kv_scales import measure, write_largest
+from jaxengine.runner.start.open import ProgressBar, open_resolved
 
 
 def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.commands.remote import Piece, RemoteModel
 from jaxengine.logs import only_warnings
-from jaxengine.media.fetch import scheme_of
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.media.fetching.fetch import scheme_of
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.api.llm import LLM

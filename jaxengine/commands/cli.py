@@ -21,6 +21,7 @@ from jaxengine.cluster.channel import ClusterError
 from jaxengine.commands import collect_env, complete, report, tune
 from jaxengine.commands.remote import add_url_options, check_sampling_options, remote_model
 from jaxengine.commands.sampling_options import SAMPLING_OPTIONS
+from jaxengine.config.base.flexible_parser import FlexibleArgumentParser
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import (
@@ -33,15 +34,14 @@ from jaxengine.config.engine_flags import (
     near_flag,
     with_config_file,
 )
-from jaxengine.config.flexible_parser import FlexibleArgumentParser
 from jaxengine.logs import log_to_stderr
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.plan import build
 from jaxengine.plan import command as plan
 from jaxengine.replay import command as replay
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server import command as server
 from jaxengine.server.batch import command as batch
 from jaxengine.server.observe import trace_command
@@ -51,7 +51,7 @@ from jaxengine.version import __version__
 
 if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
-    from jaxengine.requests.outputs import RequestOutput
+    from jaxengine.requests.output.outputs import RequestOutput
 
 # Errors that end a command with a one-line message.
 _USER_ERRORS = (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, EngineDeadError, OSError)

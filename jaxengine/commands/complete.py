@@ -17,8 +17,8 @@ from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 from jaxengine.logs import only_warnings
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.new_folder import new_folder
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.weights.adapters.folder import read_adapter
 from jaxengine.models.weights.adapters.merged import MergedSource
 from jaxengine.models.weights.adapters.pools import targets_of
 from jaxengine.models.weights.formats.orbax import save_checkpoint
-from jaxengine.runner.devices import build_split, choose_devices, choose_stages, load_weights
 from jaxengine.runner.extensions.settle import item_sizes
-from jaxengine.runner.kv_scales import stored_scales
-from jaxengine.runner.open import ProgressBar, kernel_platform
+from jaxengine.runner.start.devices import build_split, choose_devices, choose_stages, load_weights
+from jaxengine.runner.start.kv_scales import stored_scales
+from jaxengine.runner.start.open import ProgressBar, kernel_platform
 from jaxengine.sharding.mesh import make_mesh
 
 _ANY_RANK = 1 << 16

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxengine.requests.outputs import RequestOutput
+    from jaxengine.requests.output.outputs import RequestOutput
 
 QUESTIONS = (
     "Write three sentences about the ocean.",

@@ -16,14 +16,14 @@ from jaxengine.checkpoint.stored_head import say_head
 from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.build import Build
-from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
-from jaxengine.models.config.overrides import overridden
+from jaxengine.models.config.readers.hf import CONFIG_FILE, read_config_json
+from jaxengine.models.config.readers.overrides import overridden
 from jaxengine.models.params.files import inside
 from jaxengine.models.quantization.registry import rounded
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.compress import compress
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.runner.open import ProgressBar
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.runner.start.open import ProgressBar
 
 # Tokens of a text that are scored in one request.
 WINDOW = 512

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.key_file import check_header, read_api_key
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.key_file import check_header, read_api_key
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.version import __version__
 
 # Sampling options under another name in requests; None: requests cannot have them.

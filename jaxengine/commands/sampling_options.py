@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxengine.scheduler.sampling_fields import ROWS
+from jaxengine.scheduler.base.sampling_fields import ROWS
 
 # Without `seed`: --seed is the engine's, used for requests without their own seed.
 SAMPLING_OPTIONS = (

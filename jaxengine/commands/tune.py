@@ -81,7 +81,7 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
     Raises ConfigError if the file is not a table or cannot be written.
     """
-    from jaxengine.models.quantization.tuning import TABLE
+    from jaxengine.models.quantization.base.tuning import TABLE
 
     try:
         text = path.read_text() if path.exists() else table_text(TABLE)
@@ -110,7 +110,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
     """Return the problems to tune, every combination of args.codes, args.shapes and args.rows, as fields of
-    jaxengine.models.quantization.tuning.Problem.
+    jaxengine.models.quantization.base.tuning.Problem.
 
     Raises ConfigError for a shape of a wrong form, inputs that are no multiple of 128, or fewer than 128 outputs.
     """

@@ -6,20 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxengine.config.bundle import check_bundle
-from jaxengine.config.encoder import check_encoder
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.fit import check_fit
-from jaxengine.config.idle_sleep import check_idle_sleep
-from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales
-from jaxengine.config.lengths import check_length, given_length
-from jaxengine.config.lora import check_lora
-from jaxengine.config.offload import check_offload
-from jaxengine.config.pooler_config import POOLING_TASKS
-from jaxengine.config.recording import check_recording
-from jaxengine.config.values import kind_missed
-from jaxengine.scheduler.config import POLICIES
-from jaxengine.scheduler.token_params import MAX_LOGPROBS
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.lengths import check_length, given_length
+from jaxengine.config.base.values import kind_missed
+from jaxengine.config.execution.bundle import check_bundle
+from jaxengine.config.execution.fit import check_fit
+from jaxengine.config.execution.idle_sleep import check_idle_sleep
+from jaxengine.config.execution.recording import check_recording
+from jaxengine.config.features.lora import check_lora
+from jaxengine.config.features.pooler_config import POOLING_TASKS
+from jaxengine.config.inputs.encoder import check_encoder
+from jaxengine.config.kv.kv_cache import KV_CACHE_DTYPES, check_scales
+from jaxengine.config.kv.offload import check_offload
+from jaxengine.scheduler.base.config import POLICIES
+from jaxengine.scheduler.base.token_params import MAX_LOGPROBS
 from jaxengine.sharding.layout import GATHER, RAGGED
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy", "runai_streamer")

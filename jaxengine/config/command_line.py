@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config.values import read_size
+from jaxengine.config.base.values import read_size
 
 
 def add_options(

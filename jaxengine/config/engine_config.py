@@ -12,47 +12,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.config.bundle import BundleOptions
-from jaxengine.config.capture import read_capture, read_capture_layers, settle_capture
-from jaxengine.config.chat_template import read_chat_template
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.lengths import WORDS, given_length
+from jaxengine.config.base.platforms import Platform
+from jaxengine.config.base.values import dtype_name, plain, read_size, whole_number
 from jaxengine.config.checks import check_options
-from jaxengine.config.compilation_config import CompilationConfig
-from jaxengine.config.compressed import check_compressed
-from jaxengine.config.encoder import EncoderOptions, settle_encoder
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.exact import settle_exact
+from jaxengine.config.execution.bundle import BundleOptions
+from jaxengine.config.execution.compilation_config import CompilationConfig
+from jaxengine.config.execution.fit import FitOptions, refuse_fit
+from jaxengine.config.execution.pipeline import check_stages, read_layers
+from jaxengine.config.execution.plugins import read_plugins
+from jaxengine.config.execution.profiler_config import ProfilerConfig
+from jaxengine.config.execution.recording import RecordOptions, settle_recording
+from jaxengine.config.execution.step_tokens import rank_tokens, step_tokens
 from jaxengine.config.extensions import extension_options
-from jaxengine.config.fit import FitOptions, refuse_fit
-from jaxengine.config.kv_cache import check_pages, kv_dtype
-from jaxengine.config.kv_events import KVEventOptions, KVEventsConfig, settle_kv_events
-from jaxengine.config.lengths import WORDS, given_length
-from jaxengine.config.logits_processors import (
+from jaxengine.config.features.capture import read_capture, read_capture_layers, settle_capture
+from jaxengine.config.features.exact import settle_exact
+from jaxengine.config.features.logits_processors import (
     processor_classes,
     processors_digest,
     read_processors,
     source_file,
 )
-from jaxengine.config.lora import LoraOptions, check_lora_model
-from jaxengine.config.multimodal import READERS, MediaOptions
-from jaxengine.config.offload import KVOffloadOptions, KVTransferConfig, settle_offload
+from jaxengine.config.features.lora import LoraOptions, check_lora_model
+from jaxengine.config.features.pooler_config import PoolerConfig, read_hf_overrides
+from jaxengine.config.features.speculation import SpeculativeConfig, check_speculation
+from jaxengine.config.features.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
+from jaxengine.config.features.structured_outputs_config import StructuredOutputsConfig
+from jaxengine.config.features.training import TrainingOptions, check_training
+from jaxengine.config.inputs.chat_template import read_chat_template
+from jaxengine.config.inputs.encoder import EncoderOptions, settle_encoder
+from jaxengine.config.inputs.multimodal import READERS, MediaOptions
+from jaxengine.config.inputs.prompt_embeds import settle_prompt_embeds
+from jaxengine.config.kv.compressed import check_compressed
+from jaxengine.config.kv.kv_cache import check_pages, kv_dtype
+from jaxengine.config.kv.kv_events import KVEventOptions, KVEventsConfig, settle_kv_events
+from jaxengine.config.kv.offload import KVOffloadOptions, KVTransferConfig, settle_offload
+from jaxengine.config.kv.prefix_caching import settle_snapshots
 from jaxengine.config.option_names import chosen_options
-from jaxengine.config.pipeline import check_stages, read_layers
-from jaxengine.config.platforms import Platform
-from jaxengine.config.plugins import read_plugins
-from jaxengine.config.pooler_config import PoolerConfig, read_hf_overrides
-from jaxengine.config.prefix_caching import settle_snapshots
-from jaxengine.config.profiler_config import ProfilerConfig
-from jaxengine.config.prompt_embeds import settle_prompt_embeds
-from jaxengine.config.recording import RecordOptions, settle_recording
-from jaxengine.config.speculation import SpeculativeConfig, check_speculation
-from jaxengine.config.steering import SteeringOptions, read_steer, read_steering_vectors, settle_steering
-from jaxengine.config.step_tokens import rank_tokens, step_tokens
-from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
-from jaxengine.config.training import TrainingOptions, check_training
-from jaxengine.config.values import dtype_name, plain, read_size, whole_number
-from jaxengine.scheduler.buckets import Buckets
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.token_params import MAX_LOGPROBS
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.token_params import MAX_LOGPROBS
+from jaxengine.scheduler.batches.buckets import Buckets
 from jaxengine.sharding.layout import GATHER, RAGGED, MeshLayout
 
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config import gguf_file, vllm_options
+from jaxengine.config import vllm_options
+from jaxengine.config.base.flexible_parser import json_or_text
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.flexible_parser import json_or_text
-from jaxengine.config.pooler_config import ROPE_OPTIONS
+from jaxengine.config.features import gguf_file
+from jaxengine.config.features.pooler_config import ROPE_OPTIONS
 
 # vLLM's short flags.
 SHORT = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxengine.scheduler.config import ExtensionOptions
+from jaxengine.scheduler.base.config import ExtensionOptions
 
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:

@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxengine.config import vllm_options
-from jaxengine.config.compilation_config import CompilationConfig
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.gguf_file import with_gguf_file
-from jaxengine.config.kv_cache import AUTO, CALIBRATE
-from jaxengine.config.pooler_config import settle_names
-from jaxengine.config.speculation import settle_speculation
-from jaxengine.config.values import plain
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.values import plain
+from jaxengine.config.execution.compilation_config import CompilationConfig
+from jaxengine.config.features.gguf_file import with_gguf_file
+from jaxengine.config.features.pooler_config import settle_names
+from jaxengine.config.features.speculation import settle_speculation
+from jaxengine.config.kv.kv_cache import AUTO, CALIBRATE
 
 
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:

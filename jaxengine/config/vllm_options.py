@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.pooler_config import EARLIER as POOLER_NAMES
-from jaxengine.config.speculation import FLAT
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.features.pooler_config import EARLIER as POOLER_NAMES
+from jaxengine.config.features.speculation import FLAT
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxengine.config.speculation import NGRAM, SpeculativeConfig
+from jaxengine.config.features.speculation import NGRAM, SpeculativeConfig
 from jaxengine.drafts.ngram import Ngram
 from jaxengine.drafts.proposer import Proposer
 

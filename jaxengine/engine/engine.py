@@ -16,10 +16,10 @@ from jaxengine.engine.extensions.build import Extensions, Inputs
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
-from jaxengine.engine.stats import BucketUse, RequestStats, StepStats
-from jaxengine.engine.timeline import Timeline
+from jaxengine.engine.stats.stats import BucketUse, RequestStats, StepStats
+from jaxengine.engine.stats.timeline import Timeline
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.scheduler.request import FinishReason, Request, RequestStatus
+from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus
 from jaxengine.scheduler.scheduler import Scheduler
 
 # How long the loop waits for extensions when it has nothing else to do: new requests wait so long too.

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.metric_types import Histogram, Metric
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
+from jaxengine.engine.stats.metric_types import Histogram, Metric
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.programs.pending_step import PendingStep
-from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason, Request
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.scheduler import Scheduler
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxengine.engine.timeline import StepRecord
+from jaxengine.engine.stats.timeline import StepRecord
 from jaxengine.runner.programs.pending_step import PendingStep
-from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.batches.batch import ScheduledStep
 
 
 @dataclass(eq=False, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxengine.engine.engine import Engine
-from jaxengine.engine.metric_types import Counter, Gauge, Histogram, Metric
-from jaxengine.engine.server_stats import ServerStats
+from jaxengine.engine.stats.metric_types import Counter, Gauge, Histogram, Metric
+from jaxengine.engine.stats.server_stats import ServerStats
 
 logger = logging.getLogger(__name__)
 

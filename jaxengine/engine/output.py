@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxengine.scheduler.batch import TokenRows, TokenScores
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import TokenRows, TokenScores
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 
 class Profiler:

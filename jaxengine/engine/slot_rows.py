@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxengine.engine.token_bias import Forbidden, TokenBias
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.scheduler.batch import ScheduledStep
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.sampling_fields import PENALTIES
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.sampling_fields import PENALTIES
+from jaxengine.scheduler.base.token_params import BIAS, LAST_TOKEN, row_words
+from jaxengine.scheduler.batches.batch import ScheduledStep
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.scheduler.token_params import BIAS, LAST_TOKEN, row_words
 
 
 class _SlotBias(NamedTuple):

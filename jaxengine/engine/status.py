@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
-from jaxengine.runner.memory_bar import parts_of, svg
-from jaxengine.scheduler.request import Request
+from jaxengine.runner.start.memory_bar import parts_of, svg
+from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.scheduler import Scheduler
 
 MAX_CELLS = 2000

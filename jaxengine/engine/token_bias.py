@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.request import Request
 
 
 class Forbidden(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.token_params import FREE, Grammar
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.token_params import FREE, Grammar
 
 # More tokens than any output has.
 UNLIMITED = 1 << 62

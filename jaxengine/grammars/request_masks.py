@@ -22,9 +22,9 @@ import numpy as np
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
 from jaxengine.grammars.reasoning_watch import UNLIMITED, ReasoningWatch, Vocabulary
 from jaxengine.grammars.trials import GrammarTrials
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import FinishReason, Request
-from jaxengine.scheduler.token_params import BIAS, FREE
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason, Request
+from jaxengine.scheduler.base.token_params import BIAS, FREE
 from jaxengine.workers.process import wait_for_any
 
 # A compilation is slow from here on.

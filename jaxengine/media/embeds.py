@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import deserialize
 
-from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media import base64_pieces
-from jaxengine.media.errors import MediaError
-from jaxengine.scheduler.errors import show_value
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.fetching import base64_pieces
+from jaxengine.scheduler.base.errors import show_value
 
 # Keys of embeddings and of their grid, which some families need; vLLM's.
 EMBEDS, GRID = "image_embeds", "image_grid_thw"

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from jaxengine.config.multimodal import AUDIO, IMAGE, MODALITIES, VIDEO, MediaOptions
-from jaxengine.media.bounds import PixelBudget, SecondsBudget
+from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, MODALITIES, VIDEO, MediaOptions
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.decoding.bounds import PixelBudget, SecondsBudget
+from jaxengine.media.decoding.images import quiet_pillow, read_image
+from jaxengine.media.decoding.sounds import read_sound
+from jaxengine.media.decoding.videos import read_video
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
-from jaxengine.media.errors import MediaError
-from jaxengine.media.fetch import fetch, scheme_of
-from jaxengine.media.images import quiet_pillow, read_image
+from jaxengine.media.fetching.fetch import fetch, scheme_of
 from jaxengine.media.parts import MediaPart
-from jaxengine.media.sounds import read_sound
-from jaxengine.media.videos import read_video
-from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
 from jaxengine.turns import OWNER, FairThreads, share_of
 
 # Limit of parts of all requests that wait for a thread. Each holds a file.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from jaxengine.config.multimodal import MediaOptions
+from jaxengine.config.inputs.multimodal import MediaOptions
 from jaxengine.media.load import MediaLoader, MultiModalData
 from jaxengine.media.parts import MediaModel, MediaPart, collect_media
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxengine.media.processor import MediaProcessor
+from jaxengine.media.base.processor import MediaProcessor
 from jaxengine.media.registry import processor_for
-from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.overrides import overridden
+from jaxengine.models.config.readers.hf import read_config_json
+from jaxengine.models.config.readers.overrides import overridden
 
 
 def open_processor(

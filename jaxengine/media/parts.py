@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxengine.config.multimodal import AUDIO, IMAGE, VIDEO, MediaOptions
+from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, VIDEO, MediaOptions
+from jaxengine.media.base.errors import MediaError
 from jaxengine.media.embeds import EMBEDS, GivenEmbeds, given_embeds
-from jaxengine.media.errors import MediaError
-from jaxengine.media.fetch import check_source
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.media.fetching.fetch import check_source
+from jaxengine.scheduler.base.errors import RequestError, show_value
 
 # Roles whose messages may contain media: the model's own answers are text.
 ROLES = ("user", "system", "developer", "tool")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxengine.media.processor import MediaProcessor
+from jaxengine.media.base.processor import MediaProcessor
 from jaxengine.media.processors.cohere_vision import AyaVisionProcessor, Cohere2VisionProcessor
 from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxengine.parsers.events import ContentDelta, Event, OutputParser, ReasoningParser
-from jaxengine.parsers.markers import Marker
+from jaxengine.parsers.scan.events import ContentDelta, Event, OutputParser, ReasoningParser
+from jaxengine.parsers.scan.markers import Marker
 
 
 class MessageParser:

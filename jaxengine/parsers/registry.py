@@ -11,22 +11,20 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.parsers import (
-    tool_harmony,
-    tool_hermes,
-    tool_json_list,
-    tool_llama3,
-    tool_mistral,
-    tool_parameters,
-    tool_pythonic,
-    tool_sections,
-)
-from jaxengine.parsers.call_grammar import CallGrammar, Schema
-from jaxengine.parsers.call_start import CallStarts, listed_starts
-from jaxengine.parsers.events import OutputParser, ReasoningParser
-from jaxengine.parsers.harmony import STOP_WORDS
-from jaxengine.parsers.reasoning_harmony import HarmonyFormat
-from jaxengine.parsers.reasoning_think import ThinkFormat
+from jaxengine.parsers.reasoning.harmony import HarmonyFormat
+from jaxengine.parsers.reasoning.think import ThinkFormat
+from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema
+from jaxengine.parsers.scan.call_start import CallStarts, listed_starts
+from jaxengine.parsers.scan.events import OutputParser, ReasoningParser
+from jaxengine.parsers.scan.harmony import STOP_WORDS
+from jaxengine.parsers.tools import harmony as tool_harmony
+from jaxengine.parsers.tools import hermes as tool_hermes
+from jaxengine.parsers.tools import json_list as tool_json_list
+from jaxengine.parsers.tools import llama3 as tool_llama3
+from jaxengine.parsers.tools import mistral as tool_mistral
+from jaxengine.parsers.tools import parameters as tool_parameters
+from jaxengine.parsers.tools import pythonic as tool_pythonic
+from jaxengine.parsers.tools import sections as tool_sections
 
 AUTO = "auto"
 

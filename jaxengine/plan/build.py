@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxengine.config.base.lengths import AUTO_LENGTH
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.engine_flags import MODEL, add_engine_options, add_model
-from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.plan.chips import CHIPS, Chips, read_chips
 
 
@@ -61,9 +61,9 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
     """
     from jaxengine.plan.model import open_planned
     from jaxengine.plan.plan import Split, plan_split, platform_for
-    from jaxengine.runner.bundles import about, refuse_unknown_code
     from jaxengine.runner.executables.bundle import NewBundle
-    from jaxengine.runner.open import ProgressBar
+    from jaxengine.runner.start.bundles import about, refuse_unknown_code
+    from jaxengine.runner.start.open import ProgressBar
     from jaxengine.runner.warm_up import warm_up
     from jaxengine.version import __version__
 
@@ -121,8 +121,8 @@ class _Stages:
         """Make the runners of these stages, which `stages` then holds, compile the programs that determine their needs,
         and return these, StageNeeds of each. config: resolved.
         """
-        from jaxengine.runner.devices import shape_runner
         from jaxengine.runner.stage_runner import foreseen_needs
+        from jaxengine.runner.start.devices import shape_runner
 
         self.stages = [shape_runner(stage, self._bundle) for stage in stages]
         return foreseen_needs(self.stages, config)

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxengine.config.base.lengths import given_length
 from jaxengine.config.command_line import given_options, output_file, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
-from jaxengine.config.lengths import given_length
 from jaxengine.plan.chips import CHIPS, read_chips
 
 DEFAULT_LENGTH = 1024
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.plan.model import open_planned
     from jaxengine.plan.plan import PARALLEL, platform_for
     from jaxengine.plan.splits import rank_splits
-    from jaxengine.runner.memory_bar import svg
+    from jaxengine.runner.start.memory_bar import svg
 
     sets = [read_chips(text) for text in args.chips or ["cpu"]]
     options = given_options(args, EngineConfig)

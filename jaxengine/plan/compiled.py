@@ -14,10 +14,10 @@ from jaxengine.check.targets import Target, find_target, require_compiler
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.plan.chips import Chips
 from jaxengine.plan.plan import PARALLEL, CompiledNeeds, Split
-from jaxengine.runner.devices import SplitStage, shape_runner
-from jaxengine.runner.memory import StageNeeds
-from jaxengine.runner.stage_arrays import abstract_mesh
+from jaxengine.runner.base.memory import StageNeeds
 from jaxengine.runner.stage_runner import foreseen_needs
+from jaxengine.runner.start.devices import SplitStage, shape_runner
+from jaxengine.runner.start.stage_arrays import abstract_mesh
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import devices_of_stages

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxengine.check.roofline import product_work
+from jaxengine.check.model.roofline import product_work
 from jaxengine.models.kernel_rows import backend_of
 from jaxengine.models.params.declare import declared_params
+from jaxengine.runner.base.memory import StageNeeds
 from jaxengine.runner.extensions.pictures.section import PicturesExtension
-from jaxengine.runner.memory import StageNeeds
 from jaxengine.runner.programs.epilogues import SAMPLE
-from jaxengine.runner.stage_arrays import StageArrays
+from jaxengine.runner.start.stage_arrays import StageArrays
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from jaxengine.sharding.rules import part_bytes
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import jax
 
+from jaxengine.config.base.lengths import AUTO_LENGTH
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.lengths import AUTO_LENGTH
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.plan.chips import CHIPS, Chip, Chips
 from jaxengine.plan.model import PlannedModel, open_planned
 from jaxengine.plan.plan import PARALLEL, platform_for
 from jaxengine.plan.splits import Ranked, rank_splits
-from jaxengine.runner.card import claim_card
-from jaxengine.runner.memory import device_memory
+from jaxengine.runner.base.card import claim_card
+from jaxengine.runner.base.memory import device_memory
 
 logger = logging.getLogger(__name__)
 

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxengine.check.drafts import settled as settled_head
-from jaxengine.check.shapes import SHAPES, largest_items, model_config
+from jaxengine.check.model.drafts import settled as settled_head
+from jaxengine.check.model.shapes import SHAPES, largest_items, model_config
 from jaxengine.checkpoint.hub_model import OTHER_FILES, from_hub
 from jaxengine.checkpoint.model_source import ModelSource, as_it_sees
+from jaxengine.config.base.lengths import given_length
+from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
-from jaxengine.config.lengths import given_length
-from jaxengine.config.platforms import Platform
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.load import check_headers
 from jaxengine.runner.extensions.settle import item_sizes
-from jaxengine.runner.open import settle_model
+from jaxengine.runner.start.open import settle_model
 
 _WEIGHTS = ("*.safetensors", "*.gguf")
 

@@ -8,19 +8,27 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from jaxengine.config.base.lengths import AUTO_LENGTH
+from jaxengine.config.base.platforms import PLATFORMS, Platform
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
-from jaxengine.config.lengths import AUTO_LENGTH
-from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.models.cache import platform_of
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.plan.chips import Chip, Chips
 from jaxengine.plan.estimate import estimated_needs
 from jaxengine.plan.model import PlannedModel
-from jaxengine.runner.card import client_share
-from jaxengine.runner.devices import SplitStage, split_stages
-from jaxengine.runner.memory import MemoryPlan, StageNeeds, TooLong, budget_of, device_memory, longest_fit, plan_stages
-from jaxengine.runner.memory_bar import LEFT
-from jaxengine.runner.stage_arrays import SLOTS_AND_SAMPLING, StageArrays, abstract_mesh
+from jaxengine.runner.base.card import client_share
+from jaxengine.runner.base.memory import (
+    MemoryPlan,
+    StageNeeds,
+    TooLong,
+    budget_of,
+    device_memory,
+    longest_fit,
+    plan_stages,
+)
+from jaxengine.runner.start.devices import SplitStage, split_stages
+from jaxengine.runner.start.memory_bar import LEFT
+from jaxengine.runner.start.stage_arrays import SLOTS_AND_SAMPLING, StageArrays, abstract_mesh
 from jaxengine.scheduler.pages.groups import most_pages_of
 from jaxengine.sharding.layout import MeshLayout
 

@@ -11,7 +11,7 @@ from jaxengine.plan.model import PlannedModel
 from jaxengine.plan.plan import LEFT, PROGRAMS, TEMPORARIES, SplitPlan
 from jaxengine.plan.speed import Speed, cost_of
 from jaxengine.plan.splits import Ranked
-from jaxengine.runner.memory_bar import text_bar
+from jaxengine.runner.start.memory_bar import text_bar
 from jaxengine.sharding.layout import MeshLayout
 
 MOST_ROWS = 12

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxengine.check.roofline import Work, step_work
+from jaxengine.check.model.roofline import Work, step_work
 from jaxengine.plan.plan import SplitPlan
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 
 _HOUR, _MILLION = 3600, 1_000_000
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.scheduler.token_params import LOGPROBS
+from jaxengine.scheduler.base.token_params import LOGPROBS
 
 # Of the largest magnitude of an array, what other kernels of the same numbers may differ by.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}

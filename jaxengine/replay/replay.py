@@ -19,7 +19,7 @@ from jaxengine.replay.record import read_engine, read_recorded
 from jaxengine.replay.run import run_step
 from jaxengine.replay.stage import open_stage
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.runner.weight_update import stage_checksums
+from jaxengine.runner.weights.weight_update import stage_checksums
 
 SAME, DIFFERS, CANNOT = 0, 1, 2
 _MAX_NAMES = 5

@@ -16,10 +16,10 @@ from jaxengine.models.cache import num_places, paged_groups
 from jaxengine.models.kernel_rows import layout_of
 from jaxengine.records.step_file import RecordedStep, RecordError
 from jaxengine.replay.page_layouts import converted
-from jaxengine.runner.programs.device_state import DeviceState
+from jaxengine.runner.base.device_state import DeviceState
 from jaxengine.runner.programs.epilogues import SAMPLE
 from jaxengine.runner.stage_runner import StageRunner
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 
 _RECORDING, _STATES = "recording", "states"
 _ALWAYS = ("pages/rank", "after/pages/rank", "rows/rank")

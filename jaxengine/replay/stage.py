@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.records.step_file import RecordError
 from jaxengine.replay.backends import INTERPRET, Backend
-from jaxengine.runner.devices import open_stages
 from jaxengine.runner.recorded_engine import model_digest
 from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.start.devices import open_stages
 
 # Of `engine.json`, what its model is.
 _MODEL = ("architecture", "layers", "hidden_size", "vocab_size")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxengine.requests.outputs import PositionLogprobs, RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.requests.output.outputs import PositionLogprobs, RequestOutput
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _MAX_PENALTY = 100.0

@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.media.inputs import has_media
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.prepared import Prompt, is_token_ids
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.prepared import Prompt, is_token_ids
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
 
 
 @dataclass(frozen=True)

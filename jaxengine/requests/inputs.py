@@ -16,14 +16,13 @@ import numpy as np
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.checkpoint.sound_adapter import sound_adapter
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
-from jaxengine.config.logits_processors import processor_classes
-from jaxengine.config.pooling_model import PoolingModel
+from jaxengine.config.features.logits_processors import processor_classes
+from jaxengine.config.features.pooling_model import PoolingModel
 from jaxengine.media.load import MultiModalData
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.open import open_processor
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import POOLED
-from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
 from jaxengine.requests.media.inputs import (
     DATA,
     OPTIONS,
@@ -33,20 +32,21 @@ from jaxengine.requests.media.inputs import (
     has_media,
     one_prompt,
 )
-from jaxengine.requests.options import RequestOptions, session_key
-from jaxengine.requests.output_processor import OutputProcessor
+from jaxengine.requests.output.output_processor import OutputProcessor
+from jaxengine.requests.output.pooling_processor import PoolingProcessor
+from jaxengine.requests.params.bad_word_tokens import verify_bad_word_tokens
+from jaxengine.requests.params.options import RequestOptions, session_key
+from jaxengine.requests.params.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.pooling_processor import PoolingProcessor
-from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.logits_processor import LogitsProcessor
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.logits_processor import LogitsProcessor
+from jaxengine.scheduler.base.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxengine.checkpoint.control_vectors import ControlVector
-    from jaxengine.requests.activations import Steer
+    from jaxengine.requests.params.activations import Steer
 
 Processor = OutputProcessor | PoolingProcessor
 
@@ -359,7 +359,7 @@ class InputProcessor:
         eos = () if params.ignore_eos or trace else self.eos_token_ids()
         own = params.token_params(bad_words, self._structured_defaults, self._processors, self._tokenize_words)
         if params.steer:
-            from jaxengine.requests.steering_vectors import steered
+            from jaxengine.requests.params.steering_vectors import steered
 
             steer = cast("Sequence[Steer]", params.steer)
             own = steered(own, steer, self.config, self.model_config, self._control_vectors)

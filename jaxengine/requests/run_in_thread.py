@@ -9,8 +9,8 @@ from typing import Any
 from jaxengine.media.parts import MediaPart
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.media.inputs import DATA, OPTIONS, PROMPT_EMBEDS, has_media
-from jaxengine.requests.prepared import Prompt
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.prepared import Prompt
+from jaxengine.scheduler.base.errors import RequestError
 
 _LONG_TEXT = 8192  # characters
 

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.layers.base.section import Capture, Recompute
 from jaxengine.models.layers.exact import check_exact, run_exact
-from jaxengine.models.layers.section import Capture, Recompute
 from jaxengine.models.layers.taps import ReplayedExperts
 from jaxengine.models.unpaged import run_unpaged
 from jaxengine.rl.arguments import Arguments, checked

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from jaxengine.api.llm import LLM
-from jaxengine.engine.metric_types import Metric
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.engine.stats.metric_types import Metric
+from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.rl.rollouts import check_logprobs, check_whole, chosen
 
 try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxengine.requests.outputs import CompletionOutput
+from jaxengine.requests.output.outputs import CompletionOutput
 
 
 def check_logprobs(mode: str, temperature: float) -> None:

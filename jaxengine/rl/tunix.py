@@ -19,13 +19,13 @@ from flax import nnx
 
 from jaxengine.api.llm import LLM
 from jaxengine.models.causal_lm import CausalLM
-from jaxengine.models.layers.section import Recompute
+from jaxengine.models.layers.base.section import Recompute
 from jaxengine.models.unpaged import check_unpaged, run_unpaged
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.rl.rollouts import check_logprobs, check_whole, chosen
 from jaxengine.rl.trees import named_arrays
 from jaxengine.rl.tunix_names import named_tensors
-from jaxengine.runner.weight_names import Renamed
+from jaxengine.runner.weights.weight_names import Renamed
 
 # Imported by name: it is in no extra, as it requires an older safetensors than jaxengine (and works with this one).
 try:

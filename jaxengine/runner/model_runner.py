@@ -18,10 +18,10 @@ import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.cache import product_platform_of
-from jaxengine.models.quantization.table import weight_rows
+from jaxengine.models.quantization.base.table import weight_rows
+from jaxengine.runner.base.extension import Epilogue
+from jaxengine.runner.base.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory
 from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.runner.extension import Epilogue
-from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_stages, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import (
@@ -41,9 +41,9 @@ from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
 from jaxengine.runner.warm_up import Progress, warm_up
 from jaxengine.sampling.state import NEUTRAL
-from jaxengine.scheduler.buckets import Bucket
-from jaxengine.scheduler.packing import StepInput, delta_chunks
-from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS
+from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.scheduler.batches.packing import StepInput, delta_chunks
 
 # Fewer long rows are cheaper one by one: a message of many is padded.
 MIN_LONG_ROWS = 3
@@ -162,7 +162,7 @@ class ModelRunner:
 
     def forward(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
         """Dispatch the forward pass of a message, i32[replicas, size]; the engine's other processes do the same."""
-        # Engines of several processes have no wide buckets (jaxengine.config.speculation).
+        # Engines of several processes have no wide buckets (jaxengine.config.features.speculation).
         sizes = {"num_tokens": bucket.num_tokens, "num_seqs": bucket.num_seqs}
         forwarded = self._everywhere("forward", (message,), lambda: self.run_forward(bucket, message), **sizes)
         return PendingStep(bucket, forwarded, self.fetch, self.last.given)

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 from typing import Any
 
-from jaxengine.config.recording import replayed_options
+from jaxengine.config.execution.recording import replayed_options
 from jaxengine.models.kernel_rows import kernel_rows
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.version import __version__

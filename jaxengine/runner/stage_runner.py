@@ -16,16 +16,23 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.weights.views.kv_scales import KVScales
+from jaxengine.runner.base.device_state import SlotState
+from jaxengine.runner.base.extension import StageExtension
+from jaxengine.runner.base.memory import (
+    StageNeeds,
+    StageSizes,
+    device_limit,
+    device_memory,
+    memory_in_use,
+    workspace_bytes,
+)
+from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import LEAST_TOKENS, Executable
-from jaxengine.runner.extension import StageExtension
-from jaxengine.runner.memory import StageNeeds, StageSizes, device_limit, device_memory, memory_in_use, workspace_bytes
-from jaxengine.runner.program import Program
-from jaxengine.runner.programs.device_state import SlotState
 from jaxengine.runner.programs.program_needs import foresee, held_by
 from jaxengine.runner.programs.step import Forwarded
 from jaxengine.runner.programs.step_programs import StepPrograms
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.rules import named_sharding, part_bytes
 
 logger = logging.getLogger(__name__)
@@ -308,7 +315,7 @@ class StageRunner:
         """Copy the previous stage's hidden states, [replicas * T, D], to this stage's devices."""
         if not self._several_processes:
             return jax.device_put(hidden, self._ranks)
-        # Every stage has the same number of devices of each process, at the same indices (jaxengine.runner.devices).
+        # Every stage has the same number of devices of each process, at the same indices (jaxengine.runner.start.devices).
         assert isinstance(hidden.sharding, NamedSharding) and isinstance(hidden.sharding.mesh, Mesh)
         here = dict(zip(hidden.sharding.mesh.devices.flat, self.programs.mesh.devices.flat, strict=True))
         parts = [jax.device_put(shard.data, here[shard.device]) for shard in hidden.addressable_shards]

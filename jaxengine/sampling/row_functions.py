@@ -1,4 +1,4 @@
-"""Functions that the sampling parameters of jaxengine.scheduler.sampling_fields apply to the logits of rows.
+"""Functions that the sampling parameters of jaxengine.scheduler.base.sampling_fields apply to the logits of rows.
 
 Pure, traced functions of logits f32[S, V / n], of the rows' parameters, [S, 1] each, and of counts i32[S, V / n]: 2 *
 (times in the output) + (1 if in the prompt). A row whose parameters are neutral keeps its logits bit for bit.

@@ -23,8 +23,8 @@ from jaxengine.sampling.row_functions import least_kept, penalized
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import draw, draw_keys, lowest_kept
 from jaxengine.sampling.top_tokens import best_token, first_id, vocab_size
-from jaxengine.scheduler.sampling_fields import PENALTIES, RANDOM, TRUNCATION
-from jaxengine.scheduler.token_params import BIAS, LOGPROBS, MASK, PROCESSOR
+from jaxengine.scheduler.base.sampling_fields import PENALTIES, RANDOM, TRUNCATION
+from jaxengine.scheduler.base.token_params import BIAS, LOGPROBS, MASK, PROCESSOR
 
 # (logits f32[S, V / n], slots i32[S], counts i32[S, V / n], features=i32[]) -> logits.
 Process = Callable[..., jax.Array]

@@ -12,7 +12,7 @@ from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model, looks_like_model
 from jaxengine.logs import log_as_json
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
 
@@ -67,9 +67,9 @@ def check_together(server: ServerConfig, engine: EngineConfig) -> None:
     """Raise ConfigError for server options that need an engine option which is not given, and for unusable lora_dirs
     and lora_routes.
     """
-    from jaxengine.server.adapter_sources import AdapterSources
-    from jaxengine.server.lora_routes import LoraRoutes
-    from jaxengine.server.names import names_of
+    from jaxengine.server.adapters.adapter_sources import AdapterSources
+    from jaxengine.server.adapters.lora_routes import LoraRoutes
+    from jaxengine.server.base.names import names_of
 
     if server.batch_priority is not None and engine.scheduling_policy != "priority":
         problem = f"batch_priority is {server.batch_priority}, and scheduling_policy is {engine.scheduling_policy!r}"

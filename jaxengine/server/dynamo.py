@@ -15,13 +15,13 @@ from typing import Any
 
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.config.engine_args import EngineArgs
-from jaxengine.config.kv_events import address_of_replica
-from jaxengine.config.kv_transfer import CONSUMER, PRODUCER
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.config.kv.kv_events import address_of_replica
+from jaxengine.config.kv.kv_transfer import CONSUMER, PRODUCER
+from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.sampling_fields import ROWS
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.sampling_fields import ROWS
 
 # Imported by name: it is in no extra, as it pins other versions of what jaxengine needs.
 try:

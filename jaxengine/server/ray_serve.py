@@ -1,7 +1,7 @@
 """Engines as Ray Serve replicas behind one HTTP endpoint: `serve run jaxengine.server.ray_serve:app model=...`.
 
 A replica is an engine with the whole HTTP application; an ingress chooses one for each request by its prefix, session
-and adapter and by the queues (jaxengine.server.routing). Ray adds or removes replicas by the length of the queues.
+and adapter and by the queues (jaxengine.server.base.routing). Ray adds or removes replicas by the length of the queues.
 When a replica is lost, answers that had begun fail, and requests without output are retried on another one. An engine
 over several hosts is one replica with a placement group that has a bundle on each of them.
 """
@@ -17,8 +17,8 @@ from typing import Any
 from ray import serve  # pyright: ignore[reportMissingImports]
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.command import check_together
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.ray.ingress import Ingress
 from jaxengine.server.ray.options import RayConfig, refuse_without_meaning
 from jaxengine.server.ray.replica import Replica

@@ -158,7 +158,7 @@ def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
 
     Raises RuntimeError if the two ran other steps. llm: without requests; its prefix cache is reset.
     """
-    from jaxengine.requests.sampling_params import SamplingParams
+    from jaxengine.requests.params.sampling_params import SamplingParams
 
     core = llm.core
     params = [

@@ -182,7 +182,7 @@ def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limit
     shapes lose, device time or padding; args.within: the share that they may lose. Raises the ConfigError of shapes
     that do not fit.
     """
-    from jaxengine.config.compilation_config import CompilationConfig
+    from jaxengine.config.execution.compilation_config import CompilationConfig
     from jaxengine.results import table, write_json
     from jaxengine.simulate.buckets import choose
     from jaxengine.simulate.report import as_json, row

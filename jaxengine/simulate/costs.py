@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.scheduler.batches.buckets import Bucket
 
 if TYPE_CHECKING:
     from jaxengine.plan.plan import SplitPlan
@@ -119,7 +119,7 @@ class RooflineCosts:
 
         Raises ConfigError for a chip without figures.
         """
-        from jaxengine.check.roofline import Work, attention_work, epilogue_work, step_work
+        from jaxengine.check.model.roofline import Work, attention_work, epilogue_work, step_work
 
         chip, config = plan.chips.chip, plan.config
         if not chip.bandwidth:

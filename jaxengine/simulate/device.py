@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.scheduler.buckets import Bucket
-from jaxengine.scheduler.packing import Packer, StepInput
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.scheduler.batches.packing import Packer, StepInput
 from jaxengine.scheduler.scheduler import Scheduler
 from jaxengine.simulate.costs import Costs
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.engine.timeline import Timeline
-from jaxengine.scheduler.packing import Packer
+from jaxengine.engine.stats.timeline import Timeline
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.packing import Packer
 from jaxengine.scheduler.pages.groups import short_digest
-from jaxengine.scheduler.request import Request
-from jaxengine.server.routing import Replicas
+from jaxengine.server.base.routing import Replicas
 from jaxengine.simulate.costs import Costs
 from jaxengine.simulate.loop import SimulatedEngine, check_simulated, request_of
 from jaxengine.simulate.trace import Trace
@@ -113,7 +113,7 @@ def _after_the_last(choose: Callable[[Replicas, int], int]) -> Router:
 
 
 def prefix() -> Router:
-    """Return the router that serves (`jaxengine.server.routing`)."""
+    """Return the router that serves (`jaxengine.server.base.routing`)."""
     return lambda digests, key, replicas: replicas.choose(digests, None, None, key=key)
 
 

@@ -14,13 +14,13 @@ from jaxengine.engine.engine import Engine
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
-from jaxengine.engine.stats import StepStats
-from jaxengine.scheduler.batch import StepResult
-from jaxengine.scheduler.buckets import Bucket
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.packing import Packer
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.engine.stats.stats import StepStats
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import TokenParams
+from jaxengine.scheduler.batches.batch import StepResult
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.scheduler.batches.packing import Packer
 from jaxengine.simulate.costs import Costs
 from jaxengine.simulate.device import SimulatedRunner, SimulatedStep
 from jaxengine.simulate.trace import STOP, Trace

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.execution.compilation_config import CompilationConfig
 from jaxengine.plan.chips import Chips, read_chips
 from jaxengine.plan.model import PlannedModel, open_planned
 from jaxengine.plan.plan import PARALLEL, SplitPlan, plan_split, platform_for

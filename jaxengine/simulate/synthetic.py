@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.records.trace_file import TraceRequest
 from jaxengine.simulate.trace import Trace
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.records.trace_file import VERSION, TraceRequest, header_line, request_line
 
 MOONCAKE_BLOCK = 512

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import MEDIA_TYPES, Message
 

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from jaxengine.models.params.gguf_ends import TURN_ENDS
-from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 
 _USER, _ANSWER = "What is the number of the house?", "It has the number 4096."
 # Tokens that many templates contain and that end no turn: no reason to render a template.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.tokens.template_worker import Answer, Refused, Render, Rendered, packed, unpacked
 from jaxengine.workers.process import WorkerProcess
 

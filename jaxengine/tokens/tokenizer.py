@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 import tokenizers.decoders
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.chat_template import ROLE_TOKENS, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
 from jaxengine.tokens.hf_tokenizer import TOKENIZER, read_hf_tokenizer

@@ -1,6 +1,6 @@
 """Rotary position embedding of a configuration: frequencies, and their scaling for long contexts.
 
-Frequencies are computed on the host in float64; models/layers/rope.py applies them on devices.
+Frequencies are computed on the host in float64; models/layers/base/rope.py applies them on devices.
 """
 
 from __future__ import annotations

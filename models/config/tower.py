@@ -33,7 +33,7 @@ class TowerConfig:
       in_windows_only: whether they do so in layers with a window alone, while others are causal.
       num_parts: E / D, 1 + the number of decoder layers that add a part of an embedding to hidden states (DeepStack).
       crosses: whether layers attend to what the tower returns, one row for a sound, by cross-attention
-        (jaxengine.models.layers.cross_attention); no token of the prompt stands for it.
+        (jaxengine.models.layers.attention.cross_attention); no token of the prompt stands for it.
       hears: whether it encodes sounds, and not images. Patches are frames of their spectrograms.
       frames: spectrogram frames of a patch, for a tower that hears.
       adapts: whether prompts with sounds run with the LoRA adapter that the checkpoint's folder has, if it has one.

@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
-from jaxengine.models.layers.mlp import MLP
+from jaxengine.models.layers.base.mlp import MLP
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 

@@ -14,10 +14,10 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.families.deepseek_v32 import DeepseekV32ForCausalLM
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.attention import StepInputs
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.sparse_mla import SparseLatentAttention
+from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 
 GATE_RANK = 16

@@ -14,17 +14,17 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL
-from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.hf import FULL
+from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.kimi_linear import CONVS, LINEAR, SPELLED, KimiLinearForCausalLM, mixer_kinds
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.attention import StepInputs
-from jaxengine.models.layers.delta_net import APART, GatedDeltaNet
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mla import LatentAttention
-from jaxengine.models.layers.moe import ExpertNames
+from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.experts.moe import ExpertNames
+from jaxengine.models.layers.states.delta_net import APART, GatedDeltaNet
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

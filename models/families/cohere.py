@@ -11,11 +11,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.attention import Attention, head_copies
-from jaxengine.models.layers.norm import rms_normalized
+from jaxengine.models.layers.attention.attention import Attention, head_copies
+from jaxengine.models.layers.base.norm import rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 

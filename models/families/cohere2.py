@@ -12,12 +12,12 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.attention import LayerPages, StepInputs
-from jaxengine.models.layers.norm import UnbiasedLayerNorm
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.base.norm import UnbiasedLayerNorm
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 DEFAULTS: dict[str, Any] = {

@@ -14,8 +14,8 @@ from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.pooler import Classifier
 from jaxengine.models.families.bert import NAMES
+from jaxengine.models.layers.attention.disentangled import DisentangledAttention, DistanceEmbeddings
 from jaxengine.models.layers.classify import DenseLabelScores
-from jaxengine.models.layers.disentangled import DisentangledAttention, DistanceEmbeddings
 from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 

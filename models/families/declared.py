@@ -35,23 +35,18 @@ from jaxengine.models.config.declared import (
     DeclaredForm,
 )
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.state import LinearState, SelectiveScan, ShortConvolution, StateSpace
 from jaxengine.models.families.declared_row import ACTIVATIONS, Row
 from jaxengine.models.families.llama import LAYER as LAYER_NAME
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, head_copies
-from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.embedding import Embedding, vocab_source
-from jaxengine.models.layers.lightning import LightningAttention, lightning_slopes
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mamba import Mamba
-from jaxengine.models.layers.mamba2 import Mamba2
-from jaxengine.models.layers.mla import LatentAttention
-from jaxengine.models.layers.mlp import MLP, GatedMLP
-from jaxengine.models.layers.moe import MixtureOfExperts
-from jaxengine.models.layers.norm import (
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
+from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.base.embedding import Embedding, vocab_source
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import MLP, GatedMLP
+from jaxengine.models.layers.base.norm import (
     FixedLayerNorm,
     FixedRMSNorm,
     HeadLayerNorms,
@@ -63,9 +58,14 @@ from jaxengine.models.layers.norm import (
     RMSNorm,
     UnbiasedLayerNorm,
 )
-from jaxengine.models.layers.rows import Rows
-from jaxengine.models.layers.scale import scaled
-from jaxengine.models.layers.short_conv import ShortConv
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.experts.moe import MixtureOfExperts
+from jaxengine.models.layers.states.lightning import LightningAttention, lightning_slopes
+from jaxengine.models.layers.states.mamba import Mamba
+from jaxengine.models.layers.states.mamba2 import Mamba2
+from jaxengine.models.layers.states.short_conv import ShortConv
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages

@@ -9,7 +9,7 @@ from typing import Any
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import AFTER, AROUND, FIXED_RMS, LAYER, OFFSET, RMS, UNBIASED, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope, ropes_by_kind
+from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_head_dim, read_rope, ropes_by_kind
 from jaxengine.models.families.declared_row import ACTIVATIONS, EPS, GGUFRow, Row, no_rope
 from jaxengine.models.families.declared_rows import (
     EPSILON,

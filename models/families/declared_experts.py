@@ -10,7 +10,7 @@ from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import ALL_HEADS, AROUND, OUTPUT, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import (
+from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
     layer_kinds,
@@ -22,7 +22,7 @@ from jaxengine.models.config.hf import (
 )
 from jaxengine.models.families.declared_row import EPS, Row, neighbours, no_rope, parts_of_heads
 from jaxengine.models.families.glm4_moe import sigmoid_experts
-from jaxengine.models.layers.moe import ExpertNames
+from jaxengine.models.layers.experts.moe import ExpertNames
 from jaxengine.models.params.source import StackedExperts
 
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")

@@ -11,7 +11,7 @@ from typing import Any
 from jaxengine.models.config.declared import GROUPS, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import read_rope
+from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_experts import softmax_experts
 from jaxengine.models.families.declared_row import Row

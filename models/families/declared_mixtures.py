@@ -10,7 +10,7 @@ from jaxengine.models.config.declared import ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.declared_experts import softmax_experts
 from jaxengine.models.families.declared_row import EPS, Row
-from jaxengine.models.layers.moe import ExpertNames
+from jaxengine.models.layers.experts.moe import ExpertNames
 from jaxengine.models.params.source import ExpertRows
 
 

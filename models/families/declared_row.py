@@ -13,12 +13,12 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import SILU, Activation, hf_fields, read_head_dim, read_rope
-from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import SILU, Activation, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.layers.mlp import gelu, gelu_tanh, relu_squared
-from jaxengine.models.layers.moe import MLP_NAMES, ExpertNames
+from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
+from jaxengine.models.layers.experts.moe import MLP_NAMES, ExpertNames
 from jaxengine.models.params.source import ExpertRows, StackedExperts
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

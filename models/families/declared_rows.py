@@ -24,7 +24,7 @@ from jaxengine.models.config.declared import (
     DeclaredForm,
 )
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, SLIDING, layer_kinds, require_rope, windows_by_kind
+from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, require_rope, windows_by_kind
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_row import (
     EPS,

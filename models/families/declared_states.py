@@ -11,7 +11,7 @@ from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.declared import AROUND, BEFORE, RMS, WITHIN, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_HEADS, ConfigFields
-from jaxengine.models.config.hf import FULL, SLIDING, read_head_dim, read_rope, ropes_by_kind
+from jaxengine.models.config.readers.hf import FULL, SLIDING, read_head_dim, read_rope, ropes_by_kind
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.state import (
     LinearState,
@@ -23,7 +23,7 @@ from jaxengine.models.config.state import (
 )
 from jaxengine.models.families.declared_experts import softmax_experts
 from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads
-from jaxengine.models.layers.moe import ExpertNames
+from jaxengine.models.layers.experts.moe import ExpertNames
 
 # A model without attention has no longest context. Page tables are sized by this where the configuration says nothing.
 MAX_POSITIONS = 131_072

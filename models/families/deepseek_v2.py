@@ -12,12 +12,12 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_shared_experts
-from jaxengine.models.config.gguf_latent import gguf_latent_fields
-from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_shared_experts
+from jaxengine.models.config.readers.gguf_latent import gguf_latent_fields
+from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.mla import LatentAttention
-from jaxengine.models.layers.moe import MixtureOfExperts
+from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.experts.moe import MixtureOfExperts
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):

@@ -12,7 +12,7 @@ from jaxengine.models.config.attention import KeyIndex
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.sparse_mla import SparseLatentAttention
+from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 
 
 class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):

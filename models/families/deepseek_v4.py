@@ -17,18 +17,18 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.compressed import BlockIndex, CompressedKeys, HyperConnections
 from jaxengine.models.config.experts import SCORING_FUNCS, ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, read_rope
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import hf_fields, read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import LayerPages, StepInputs
-from jaxengine.models.layers.compressed import CompressedAttention
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.attention.compressed import CompressedAttention
+from jaxengine.models.layers.base.mlp import ClampedSilu
+from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
+from jaxengine.models.layers.experts.moe import ExpertNames, GivenExperts, MixtureOfExperts
 from jaxengine.models.layers.hyper_connections import HyperConnection, JoinedStreams
-from jaxengine.models.layers.mlp import ClampedSilu
-from jaxengine.models.layers.moe import ExpertNames, GivenExperts, MixtureOfExperts
-from jaxengine.models.layers.norm import RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages

@@ -9,7 +9,7 @@ import jax
 
 from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import Activation
+from jaxengine.models.config.readers.hf import Activation
 from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 

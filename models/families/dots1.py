@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
-from jaxengine.models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
+from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, windows_by_kind
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
 from jaxengine.models.families.bert import NAMES, BertModel
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.layers.encoder import EncoderEmbeddings, EncoderNames
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import gelu
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
 from jaxengine.models.families.llama import LlamaForCausalLM
 
 HEAD_DIM = 128

@@ -12,10 +12,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 

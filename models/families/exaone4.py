@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import (
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.hf import (
     SLIDING,
     hf_fields,
     layer_kinds,

@@ -13,15 +13,15 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.cache import StateRows
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields
 from jaxengine.models.config.model_config import ModelConfig, Multipliers
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.config.state import StateSpace, read_state_space
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.mamba2 import Mamba2, States
-from jaxengine.models.layers.mlp import GatedMLP, ScaledSilu
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.mlp import GatedMLP, ScaledSilu
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.states.mamba2 import Mamba2, States
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 

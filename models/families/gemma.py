@@ -9,11 +9,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
 from jaxengine.models.families.llama import LAYER, LlamaLayer
-from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
 
 
 class GemmaForCausalLM(Gemma2ForCausalLM):

@@ -12,14 +12,14 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import Activation, hf_fields, layer_kinds, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.hf import Activation, hf_fields, layer_kinds, windows_by_kind
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
-from jaxengine.models.layers.norm import OffsetRMSNorm
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import (
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.hf import (
     Activation,
     hf_fields,
     layer_kinds,
@@ -25,8 +25,8 @@ from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, gguf_scale, read_cap
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.llava import NAMES
-from jaxengine.models.layers.attention import QK_NORMS, Attention
-from jaxengine.models.layers.norm import OffsetRMSNorm
+from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
+from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.gemma3 import read_gemma3
 

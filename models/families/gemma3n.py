@@ -15,18 +15,25 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import Activation, hf_fields, layer_kinds, ropes_by_kind, text_fields, windows_by_kind
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import (
+    Activation,
+    hf_fields,
+    layer_kinds,
+    ropes_by_kind,
+    text_fields,
+    windows_by_kind,
+)
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
 from jaxengine.models.families.gemma4 import Gemma4Attention, LayerInputs, PerLayerGate, with_sources
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.altup import Projections, Streams
-from jaxengine.models.layers.attention import LayerPages, StepInputs
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import GatedMLP, SparseGelu, gelu_tanh
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import GatedMLP, SparseGelu, gelu_tanh
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages

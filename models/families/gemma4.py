@@ -17,7 +17,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import (
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import (
     EXPERT_SIZE,
     GGUFConfig,
     RopeFactors,
@@ -26,7 +27,7 @@ from jaxengine.models.config.gguf import (
     gguf_fields,
     gguf_sliding,
 )
-from jaxengine.models.config.hf import (
+from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
     Activation,
@@ -36,19 +37,18 @@ from jaxengine.models.config.hf import (
     text_fields,
     windows_by_kind,
 )
-from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.config.tower import TOWERS, TowerConfig
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM, read_cap
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.embedding import Embedding
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import GatedMLP, gelu_tanh
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.norm import RMSNorm, rms_normalized
-from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import GatedMLP, gelu_tanh
+from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
+from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.sound import gemma4 as sound

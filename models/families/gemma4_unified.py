@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.gemma4 import NAMES, Gemma4ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 

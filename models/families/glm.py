@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.params.declare import parts_of
 
 HEAD_DIM = 128

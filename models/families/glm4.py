@@ -8,12 +8,12 @@ import jax
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.families.glm import GlmForCausalLM
 from jaxengine.models.families.llama import LAYER, LlamaLayer
-from jaxengine.models.layers.attention import LayerPages, StepInputs
-from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 

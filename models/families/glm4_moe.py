@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, listed_dense
+from jaxengine.models.config.readers.hf import hf_fields, listed_dense
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4_moe import Glm4MoeForCausalLM
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.glm4 import Glm4ForCausalLM
 from jaxengine.models.families.glm4v import Glm4vForConditionalGeneration
 from jaxengine.models.families.qwen2_vl import with_sight, without_mrope

@@ -14,10 +14,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
-from jaxengine.models.config.hf import hf_fields, layer_kinds, require_rope, windows_by_kind
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
+from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, require_rope, windows_by_kind
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
 

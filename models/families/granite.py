@@ -11,12 +11,12 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LlamaForCausalLM, LlamaLayer
-from jaxengine.models.layers.attention import LayerPages, StepInputs
-from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.base.scale import scaled
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_experts
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.declared_dense import ropes_of_layers
 from jaxengine.models.families.declared_rows import full_first_of_four
 from jaxengine.models.families.granite import granite_multipliers

@@ -12,13 +12,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import FULL, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.state import StateSpace, read_state_space
 from jaxengine.models.families.granite import GraniteForCausalLM, granite_multipliers
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.mamba2 import Mamba2
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.states.mamba2 import Mamba2
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 

@@ -10,10 +10,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope, RopeScaling
+from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
-from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 

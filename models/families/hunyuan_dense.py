@@ -12,11 +12,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields, read_head_dim
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.attention import Attention, StepInputs
-from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.attention.attention import Attention, StepInputs
+from jaxengine.models.layers.base.norm import RMSNorm
 
 
 class NormAfterRope(Attention):

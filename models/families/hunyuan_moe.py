@@ -12,13 +12,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields
-from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.hunyuan_dense import NormAfterRope
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 
 
 class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):

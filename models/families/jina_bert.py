@@ -15,14 +15,14 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_architecture
 from jaxengine.models.config.pooler import CLS, MEAN
+from jaxengine.models.config.readers.hf import hf_architecture
 from jaxengine.models.families.bert import NAMES, BertModel
-from jaxengine.models.layers.attention import LayerPages, StepInputs
-from jaxengine.models.layers.distance_bias import SlopedAttention
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.attention.distance_bias import SlopedAttention
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import HeadsLayerNorm, LayerNorm
 from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames, PostNormLayer, encoder_fields
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.norm import HeadsLayerNorm, LayerNorm
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.pallas_kernels.kv.pages import KVPages
 

@@ -12,14 +12,14 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_LAYERS, ConfigFields
-from jaxengine.models.config.hf import FULL
-from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.hf import FULL
+from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.delta_net import APART, GatedDeltaNet
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.states.delta_net import APART, GatedDeltaNet
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

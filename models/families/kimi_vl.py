@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.moonvit import POSITIONS, PROJECTOR, TOWER, read_moonvit

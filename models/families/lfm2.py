@@ -11,14 +11,14 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, hf_fields
+from jaxengine.models.config.readers.hf import FULL, hf_fields
 from jaxengine.models.config.state import ShortConvolution
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
-from jaxengine.models.layers.attention import Attention
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.short_conv import ShortConv
+from jaxengine.models.layers.attention.attention import Attention
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.states.short_conv import ShortConv
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

@@ -12,12 +12,12 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.config.readers.hf import hf_fields
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import NormClass, RMSNorm
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.norm import NormClass, RMSNorm
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"

@@ -14,14 +14,14 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.hf import hf_fields, read_head_dim, read_rope, text_fields
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim, read_rope, text_fields
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from jaxengine.models.layers.attention import Attention, StepInputs
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.norm import rms_normalized
+from jaxengine.models.layers.attention.attention import Attention, StepInputs
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import rms_normalized
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 from jaxengine.models.vision.llama4 import PROJECTOR, TOWER, read_llama4_tower
 

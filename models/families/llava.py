@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.mistral import MistralForCausalLM

@@ -14,16 +14,16 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf_latent import hf_latent_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import LayerPages, StepInputs
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.mla import LatentAttention
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 

@@ -8,10 +8,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf_latent import hf_latent_fields
+from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.minicpm import MiniCPMForCausalLM, multipliers
-from jaxengine.models.layers.mla import LatentAttention
+from jaxengine.models.layers.attention.mla import LatentAttention
 
 
 class MiniCPM3ForCausalLM(MiniCPMForCausalLM):

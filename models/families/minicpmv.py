@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.qwen2_vl import with_rope_sections, without_mrope
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.params.source import CheckpointNames

@@ -11,11 +11,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import EXPERT_SIZE, SIGMOID, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.hf import hf_fields, read_head_dim
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, SIGMOID, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields, read_head_dim
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.olmoe import OlmoeForCausalLM
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames
 
 

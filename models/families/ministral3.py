@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, require_rope, text_fields
+from jaxengine.models.config.readers.hf import hf_fields, require_rope, text_fields
 from jaxengine.models.families.declared import declared_class
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.mistral import MistralForCausalLM

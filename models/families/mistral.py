@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
 
 

@@ -14,7 +14,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import (
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.pooler import CLS, MEAN, Classifier, TokenHead
+from jaxengine.models.config.readers.hf import (
     FULL,
     SLIDING,
     Activation,
@@ -24,16 +26,14 @@ from jaxengine.models.config.hf import (
     ropes_by_kind,
     windows_by_kind,
 )
-from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import CLS, MEAN, Classifier, TokenHead
 from jaxengine.models.families.llama import LAYER, LlamaLayer
-from jaxengine.models.layers.attention import Attention
+from jaxengine.models.layers.attention.attention import Attention
+from jaxengine.models.layers.attention.masked import MaskedScores
+from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import Identity, LayerNorm, NormClass, UnbiasedLayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
-from jaxengine.models.layers.embedding import Embedding
 from jaxengine.models.layers.encoder import FUNCTIONS, Encoder
-from jaxengine.models.layers.masked import MaskedScores
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.norm import Identity, LayerNorm, NormClass, UnbiasedLayerNorm
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames
 

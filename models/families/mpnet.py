@@ -9,7 +9,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import EncoderConfig, read_activation
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.distance_bias import BiasedAttention, distance_table
+from jaxengine.models.layers.attention.distance_bias import BiasedAttention, distance_table
 from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 

@@ -9,11 +9,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import Activation, hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.mlp import MLP, relu_squared
-from jaxengine.models.layers.norm import OffsetLayerNorm
+from jaxengine.models.layers.base.mlp import MLP, relu_squared
+from jaxengine.models.layers.base.norm import OffsetLayerNorm
 
 
 class NemotronForCausalLM(LlamaForCausalLM):

@@ -14,18 +14,18 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, Activation, hf_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import FULL, Activation, hf_fields
 from jaxengine.models.config.state import StateSpace, read_dt_limits
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.attention import Attention, StepInputs
+from jaxengine.models.layers.attention.attention import Attention, StepInputs
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import MLP, relu_squared
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mamba2 import Mamba2
-from jaxengine.models.layers.mlp import MLP, relu_squared
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.states.mamba2 import Mamba2
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, rotated_fields
-from jaxengine.models.layers.mlp import GatedMLP
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

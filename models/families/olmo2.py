@@ -11,12 +11,12 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs, head_copies
-from jaxengine.models.layers.norm import HeadsRMSNorm, RMSNorm
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs, head_copies
+from jaxengine.models.layers.base.norm import HeadsRMSNorm, RMSNorm
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5}

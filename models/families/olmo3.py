@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
+from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
 from jaxengine.models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
 
 

@@ -11,11 +11,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, hf_fields
+from jaxengine.models.config.readers.hf import FULL, hf_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.families.olmo2 import Olmo2ForCausalLM
-from jaxengine.models.layers.delta_net import APART, GatedDeltaNet
+from jaxengine.models.layers.states.delta_net import APART, GatedDeltaNet
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.olmo2 import normed_attention
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_fields, text_fields
+from jaxengine.models.config.readers.hf import hf_fields, text_fields
 from jaxengine.models.families.ernie4_5 import HEAD_DIM
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.qwen2_vl import with_sight, without_mrope

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.gemma import GemmaForCausalLM
 from jaxengine.models.families.gemma2 import Gemma2ForCausalLM
 from jaxengine.models.families.llava import NAMES

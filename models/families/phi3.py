@@ -11,11 +11,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.attention import Attention
-from jaxengine.models.layers.mlp import GatedMLP
+from jaxengine.models.layers.attention.attention import Attention
+from jaxengine.models.layers.base.mlp import GatedMLP
 from jaxengine.models.params.declare import parts_of
 
 

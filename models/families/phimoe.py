@@ -20,7 +20,7 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.families.declared_row import Row
 from jaxengine.models.families.llama import LAYER
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts, PickedExperts
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts, PickedExperts
 from jaxengine.models.params.source import CheckpointNames
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")

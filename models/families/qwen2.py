@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import SLIDING, hf_fields, layer_kinds, windows_by_kind
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import SLIDING, hf_fields, layer_kinds, windows_by_kind
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 

@@ -11,12 +11,12 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.readers.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen2 import read_layer_windows
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
-from jaxengine.models.layers.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 
 
 class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):

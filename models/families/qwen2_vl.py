@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.params.source import CheckpointNames

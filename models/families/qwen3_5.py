@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope

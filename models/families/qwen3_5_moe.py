@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.qwen2_moe import gated_experts
 from jaxengine.models.families.qwen2_vl import with_sight, without_mrope
 from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration

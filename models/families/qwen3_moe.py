@@ -9,10 +9,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_experts, gguf_fields
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_experts, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.moe import MixtureOfExperts
+from jaxengine.models.layers.experts.moe import MixtureOfExperts
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):

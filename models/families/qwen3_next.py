@@ -11,13 +11,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import FULL, hf_fields
+from jaxengine.models.config.readers.hf import FULL, hf_fields
 from jaxengine.models.config.state import GatedDelta
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts
-from jaxengine.models.layers.attention import QK_NORMS, Attention
-from jaxengine.models.layers.delta_net import GatedDeltaNet
-from jaxengine.models.layers.norm import OffsetRMSNorm
+from jaxengine.models.layers.attention.attention import QK_NORMS, Attention
+from jaxengine.models.layers.base.norm import OffsetRMSNorm
+from jaxengine.models.layers.states.delta_net import GatedDeltaNet
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

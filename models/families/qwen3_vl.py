@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import text_fields
+from jaxengine.models.config.readers.hf import text_fields
 from jaxengine.models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
 from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
 from jaxengine.models.families.qwen3_moe import Qwen3MoeForCausalLM

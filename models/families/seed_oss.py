@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields
 from jaxengine.models.families.llama import LlamaForCausalLM
 
 

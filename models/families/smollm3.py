@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
 from jaxengine.models.families.llama import LlamaForCausalLM
 
 

@@ -8,11 +8,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.hf import GELU_TANH, hf_fields
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+from jaxengine.models.config.readers.hf import GELU_TANH, hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
-from jaxengine.models.layers.mlp import MLP, gelu_tanh
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.mlp import MLP, gelu_tanh
+from jaxengine.models.layers.base.norm import LayerNorm
 
 
 class Starcoder2ForCausalLM(LlamaForCausalLM):

@@ -12,15 +12,15 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import Activation, hf_fields
 from jaxengine.models.config.pooler import MEAN
+from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.families.llama import LAYER, LlamaLayer
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.distance_bias import BiasedAttention, distance_table
-from jaxengine.models.layers.embedding import Embedding
+from jaxengine.models.layers.attention.distance_bias import BiasedAttention, distance_table
+from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.mlp import MLP, GatedMLP
+from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.encoder import FUNCTIONS, Encoder
-from jaxengine.models.layers.mlp import MLP, GatedMLP
-from jaxengine.models.layers.norm import RMSNorm
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 

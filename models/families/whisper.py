@@ -10,15 +10,15 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import Activation, hf_fields
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import Activation, hf_fields
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
-from jaxengine.models.layers.cross_attention import CrossAttention
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.cross_attention import CrossAttention
+from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.mlp import MLP, gelu
+from jaxengine.models.layers.base.norm import LayerNorm, NormClass
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.embedding import Embedding
-from jaxengine.models.layers.mlp import MLP, gelu
-from jaxengine.models.layers.norm import LayerNorm, NormClass
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.whisper import ENCODER, WhisperTowerConfig, read_whisper_tower
@@ -88,7 +88,7 @@ class WhisperLayer(nnx.Module):
         )
         self.attention = WhisperAttention(config, layer, build)
         sizes = config.attention[layer].head_dim, tower.sizes.num_positions, config.num_layers
-        # The section of sounds passes it the step's (jaxengine.models.layers.cross_attention).
+        # The section of sounds passes it the step's (jaxengine.models.layers.attention.cross_attention).
         self.cross: Any = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)
         names = {"up": "fc1", "down": "fc2", "bias": True}
         self.mlp = MLP(size, config.intermediate_size, source=LAYER, activation=gelu, build=build, **names)

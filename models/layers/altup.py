@@ -14,9 +14,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.altup import AltUp
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.norm import RMSNorm
-from jaxengine.models.layers.scale import scaled
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.quantization.registry import PLAIN
 

@@ -17,9 +17,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import DENSE, Classifier, Dense
-from jaxengine.models.layers.embedding import Embedding
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import gelu
+from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import gelu
 from jaxengine.models.params.declare import Source
 from jaxengine.models.quantization.registry import PLAIN
 

@@ -19,17 +19,17 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, Paged, State, group_layers
 from jaxengine.models.config.attention import LayerState
-from jaxengine.models.config.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import Classifier, TokenHead
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import num_kv_heads
+from jaxengine.models.layers.attention.attention import num_kv_heads
+from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_source
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import NormClass, RMSNorm
+from jaxengine.models.layers.base.scale import scaled
 from jaxengine.models.layers.classify import SCORE, DenseModules, LabelScores
 from jaxengine.models.layers.decoder_step import DecoderStep
-from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.norm import NormClass, RMSNorm
-from jaxengine.models.layers.scale import scaled
 from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec

@@ -33,13 +33,13 @@ from jaxengine.models.cache import (
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
-from jaxengine.models.layers.compressed import BLOCKS
-from jaxengine.models.layers.mla_made import MADE_ROWS
-from jaxengine.models.layers.rope import ROPE
-from jaxengine.models.layers.rows import step_rows
-from jaxengine.models.layers.section import Note, SelectedKeys, notes_of, sections_of
-from jaxengine.models.layers.step_inputs import StepContext
+from jaxengine.models.layers.attention.attention import SCHEDULE, TEMPERATURE, LayerPages, StepInputs
+from jaxengine.models.layers.attention.compressed import BLOCKS
+from jaxengine.models.layers.attention.mla_made import MADE_ROWS
+from jaxengine.models.layers.base.rope import ROPE
+from jaxengine.models.layers.base.rows import step_rows
+from jaxengine.models.layers.base.section import Note, SelectedKeys, notes_of, sections_of
+from jaxengine.models.layers.base.step_inputs import StepContext
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.kv.update import kv_update_schedule

@@ -18,14 +18,14 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.eagle3 import Eagle3Config
+from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.base.embedding import Embedding, own_logits, vocab_source
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.embedding import Embedding, own_logits, vocab_source
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.norm import RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource, renamed

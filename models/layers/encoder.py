@@ -16,18 +16,18 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.encoder import ACTIVATIONS, EncoderConfig, read_activation
 from jaxengine.models.config.fields import MAX_VOCAB, ConfigFields, ModelConfigError
-from jaxengine.models.config.hf import Activation, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.pooler import CLS, Classifier, TokenHead
+from jaxengine.models.config.readers.hf import Activation, hf_fields, read_head_dim, read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.attention import Attention, LayerPages, StepInputs
+from jaxengine.models.layers.attention.masked import MaskedScores
+from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.mlp import MLP, gelu, gelu_tanh
+from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.embedding import Embedding
-from jaxengine.models.layers.masked import MaskedScores
-from jaxengine.models.layers.mlp import MLP, gelu, gelu_tanh
-from jaxengine.models.layers.norm import Identity, LayerNorm
 from jaxengine.models.layers.token_results import TokenHeads
 from jaxengine.models.params.declare import ParamDecl, Source, declare, parts_of
 from jaxengine.pallas_kernels.kv.pages import KVPages

@@ -25,7 +25,7 @@ from jax import lax
 from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.section import ExpertLoads
+from jaxengine.models.layers.base.section import ExpertLoads
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages, alloc
 from jaxengine.pallas_kernels.registry import EXACT, rows_of

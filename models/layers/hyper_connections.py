@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxengine.models.config.compressed import HyperConnections
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.layers.norm import rms_normalized
+from jaxengine.models.layers.base.norm import rms_normalized
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 

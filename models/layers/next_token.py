@@ -20,8 +20,8 @@ import numpy as np
 from jaxengine.models.build import Build
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.decoder import Decoder
-from jaxengine.models.layers.linear import Linear
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 from jaxengine.models.quantization.registry import PLAIN

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.layers.section import Section
+from jaxengine.models.layers.base.section import Section
 
 IN_PREFIX = -2
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.models.config.taps import RESIDUAL, Tap
-from jaxengine.models.layers.section import Given, Section
+from jaxengine.models.layers.base.section import Given, Section
 from jaxengine.models.layers.taps import MODULES
 
 

@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from jaxengine.models.config.taps import ATTENTION, EXPERTS, MLP, RESIDUAL, ROUTER, Tap
-from jaxengine.models.layers.moe import GivenExperts, MixtureOfExperts, PickedExperts, RouterLogits
-from jaxengine.models.layers.section import Note, Section, notes_of
+from jaxengine.models.layers.base.section import Note, Section, notes_of
+from jaxengine.models.layers.experts.moe import GivenExperts, MixtureOfExperts, PickedExperts, RouterLogits
 
 # The attributes of a layer whose calls give what these taps are of.
 MODULES = {ATTENTION: "attention", MLP: "mlp"}

@@ -12,8 +12,8 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.pooler import TokenHead
+from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.classify import pooled_result
-from jaxengine.models.layers.linear import Linear
 from jaxengine.models.params.declare import Source
 from jaxengine.models.quantization.registry import PLAIN
 

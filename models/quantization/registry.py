@@ -6,7 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.models.quantization import (
+from jaxengine.models.quantization.base.online import Rounded
+from jaxengine.models.quantization.base.plain import Plain
+from jaxengine.models.quantization.base.rules import LINEAR, Everywhere, Quantization, bad
+from jaxengine.models.quantization.base.scheme import Scheme
+from jaxengine.models.quantization.schemes import (
     auto_round,
     bitnet,
     bitsandbytes,
@@ -16,10 +20,6 @@ from jaxengine.models.quantization import (
     modelopt,
     mxfp4,
 )
-from jaxengine.models.quantization.online import Rounded
-from jaxengine.models.quantization.plain import Plain
-from jaxengine.models.quantization.rules import LINEAR, Everywhere, Quantization, bad
-from jaxengine.models.quantization.scheme import Scheme
 
 SCHEMES: dict[str, Scheme] = {"plain": Plain()}
 

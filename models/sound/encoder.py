@@ -15,11 +15,11 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
-from jaxengine.models.vision.vit import attend_units
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, gelu, tower_axis
+from jaxengine.models.vision.base.vit import attend_units
 
 EPS = 1e-5
 _TAPS = 3

@@ -14,10 +14,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.sound.encoder import EPS, Convolution, EncoderLayer, EncoderSizes, read_encoder, sinusoids
 from jaxengine.models.sound.qwen2_audio import TOWER
-from jaxengine.models.vision.vit import linear
+from jaxengine.models.vision.base.vit import linear
 
 _POOLED = 2
 # What transformers takes for fields that a file lacks.

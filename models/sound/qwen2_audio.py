@@ -13,8 +13,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
+from jaxengine.models.vision.base.vit import linear
 from jaxengine.models.vision.llava import PROJECTOR
-from jaxengine.models.vision.vit import linear
 
 # Prefix of the tower's tensors, as models say it: checkpoints may have more before it.
 TOWER = "audio_tower"

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.linear import Linear
+from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.params.declare import Source
 from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_encoder
 

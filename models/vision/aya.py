@@ -12,13 +12,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import parts_of
-from jaxengine.models.vision.clip import ClipEncoder, read_siglip
-from jaxengine.models.vision.layers import tower_axis
+from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
+from jaxengine.models.vision.base.layers import tower_axis
+from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linear, read_layer_index, read_merge
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
-from jaxengine.models.vision.vit import VitConfig, joined_neighbours, linear, read_layer_index, read_merge
 
 # What transformers takes for fields that a file lacks.
 _AYA = {

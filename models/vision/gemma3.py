@@ -11,11 +11,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.norm import OffsetRMSNorm
+from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.clip import ClipEncoder, read_siglip
+from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
+from jaxengine.models.vision.base.vit import VitConfig
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
-from jaxengine.models.vision.vit import VitConfig
 
 
 @dataclass(frozen=True, kw_only=True)

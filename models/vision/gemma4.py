@@ -19,13 +19,13 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import gelu_tanh
-from jaxengine.models.layers.norm import RMSNorm, rms_normalized
-from jaxengine.models.layers.rope import apply_rope
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import gelu_tanh
+from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
+from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.attention import UNIT, segment_attention
-from jaxengine.models.vision.layers import Attend, PatchEmbedding, axial_rope, rope_frequencies, tower_axis
+from jaxengine.models.vision.base.attention import UNIT, segment_attention
+from jaxengine.models.vision.base.layers import Attend, PatchEmbedding, axial_rope, rope_frequencies, tower_axis
 
 TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.vision.clip import ClipEncoder
-from jaxengine.models.vision.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit
+from jaxengine.models.vision.base.clip import ClipEncoder
+from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit
 
 # The names of tensors, as the model says them: a checkpoint has more before them.
 TOWER, CONNECTOR = "vision_model", "connector"

@@ -13,11 +13,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.norm import HeadsRMSNorm, LayerNorm, RMSNorm
+from jaxengine.models.layers.base.norm import HeadsRMSNorm, LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.layers import PatchEmbedding, joined_qkv, tower_axis
-from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
-from jaxengine.models.vision.vit import (
+from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
+from jaxengine.models.vision.base.vit import (
     VitAttention,
     VitConfig,
     VitMLP,
@@ -29,6 +28,7 @@ from jaxengine.models.vision.vit import (
     run_layers,
     table,
 )
+from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
 
 # What transformers takes for fields that a file lacks.
 _DEFAULTS = {

@@ -13,12 +13,12 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.mlp import gelu
-from jaxengine.models.layers.norm import LayerNorm
-from jaxengine.models.layers.rope import apply_rope
+from jaxengine.models.layers.base.mlp import gelu
+from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.layers import PatchEmbedding, rope_frequencies
-from jaxengine.models.vision.vit import (
+from jaxengine.models.vision.base.layers import PatchEmbedding, rope_frequencies
+from jaxengine.models.vision.base.vit import (
     VitAttention,
     VitConfig,
     VitMLP,

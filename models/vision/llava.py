@@ -13,8 +13,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
-from jaxengine.models.vision.vit import (
+from jaxengine.models.vision.base.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
+from jaxengine.models.vision.base.vit import (
     ACTIVATIONS,
     VitConfig,
     linear,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import SHARES
-from jaxengine.models.vision.clip import SIGLIP
+from jaxengine.models.vision.base.clip import SIGLIP
 from jaxengine.models.vision.llava import LlavaTower, LlavaTowerConfig, read_llava_next
 
 # What transformers takes for fields that a file lacks.

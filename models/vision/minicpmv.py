@@ -16,11 +16,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import Source
-from jaxengine.models.vision.attention import UNIT, segment_attention
-from jaxengine.models.vision.clip import DEFAULTS, SIGLIP
-from jaxengine.models.vision.layers import (
+from jaxengine.models.vision.base.attention import UNIT, segment_attention
+from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP
+from jaxengine.models.vision.base.layers import (
     ACTIVATIONS,
     PatchEmbedding,
     PatchMerger,
@@ -29,7 +29,7 @@ from jaxengine.models.vision.layers import (
     TowerMLP,
     gelu_tanh,
 )
-from jaxengine.models.vision.vit import VitConfig, read_vit, table
+from jaxengine.models.vision.base.vit import VitConfig, read_vit, table
 
 TOWER, MERGER = "vision_tower", "merger"
 _INSERTED = f"{TOWER}.vit_merger"

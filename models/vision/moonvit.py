@@ -20,11 +20,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.mlp import gelu_tanh
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.mlp import gelu_tanh
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.attention import UNIT, segment_attention
-from jaxengine.models.vision.layers import (
+from jaxengine.models.vision.base.attention import UNIT, segment_attention
+from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
     TowerAttention,

@@ -16,10 +16,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.attention import UNIT, segment_attention
-from jaxengine.models.vision.layers import (
+from jaxengine.models.vision.base.attention import UNIT, segment_attention
+from jaxengine.models.vision.base.layers import (
     PatchEmbedding,
     PatchMerger,
     TowerAttention,
@@ -29,7 +29,7 @@ from jaxengine.models.vision.layers import (
     rope_frequencies,
     stretched,
 )
-from jaxengine.models.vision.vit import ACTIVATIONS, VitConfig, read_vit
+from jaxengine.models.vision.base.vit import ACTIVATIONS, VitConfig, read_vit
 
 TOWER, PROJECTOR = "visual.vision_model", "mlp_AR"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"

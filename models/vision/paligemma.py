@@ -10,9 +10,9 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.vision.clip import ClipEncoder, read_siglip
+from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
+from jaxengine.models.vision.base.vit import VitConfig, linear
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
-from jaxengine.models.vision.vit import VitConfig, linear
 
 # What transformers takes for fields that a file lacks.
 _DEFAULTS = {

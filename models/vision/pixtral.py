@@ -17,11 +17,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
-from jaxengine.models.vision.attention import UNIT, segment_attention
-from jaxengine.models.vision.layers import (
+from jaxengine.models.vision.base.attention import UNIT, segment_attention
+from jaxengine.models.vision.base.layers import (
     ACTIVATIONS,
     PatchEmbedding,
     TowerAttention,
@@ -43,7 +43,7 @@ class PixtralTowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
-      activation, projector_activation: of jaxengine.models.vision.layers.ACTIVATIONS.
+      activation, projector_activation: of jaxengine.models.vision.base.layers.ACTIVATIONS.
       patch_size: pixels of a patch's side.
       temporal_patch_size: frames of a patch.
       spatial_merge_size: patches of a side of the square that becomes one embedding.

@@ -17,10 +17,10 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields, ModelConfigError
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.norm import LayerNorm, NormClass, RMSNorm
+from jaxengine.models.layers.base.norm import LayerNorm, NormClass, RMSNorm
 from jaxengine.models.params.declare import Source
-from jaxengine.models.vision.attention import UNIT, segment_attention, window_attention, window_block
-from jaxengine.models.vision.layers import (
+from jaxengine.models.vision.base.attention import UNIT, segment_attention, window_attention, window_block
+from jaxengine.models.vision.base.layers import (
     ACTIVATIONS,
     Attend,
     PatchEmbedding,
@@ -44,10 +44,10 @@ class Qwen2VLTowerConfig(TowerConfig):
 
     Attributes:
       hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
-      activation: of jaxengine.models.vision.layers.ACTIVATIONS.
+      activation: of jaxengine.models.vision.base.layers.ACTIVATIONS.
       patch_size, temporal_patch_size: pixels and frames of a patch.
       spatial_merge_size: rows and columns of patches that become one row.
-      rope_theta: see jaxengine.models.vision.layers.axial_rope.
+      rope_theta: see jaxengine.models.vision.base.layers.axial_rope.
     """
 
     hidden_size: int

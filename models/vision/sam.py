@@ -17,11 +17,11 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import MAX_INTERMEDIATE, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.norm import LayerNorm
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.layers import PatchEmbedding, joined_qkv, tower_axis
-from jaxengine.models.vision.vit import ACTIVATIONS, VitConfig, attend_units, linear, read_vit, table
+from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
+from jaxengine.models.vision.base.vit import ACTIVATIONS, VitConfig, attend_units, linear, read_vit, table
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 # Names of convolutions' kernels, which are matrices here, and of positions.

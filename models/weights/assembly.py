@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxengine.models.params.declare import DeclaredParam, Source
-from jaxengine.models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
+from jaxengine.models.quantization.base.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
 from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.views.parts import (
     Block,

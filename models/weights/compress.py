@@ -1,6 +1,6 @@
 """Writer of compressed-tensors checkpoints: rounds a checkpoint's matrices to a format that other engines read as well.
 
-Rounding is jaxengine.models.quantization.online's, and the same as when an engine rounds at load. Nothing is
+Rounding is jaxengine.models.quantization.base.online's, and the same as when an engine rounds at load. Nothing is
 calibrated. Of the configuration only quantization_config is written.
 """
 
@@ -21,8 +21,8 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
-from jaxengine.models.quantization.online import Rounded
-from jaxengine.models.quantization.stored import StoredModule, dequantized, num_groups
+from jaxengine.models.quantization.base.online import Rounded
+from jaxengine.models.quantization.base.stored import StoredModule, dequantized, num_groups
 from jaxengine.models.weights.formats.safetensors import INDEX_FILE, SINGLE_FILE
 from jaxengine.models.weights.views.quantized import QuantizedSource
 from jaxengine.models.weights.views.renamed import RenamedSource

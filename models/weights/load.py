@@ -26,7 +26,7 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource
-from jaxengine.models.quantization.rules import Quantization
+from jaxengine.models.quantization.base.rules import Quantization
 from jaxengine.models.weights.assembly import Assembly
 from jaxengine.models.weights.huge_pages import HugePages
 from jaxengine.models.weights.views.adapted import AdaptedSource

@@ -25,8 +25,8 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import DeclaredParam, declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.quantization.online import Rounded
-from jaxengine.models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
+from jaxengine.models.quantization.base.online import Rounded
+from jaxengine.models.quantization.base.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS
 from jaxengine.models.weights.assembly import Assembly, is_plain
 from jaxengine.models.weights.formats.arrays import PATH, ArraySource, FiniteSource, Taken, fault_of
 from jaxengine.models.weights.load import (

@@ -13,13 +13,13 @@ from typing import ClassVar
 import numpy as np
 
 from jaxengine.models.adapters import are_few
-from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.base.request import Adapter, Request, RequestStatus
+from jaxengine.scheduler.base.token_params import ADAPTER, FEW_ADAPTERS
+from jaxengine.scheduler.batches.batch import ScheduledStep
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Adapter, Request, RequestStatus
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
-from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxengine.scheduler.batch import ScheduledBatch
-from jaxengine.scheduler.buckets import most_wide
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import LAST_TOKEN, MASK
+from jaxengine.scheduler.batches.batch import ScheduledBatch
+from jaxengine.scheduler.batches.buckets import most_wide
+from jaxengine.scheduler.batches.slots import Slots
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.extensions.draft_width import DraftWidth
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
-from jaxengine.scheduler.slots import Slots
-from jaxengine.scheduler.token_params import LAST_TOKEN, MASK
 
 NAME = "drafts"
 # A row's `sample` in a step's message (jaxengine.models.forward_batch.StepLayout), 1 where it is neither of these.

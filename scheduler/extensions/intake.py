@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.groups import page_key
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "kv_events"

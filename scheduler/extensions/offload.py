@@ -14,12 +14,12 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from jaxengine.scheduler.base.request import Request, RequestStatus
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.groups import page_key
 from jaxengine.scheduler.pages.reach import reach, state_key
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Offer, Rank
-from jaxengine.scheduler.request import Request, RequestStatus
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "offload"

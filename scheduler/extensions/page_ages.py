@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "page_ages"

@@ -13,14 +13,14 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxengine.scheduler.batch import ScheduledBatch
+from jaxengine.scheduler.base.media import AUDIO, Media, MediaItem
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledBatch
+from jaxengine.scheduler.batches.slots import Slots
 from jaxengine.scheduler.extension import RankExtension
-from jaxengine.scheduler.media import AUDIO, Media, MediaItem
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
-from jaxengine.scheduler.slots import Slots
 
 NAME = "pictures"
 # In messages: a token without a row that sees all of its prompt (jaxengine.models.layers.pictures has the same).

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.pages.snapshots import Hits, Snapshots
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxengine.scheduler.batch import ScheduledBatch
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledBatch
 from jaxengine.scheduler.extension import RankExtension
 from jaxengine.scheduler.extensions.pictures import EncoderRows
 from jaxengine.scheduler.pages.snapshots import Hits
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "sounds"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.base.config import SchedulerConfig
 from jaxengine.scheduler.pages.page_pool import PagePool
 from jaxengine.scheduler.pages.snapshots import Hits, Snapshots
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxengine.scheduler.base.request import Request
 from jaxengine.scheduler.policy.waiting import WaitingQueue
-from jaxengine.scheduler.request import Request
 
 # Service of one token, as in the paper.
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.request import Request
 
 
 class WaitingQueue:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels.expert_tiles import measure
-from jaxengine.models.layers.expert_counts import routed
+from jaxengine.models.layers.experts.expert_counts import routed
 from jaxengine.pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of
 from jaxengine.pallas_kernels.matmul.tpu.visits import visits_of
 from jaxengine.pallas_kernels.tuning import TpuProducts

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.engine import padding
 from benchmarks.harness import main
-from jaxengine.config.platforms import PLATFORMS
+from benchmarks.pages import padding
+from jaxengine.config.base.platforms import PLATFORMS
 
 PLATFORM = dataclasses.replace(PLATFORMS["gpu"], max_num_seqs=8, max_num_batched_tokens=64)
 # Weights cost 1 s a step, tokens 1 s each, logits nothing.

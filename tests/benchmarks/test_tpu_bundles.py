@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels.tpu_bundles import Pass, Program
+from benchmarks.tpu.tpu_bundles import Pass, Program
 
 MULTIPLY = "%1 = vmatmul.mubr.bf16.vlgmr.msra.gmra.mxu0 %v2_v0"
 FETCH = "%3 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s4_s5"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.engine.weight_updates import KINDS, KV, is_third, moved, state_after
+from benchmarks.weights.weight_updates import KINDS, KV, is_third, moved, state_after
 
 
 def test_an_update_changes_what_it_brings_and_nothing_else():

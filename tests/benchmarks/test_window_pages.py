@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.engine import window_pages
-from jaxengine.scheduler.config import SchedulerConfig
+from benchmarks.pages import window_pages
+from jaxengine.scheduler.base.config import SchedulerConfig
 
 # Pages of 64 tokens; layers of a page and windows of its groups -> factors at 8k, 32k and 128k.
 FACTORS = {

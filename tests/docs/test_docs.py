@@ -20,18 +20,18 @@ from jaxengine.api.not_built import NOT_BUILT as METHODS_OF_VLLM
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.config.engine_flags import with_hyphens
-from jaxengine.config.pooler_config import POOLING_FIELDS, PoolerConfig
+from jaxengine.config.features.pooler_config import POOLING_FIELDS, PoolerConfig
 from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.requests.beam_search import BeamSearchParams
-from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
-from jaxengine.server.options import ServerConfig
 from scripts import write_docs
 from scripts.site_links import with_repository_links
 from tests.tables import each_row

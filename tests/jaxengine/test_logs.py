@@ -15,11 +15,11 @@ import pytest
 from tqdm import tqdm
 
 from jaxengine import LLM
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.logs import log_as_json, log_to_stderr, only_warnings
 from jaxengine.pallas_kernels.attention.xla import attend
 from jaxengine.pallas_kernels.matmul.hopper import quantized
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.processes.api_process import is_news
 from tests.test_architecture import sources, where
 

@@ -17,7 +17,7 @@ from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.pictures import Pictures
 from jaxengine.models.registry import build_model, read_hf

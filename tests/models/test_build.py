@@ -9,7 +9,7 @@ import pytest
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.declare import declared_params
-from jaxengine.models.quantization.plain import Plain
+from jaxengine.models.quantization.base.plain import Plain
 from jaxengine.models.quantization.registry import PLAIN, SCHEMES
 from jaxengine.models.registry import build_model
 from jaxengine.sharding.layout import MeshLayout

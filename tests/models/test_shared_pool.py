@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.build import Build
 from jaxengine.models.cache import (
     KVSpec,
@@ -37,7 +37,7 @@ from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.load import is_unread
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
-from jaxengine.runner.devices import build_split
+from jaxengine.runner.start.devices import build_split
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 from tests.models.config.published import GEMMA3N_E2B, GEMMA4_26B, GEMMA4_31B, GEMMA4_E2B, GEMMA4_E4B

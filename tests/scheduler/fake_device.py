@@ -11,8 +11,8 @@ import hashlib
 import numpy as np
 
 from jaxengine.models.forward_batch import HEADER, ROW_COLUMNS, StepLayout
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.packing import Packer, StepInput
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.batches.packing import Packer, StepInput
 
 VOCAB_SIZE = 50
 # What a page holds that nobody may read.

@@ -6,17 +6,17 @@ from collections import deque
 
 import numpy as np
 
-from jaxengine.scheduler.buckets import Buckets, most_wide
-from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import TokenParams
+from jaxengine.scheduler.batches.buckets import Buckets, most_wide
+from jaxengine.scheduler.batches.packing import Packer
 from jaxengine.scheduler.extensions.adapters import AdapterOptions
 from jaxengine.scheduler.extensions.drafts import DraftOptions
 from jaxengine.scheduler.extensions.pictures import PictureOptions
 from jaxengine.scheduler.extensions.snapshots import SnapshotOptions
-from jaxengine.scheduler.packing import Packer
 from jaxengine.scheduler.pages.groups import most_pages_of
-from jaxengine.scheduler.request import Request
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.scheduler.token_params import TokenParams
 from tests.scheduler.fake_device import POISON, VOCAB_SIZE, FakeDevice, expected_output
 
 DRAFTS = ("guesses", "draft", "forced", "guided")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.token_params import TokenParams
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make
 

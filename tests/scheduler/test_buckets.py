@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxengine.scheduler.buckets import Bucket, Buckets
+from jaxengine.scheduler.batches.buckets import Bucket, Buckets
 
 
 @given(

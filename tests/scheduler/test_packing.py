@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from jaxengine.models.forward_batch import HEADER
-from jaxengine.scheduler.batch import PageDeltas
-from jaxengine.scheduler.buckets import Bucket
-from jaxengine.scheduler.packing import delta_chunks
-from jaxengine.scheduler.sampling_fields import RANDOM
-from jaxengine.scheduler.token_params import LOGPROBS, TokenParams
+from jaxengine.scheduler.base.sampling_fields import RANDOM
+from jaxengine.scheduler.base.token_params import LOGPROBS, TokenParams
+from jaxengine.scheduler.batches.batch import PageDeltas
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.scheduler.batches.packing import delta_chunks
 from tests.scheduler.loop import Loop, check_output, make
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxengine.scheduler.request import FinishReason, RequestStatus, Wait
+from jaxengine.scheduler.base.request import FinishReason, RequestStatus, Wait
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make, random_request
 

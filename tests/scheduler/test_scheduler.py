@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import FinishReason, RequestStatus
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason, RequestStatus
+from jaxengine.scheduler.base.token_params import TokenParams
 from tests.scheduler.fake_device import VOCAB_SIZE, expected_output
 from tests.scheduler.loop import Loop, check_output, make, random_request
 
@@ -236,7 +236,7 @@ def test_finishing_twice_is_harmless():
 
 
 def test_scheduler_needs_no_jax():
-    code = "import sys, jaxengine.scheduler.scheduler, jaxengine.scheduler.packing; print('jax' in sys.modules)"
+    code = "import sys, jaxengine.scheduler.scheduler, jaxengine.scheduler.batches.packing; print('jax' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
     )

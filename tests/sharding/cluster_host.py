@@ -30,7 +30,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.views.parts import tensor_name
-from jaxengine.runner.weight_names import WeightUpdateError
+from jaxengine.runner.weights.weight_names import WeightUpdateError
 from tests.sharding.parallel_cases import OPTIONS, answers, differences, open_engine, write_tokenizer
 from tests.sharding.parallel_models import MODELS
 

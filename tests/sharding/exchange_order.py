@@ -109,11 +109,11 @@ def _parts(value: Any) -> list[Jaxpr]:
 
 def main(cases: list[tuple[str, dict[str, Any]]]) -> None:
     """Prints what is unordered in the programs of every case, a line of JSON for each."""
-    from jaxengine.check.drafts import drafts
-    from jaxengine.check.programs import open_stages
-    from jaxengine.check.shapes import model_config
+    from jaxengine.check.model.drafts import drafts
+    from jaxengine.check.model.programs import open_stages
+    from jaxengine.check.model.shapes import model_config
+    from jaxengine.config.base.platforms import PLATFORMS
     from jaxengine.config.engine_config import EngineConfig
-    from jaxengine.config.platforms import PLATFORMS
 
     sizes = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     for name, options in cases:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.check.exchanges import by_place, counts, exchanges, wrong
+from jaxengine.check.compiled.exchanges import by_place, counts, exchanges, wrong
 
 ROOT = Path(__file__).parents[2]
 DENSE, EXPERTS, HEAD_NORMS = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Olmo2ForCausalLM"
@@ -64,15 +64,15 @@ def compile_cases(backend: str, *names: str) -> None:
     """Prints what steps exchange: of a stage of one layer, of one of two layers, and of a whole model of one."""
     import jax
 
+    from jaxengine.check.compiled.hlo import parse
     from jaxengine.check.devices import target_devices
-    from jaxengine.check.hlo import parse
-    from jaxengine.check.programs import open_stages
-    from jaxengine.check.shapes import SHAPES
+    from jaxengine.check.model.programs import open_stages
+    from jaxengine.check.model.shapes import SHAPES
     from jaxengine.check.targets import find_target
+    from jaxengine.config.base.platforms import PLATFORMS
     from jaxengine.config.engine_config import EngineConfig
-    from jaxengine.config.platforms import PLATFORMS
     from jaxengine.models.config.experts import ExpertsConfig
-    from jaxengine.models.quantization import plain as layers
+    from jaxengine.models.quantization.base import plain as layers
     from jaxengine.runner.executables.cache import compile_program
     from tests.models.tiny import with_attention
 

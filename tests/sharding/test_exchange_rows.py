@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxengine.models.build import Build
-from jaxengine.models.layers.moe import ExpertLoad, MixtureOfExperts
-from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.experts.moe import ExpertLoad, MixtureOfExperts
 from jaxengine.sharding.collectives import exchange_rows, join_tokens, share_tokens
 from jaxengine.sharding.layout import RAGGED, RULES, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
@@ -151,7 +151,7 @@ def check_layer() -> None:
 
         def run(state, x, is_token, graph=graph):
             layer = nnx.merge(graph, state)
-            with mock.patch("jaxengine.models.layers.moe.exchange_rows", wraps=exchange_rows) as spied:
+            with mock.patch("jaxengine.models.layers.experts.moe.exchange_rows", wraps=exchange_rows) as spied:
                 y = layer(x, Rows(is_token))
             return y, nnx.pop(layer, ExpertLoad)["load"][...][None], jnp.sum(spied.call_args.args[2])
 

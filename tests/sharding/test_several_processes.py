@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.runner.devices import choose_devices
+from jaxengine.runner.start.devices import choose_devices
 
 ROOT = Path(__file__).parents[2]
 RANKS_AND_HEADS = ("dense", {"tensor_parallel_size": 2, "data_parallel_size": 2})

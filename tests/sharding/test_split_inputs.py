@@ -22,10 +22,10 @@ def compare() -> None:
     from jax.sharding import PartitionSpec
 
     from jaxengine.models.params.declare import Source
-    from jaxengine.models.quantization.eight_bits import CHANNEL, EightBits
-    from jaxengine.models.quantization.quantized import Quantized
-    from jaxengine.models.quantization.stored import Activation
-    from jaxengine.models.quantization.words import Packed
+    from jaxengine.models.quantization.base.quantized import Quantized
+    from jaxengine.models.quantization.base.stored import Activation
+    from jaxengine.models.quantization.base.words import Packed
+    from jaxengine.models.quantization.schemes.eight_bits import CHANNEL, EightBits
     from jaxengine.sharding.collectives import reduce_tokens
     from jaxengine.sharding.layout import MeshLayout
     from jaxengine.sharding.mesh import make_mesh

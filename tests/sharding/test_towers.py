@@ -26,7 +26,7 @@ def compare(name: str) -> None:
     from jax.sharding import PartitionSpec
 
     from jaxengine.models.build import Build
-    from jaxengine.models.config.hf import read_config_json
+    from jaxengine.models.config.readers.hf import read_config_json
     from jaxengine.models.registry import build_model, read_hf
     from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
     from jaxengine.models.weights.load import load_params

@@ -10,14 +10,14 @@ from typing import Any
 
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.metric_types import Gauge
+from jaxengine.engine.stats.metric_types import Gauge
 from jaxengine.engine.weight_types import KVMode
 from jaxengine.runner.extensions.adapters.store import AdapterStore, GivenAdapter
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.scheduler.batch import ScheduledStep
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.media import AUDIO
-from jaxengine.scheduler.request import Adapter, Request
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.media import AUDIO
+from jaxengine.scheduler.base.request import Adapter, Request
+from jaxengine.scheduler.batches.batch import ScheduledStep
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput, Found
 from jaxengine.runner.extensions.sounds.alignment import NAME, Read
-from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.extensions.sounds import NAME as SOUNDS
-from jaxengine.scheduler.request import Request
 
 
 class Alignment(LoopExtension):

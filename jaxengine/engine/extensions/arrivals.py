@@ -13,10 +13,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.engine.extension import Loop, LoopExtension
 from jaxengine.records.trace_file import TraceRequest, header_line, request_line
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from jaxengine.config.capture import check_captured
+from jaxengine.config.features.capture import check_captured
 from jaxengine.engine.extension import Hooks, Loop, LoopExtension
 from jaxengine.engine.weight_types import WEIGHT_UTILITIES
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import CAPTURE, LOGPROBS, MASK, PROMPT_LOGPROBS
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import CAPTURE, LOGPROBS, MASK, PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.adapters import Adapters
     from jaxengine.engine.extensions.drafts import Drafts
-    from jaxengine.engine.extensions.offload import Offload
+    from jaxengine.engine.extensions.offload.offload import Offload
     from jaxengine.engine.extensions.pictures import MediaStats, Pictures
-    from jaxengine.engine.extensions.weights import Weights
+    from jaxengine.engine.extensions.weights.weights import Weights
     from jaxengine.runner.extensions.adapters.store import AdapterStore
 
 
@@ -240,7 +240,7 @@ class Extensions:
 
     def _offload(self) -> LoopExtension:
         """Make the extension for pages outside of the devices."""
-        from jaxengine.engine.extensions.offload import Offload
+        from jaxengine.engine.extensions.offload.offload import Offload
 
         return Offload(self._runner)
 
@@ -273,14 +273,14 @@ class Extensions:
 
 def _pooling(_: Extensions) -> LoopExtension:
     """Make the extension for pooled results."""
-    from jaxengine.engine.extensions.pooling import Pooling
+    from jaxengine.engine.extensions.pooling.pooling import Pooling
 
     return Pooling()
 
 
 def _token_pooling(_: Extensions) -> LoopExtension:
     """Make the extension for pooled results of each token."""
-    from jaxengine.engine.extensions.token_pooling import TokenPooling
+    from jaxengine.engine.extensions.pooling.token_pooling import TokenPooling
 
     return TokenPooling()
 
@@ -359,7 +359,7 @@ def _arrivals(_: Extensions) -> LoopExtension:
 
 def _idle_sleep(extensions: Extensions) -> LoopExtension:
     """Make the extension for automatic sleep, and the one for weights that it uses."""
-    from jaxengine.engine.extensions.idle_sleep import IdleSleep
+    from jaxengine.engine.extensions.weights.idle_sleep import IdleSleep
 
     return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
 
@@ -399,11 +399,11 @@ def _sessions(extensions: Extensions) -> LoopExtension:
 
 def _weights(extensions: Extensions) -> LoopExtension:
     """Make the extension for pauses and new weights; with a tier in host memory, sleep can keep pages there."""
-    from jaxengine.engine.extensions.weights import Weights
+    from jaxengine.engine.extensions.weights.weights import Weights
 
     if (offload := extensions.by_name.get("offload")) is None:
         return Weights()
-    from jaxengine.engine.extensions.due_copies import kept
+    from jaxengine.engine.extensions.offload.due_copies import kept
 
     return Weights(partial(kept, cast("Offload", offload)))
 

@@ -11,11 +11,11 @@ from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput, Found
 from jaxengine.models.config.taps import HIDDEN_STATES, Tap, TapError, layers_of, read_taps
-from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import CAPTURE
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import CAPTURE
 
 
 class _Rows(NamedTuple):

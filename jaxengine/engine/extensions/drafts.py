@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxengine.config.speculation import MAX_DRAFTS, SpeculativeConfig
+from jaxengine.config.features.speculation import MAX_DRAFTS, SpeculativeConfig
 from jaxengine.drafts.registry import proposer_of
 from jaxengine.engine.extension import LoopExtension
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.metric_types import Counter
 from jaxengine.engine.output import EngineOutput
-from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.engine.stats.metric_types import Counter
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.extensions.drafts import NAME, DraftOptions
-from jaxengine.scheduler.request import Request
 
 
 @dataclass

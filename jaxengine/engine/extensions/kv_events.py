@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.kv_events import KVEventsConfig, address_of_replica
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.kv.kv_events import KVEventsConfig, address_of_replica
 from jaxengine.engine.extension import Events, Loop, LoopExtension
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.metric_types import Counter, Metric
 from jaxengine.engine.output import EngineOutput
-from jaxengine.scheduler.batch import StepResult
+from jaxengine.engine.stats.metric_types import Counter, Metric
+from jaxengine.scheduler.batches.batch import StepResult
 from jaxengine.scheduler.extensions.kv_events import NAME, Cleared, Removed, Stored
 from jaxengine.scheduler.pages.groups import short_digest
 

@@ -18,21 +18,21 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.key_file import read_key
-from jaxengine.config.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.key_file import read_key
+from jaxengine.config.kv.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
-from jaxengine.engine.extensions.due_copies import DueCopies, KeptKeys, found_columns, is_here
-from jaxengine.engine.extensions.offload import Offload
-from jaxengine.engine.extensions.page_loads import Place
-from jaxengine.engine.metric_types import Counter, Gauge, Metric
+from jaxengine.engine.extensions.offload.due_copies import DueCopies, KeptKeys, found_columns, is_here
+from jaxengine.engine.extensions.offload.offload import Offload
+from jaxengine.engine.extensions.offload.page_loads import Place
+from jaxengine.engine.stats.metric_types import Counter, Gauge, Metric
 from jaxengine.runner.model_runner import ModelRunner
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.kv_transfer import KVTransferParams
+from jaxengine.scheduler.base.request import FinishReason, Request
 from jaxengine.scheduler.extensions.offload import NAME as OFFLOAD
-from jaxengine.scheduler.kv_transfer import KVTransferParams
 from jaxengine.scheduler.pages.groups import page_key
 from jaxengine.scheduler.pages.reach import state_key
-from jaxengine.scheduler.request import FinishReason, Request
 from jaxengine.tiers.transport import MAX_KEYS, FolderTransport, Source, Transport
 
 logger = logging.getLogger(__name__)

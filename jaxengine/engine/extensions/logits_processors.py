@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxengine.engine.extension import LoopExtension
-from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.batches.batch import ScheduledStep
 
 
 class LogitsProcessors(LoopExtension):

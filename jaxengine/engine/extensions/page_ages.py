@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from jaxengine.engine.extension import Loop, LoopExtension
-from jaxengine.engine.metric_types import Histogram
-from jaxengine.engine.stats import Histogram as Durations
+from jaxengine.engine.stats.metric_types import Histogram
+from jaxengine.engine.stats.stats import Histogram as Durations
 from jaxengine.scheduler.extensions.page_ages import NAME, PageAge
 from jaxengine.scheduler.extensions.page_ages import PageAges as Ages
 

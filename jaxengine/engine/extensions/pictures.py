@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxengine.engine.extension import LoopExtension
-from jaxengine.engine.metric_types import Counter, Gauge
-from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.engine.stats.metric_types import Counter, Gauge
+from jaxengine.scheduler.base.media import Media
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledStep
 from jaxengine.scheduler.extensions.pictures import NAME
-from jaxengine.scheduler.media import Media
-from jaxengine.scheduler.request import Request
 
 
 @dataclass

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
 from jaxengine.records.folder import StepFolder
 from jaxengine.records.step_file import RecordError
 from jaxengine.runner.recorded_engine import about_engine
-from jaxengine.runner.weight_update import checksums
-from jaxengine.scheduler.batch import StepResult
+from jaxengine.runner.weights.weight_update import checksums
+from jaxengine.scheduler.batches.batch import StepResult
 
 logger = logging.getLogger(__name__)
 

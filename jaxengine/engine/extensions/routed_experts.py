@@ -14,9 +14,9 @@ import numpy as np
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput, Found
-from jaxengine.scheduler.batch import ScheduledBatch, ScheduledStep, StepResult
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledBatch, ScheduledStep, StepResult
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
 
 NAME = "routed_experts"
 _NO_PAGES = np.empty(0, np.int32)

@@ -10,11 +10,11 @@ import numpy as np
 from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput, PromptScores
-from jaxengine.scheduler.batch import ScheduledStep, StepResult, TokenScores
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import LOGPROBS, PROMPT_LOGPROBS
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult, TokenScores
 from jaxengine.scheduler.rank import Rank
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import LOGPROBS, PROMPT_LOGPROBS
 
 
 class _ScoredPrompt(NamedTuple):

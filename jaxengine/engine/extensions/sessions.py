@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
-from jaxengine.engine.extensions.due_copies import DueCopies, KeptKeys, found_columns, is_here
-from jaxengine.engine.extensions.offload import Offload
-from jaxengine.engine.metric_types import Gauge, Metric
+from jaxengine.engine.extensions.offload.due_copies import DueCopies, KeptKeys, found_columns, is_here
+from jaxengine.engine.extensions.offload.offload import Offload
+from jaxengine.engine.stats.metric_types import Gauge, Metric
+from jaxengine.scheduler.base.request import FinishReason, Request
 from jaxengine.scheduler.pages.reach import state_key
-from jaxengine.scheduler.request import FinishReason, Request
 
 # Share of host memory that sessions may pin, and largest number of sessions.
 _SHARE, _MAX_SESSIONS = 0.5, 1 << 16

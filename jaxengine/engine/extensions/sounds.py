@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from jaxengine.engine.extensions.pictures import Pictures
 from jaxengine.runner.extensions.sounds.rules import RuleRow, rule_words
-from jaxengine.scheduler.batch import ScheduledStep
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.media import TranscriptRules
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import PROCESSOR
+from jaxengine.scheduler.batches.batch import ScheduledStep
 from jaxengine.scheduler.extensions.sounds import NAME
-from jaxengine.scheduler.media import TranscriptRules
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import PROCESSOR
 
 _DATA = "multi_modal_data"
 

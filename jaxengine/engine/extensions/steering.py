@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxengine.engine.extension import LoopExtension
-from jaxengine.scheduler.batch import ScheduledStep
-from jaxengine.scheduler.request import Request
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledStep
 
 
 class Steering(LoopExtension):

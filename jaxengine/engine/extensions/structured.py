@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxengine.engine.extension import Events, LoopExtension
 from jaxengine.engine.in_flight import InFlight
-from jaxengine.engine.metric_types import Counter
 from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.stats.metric_types import Counter
 from jaxengine.grammars.request_masks import RequestMasks
-from jaxengine.scheduler.batch import ScheduledStep, StepResult
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.request import Request, RequestStatus, Wait
-from jaxengine.scheduler.token_params import MASK
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.request import Request, RequestStatus, Wait
+from jaxengine.scheduler.base.token_params import MASK
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 
 if TYPE_CHECKING:
     from jaxengine.engine.extensions.drafts import Drafts

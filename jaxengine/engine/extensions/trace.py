@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxengine.engine.extension import LoopExtension
-from jaxengine.scheduler.batch import ScheduledStep
+from jaxengine.scheduler.batches.batch import ScheduledStep
 
 
 class Traces(LoopExtension):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.tiles import TilesProcessor, tilings
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.params.files import read_object

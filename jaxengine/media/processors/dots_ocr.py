@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor
 

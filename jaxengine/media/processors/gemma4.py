@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.frames import LARGEST_FRAMES
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import (
@@ -28,7 +28,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 BUDGETS = (70, 140, 280, 560, 1120)
 _BUDGET, _DEFAULTS = "max_soft_tokens", {"image": 280, "video": 70}

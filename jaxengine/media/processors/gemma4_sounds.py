@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import MediaProcessor
+from jaxengine.media.base.processor import MediaProcessor
+from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.gemma4 import Gemma4Processor
 from jaxengine.media.processors.log_mel import HOP, required_features
 from jaxengine.media.processors.paired import PairedProcessor
 from jaxengine.media.processors.sounds import SoundProcessor, check_length
 from jaxengine.media.processors.usm_mel import UsmMel
-from jaxengine.media.samples import RATE, Sound
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor, resized_frames
 from jaxengine.media.processors.settings import IMAGES, WHOLE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.tiles import TilesProcessor
 
 

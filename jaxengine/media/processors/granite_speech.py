@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.log_mel import HOP, htk_filters, log_spectrogram, required_features
 from jaxengine.media.processors.sounds import SoundProcessor, check_length
-from jaxengine.media.samples import RATE, Sound
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.media import AUDIO
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.media import AUDIO
 
 _LENGTH, _WINDOW = 512, 400  # samples of a Fourier transform, and of a window
 # transformers' id of the token that a configuration does not name.

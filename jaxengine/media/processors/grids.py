@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed, check_room
+from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.mrope import repeated
 from jaxengine.media.processors.settings import check_options
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 # Limit of the ratio of an image's sides.
 MAX_ASPECT_RATIO = 200

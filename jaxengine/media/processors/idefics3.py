@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import bad_option
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, read_size
 from jaxengine.models.config.fields import ConfigFields

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.frames import LARGEST_FRAMES
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.tiles import TilesProcessor
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.files import read_object

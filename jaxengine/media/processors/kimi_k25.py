@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.frames import LARGEST_FRAMES
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.kimi_vl import MOST_PATCHES, KimiVLProcessor, read_limit
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
@@ -26,7 +26,7 @@ from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 # Patches of an image and of a frame, and along a side, where settings do not say.
 _IMAGE, _FRAME, _SIDE = 16384, 4096, 512

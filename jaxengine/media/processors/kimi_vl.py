@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -24,7 +24,7 @@ from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 # Exclusive limit of patches along a side: the size of the tower's position table.
 _SIDE = 512

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
 from jaxengine.media.processors.units import UnitProcessor, read_size
 from jaxengine.models.config.fields import ConfigFields

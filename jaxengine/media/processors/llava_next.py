@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import MAX_SIDE
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 _NAME = "image_grid_pinpoints"
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Processed
+from jaxengine.media.base.frames import LARGEST_FRAMES
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.models.config.tower import SHARES
 

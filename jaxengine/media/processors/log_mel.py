@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.media.base.samples import RATE
 from jaxengine.media.processors.settings import WHOLE
-from jaxengine.media.samples import RATE
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object

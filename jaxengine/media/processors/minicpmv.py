@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed, check_room
+from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
 from jaxengine.media.processors.minicpmv_canvas import Frame, canvas_positions
 from jaxengine.media.processors.settings import IMAGES, Pixels, check_options, check_pictures, read_settings

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 # Limit of positions in time: float32, in which rotations are computed, has all whole numbers below.
 _MAX_TIME = 1 << 24

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, MediaProcessor, Processed
+from jaxengine.media.base.processor import Expanded, MediaProcessor, Processed
 from jaxengine.media.processors.sounds import SoundProcessor
-from jaxengine.scheduler.media import AUDIO
+from jaxengine.scheduler.base.media import AUDIO
 
 
 class PairedProcessor:

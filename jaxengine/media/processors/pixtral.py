@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor, check_ratio
 from jaxengine.media.processors.settings import (
     CLIP_MEAN,
@@ -28,7 +28,7 @@ from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 

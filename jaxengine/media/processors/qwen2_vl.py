@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.frames import LARGEST_FRAMES
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions, repeated, whole_times
 from jaxengine.media.processors.settings import (
@@ -33,7 +33,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.media import AUDIO
+from jaxengine.scheduler.base.media import AUDIO
 
 # Assumed frame rate of a video without one: transformers' default.
 UNKNOWN_FPS = 24.0

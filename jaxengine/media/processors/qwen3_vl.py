@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor, grown, shrunk
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 
 class Qwen3VLProcessor(Qwen2VLProcessor):

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, MediaProcessor, Processed
+from jaxengine.media.base.processor import Expanded, MediaProcessor, Processed
+from jaxengine.media.base.samples import Sound
 from jaxengine.media.processors.log_mel import HOP, log_mel
 from jaxengine.media.processors.mrope import whole_times
 from jaxengine.media.processors.paired import PairedProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.sounds import Qwen2AudioProcessor, Qwen3SoundProcessor
-from jaxengine.media.samples import Sound
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.scheduler.media import AUDIO
+from jaxengine.scheduler.base.media import AUDIO
 
 # transformers' ids of tokens that a configuration does not name.
 _IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}

@@ -16,7 +16,7 @@ from PIL import Image
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 # The file of transformers 5 with all processors, and the files of transformers 4 with one each.
 WHOLE = "processor_config.json"

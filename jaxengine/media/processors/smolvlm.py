@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.frames import LARGEST_FRAMES
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.idefics3 import Idefics3Processor, with_longest_edge
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
 from jaxengine.media.processors.units import check_placeholders, read_size
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 _VIDEO = "<video>"
 _MOST_SECONDS = 1e9  # limit of timedelta's text

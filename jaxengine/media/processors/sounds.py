@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.samples import RATE, Sound
 from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
 from jaxengine.media.processors.settings import check_options
 from jaxengine.media.processors.units import check_placeholders
-from jaxengine.media.samples import RATE, Sound
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.media import AUDIO
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.media import AUDIO
 
 # Codes and names with which Qwen3-ASR was trained.
 _LANGUAGES = """
@@ -85,7 +85,7 @@ class SoundProcessor:
         """Return the number of embeddings of a sound; 0 for one that is too short."""
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return columns and rows (jaxengine.scheduler.media.MediaItem) of a sound of num_frames frames, those of
+        """Return columns and rows (jaxengine.scheduler.base.media.MediaItem) of a sound of num_frames frames, those of
         silence included: all rows of the tower in order, and no columns.
         """
         count = num_frames // self.tower.merge

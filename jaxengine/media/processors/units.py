@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed, check_room
+from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -24,7 +24,7 @@ from jaxengine.media.processors.settings import (
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
@@ -62,7 +62,7 @@ class UnitProcessor:
 
     Args:
       folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with a tower whose
-        configuration has the `vit` (jaxengine.models.vision.vit) that encodes units. tokenizer: of the model.
+        configuration has the `vit` (jaxengine.models.vision.base.vit) that encodes units. tokenizer: of the model.
     """
 
     modalities: tuple[str, ...] = ("image",)

@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxengine.media.base.samples import RATE
 from jaxengine.media.processors.log_mel import HOP, htk_filters
-from jaxengine.media.samples import RATE
 from jaxengine.models.config.fields import ConfigFields
 
 # Frames whose spectra are computed at a time.

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.samples import RATE, Sound, Spectrogram
 from jaxengine.media.processors.log_mel import HOP, log_mel, read_features
 from jaxengine.media.processors.settings import check_options
-from jaxengine.media.samples import RATE, Sound, Spectrogram
 from jaxengine.models.config.fields import MAX_TOKEN_IDS, ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.media import AUDIO, MAX_BEGIN, TranscriptRules
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.media import AUDIO, MAX_BEGIN, TranscriptRules
 
 GENERATION = "generation_config.json"
 TRANSCRIBE, TRANSLATE = TASKS = ("transcribe", "translate")

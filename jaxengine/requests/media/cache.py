@@ -14,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
-from jaxengine.scheduler.media import MediaItem
+from jaxengine.media.base.processor import Processed
+from jaxengine.scheduler.base.media import MediaItem
 
 T = TypeVar("T")
 

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.config.multimodal import AUDIO, MediaOptions
+from jaxengine.config.inputs.multimodal import AUDIO, MediaOptions
+from jaxengine.media.base.processor import MediaProcessor, Processed, check_room
+from jaxengine.media.base.samples import RATE
 from jaxengine.media.embeds import Embeds
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.parts import check_parts
-from jaxengine.media.processor import MediaProcessor, Processed, check_room
 from jaxengine.media.processors.log_mel import HOP
-from jaxengine.media.samples import RATE
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.requests.media.cache import MediaCache, ProcessorCache
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.media import EMBEDS, Media, MediaItem
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.media import EMBEDS, Media, MediaItem
 
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 # Key of a prompt's embeddings, in place of tokens.

@@ -1,6 +1,6 @@
 """Prompts of embeddings in place of tokens: rows that the first layer gets, read from arrays and files and checked.
 
-A prompt's rows are media without an encoder (jaxengine.scheduler.media): one item for each page of them, so that room
+A prompt's rows are media without an encoder (jaxengine.scheduler.base.media): one item for each page of them, so that room
 is needed only for the pages that a step computes, and equal beginnings are found in the prefix cache.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.config.multimodal import MediaOptions
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.errors import MediaError
 from jaxengine.media.embeds import GivenEmbeds, decoded, read_embeds
-from jaxengine.media.errors import MediaError
 from jaxengine.models.weights.formats.torch_zip import TorchFileError, read_torch
 from jaxengine.requests.media.inputs import PROMPT_EMBEDS
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.media import EMBEDS, Media, MediaItem
-from jaxengine.scheduler.sampling_fields import ROWS
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.media import EMBEDS, Media, MediaItem
+from jaxengine.scheduler.base.sampling_fields import ROWS
 
 # Stands for each embedding in the prompt's token ids.
 PLACEHOLDER = 0

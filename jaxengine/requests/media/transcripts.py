@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxengine.config.multimodal import AUDIO
+from jaxengine.config.inputs.multimodal import AUDIO
+from jaxengine.media.base.samples import RATE, Sound, Spectrogram
 from jaxengine.media.parts import MediaPart
 from jaxengine.media.processors.granite_speech import GraniteSpeechProcessor
 from jaxengine.media.processors.log_mel import HOP
 from jaxengine.media.processors.sounds import Qwen3ASRProcessor
 from jaxengine.media.processors.whisper import WhisperProcessor
-from jaxengine.media.samples import RATE, Sound, Spectrogram
 from jaxengine.requests.media.inputs import DATA, MediaInputs
 from jaxengine.requests.media.words import token_positions
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, show_value
 
 # Seconds from one timestamp to the next, and frames of a spectrogram in them.
 PRECISION = 0.02

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.config.pooling_model import (
+from jaxengine.config.features.pooling_model import (
     EMBED,
     IDENTITY,
     NORMALIZE,
@@ -23,8 +23,8 @@ from jaxengine.config.pooling_model import (
     TokenTask,
     check_dimensions,
 )
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.token_params import TokenParams
 
 # Least divisor, as in torch.nn.functional.normalize.
 _LEAST_LENGTH = 1e-12

@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxengine.requests.structured.closed_objects import forbid_additional_properties
 from jaxengine.requests.structured.json_schema import fit_for_grammar
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.token_params import Grammar
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.token_params import Grammar
 
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_NESTING = 64

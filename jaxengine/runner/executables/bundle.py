@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.key_file import read_key
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.key_file import read_key
 from jaxengine.runner.executables.executable_files import NotTrusted, ShippedFiles
 
 MANIFEST = "manifest.json"
@@ -35,7 +35,7 @@ _PARTS = {"facts": object, "options": object, "model": str, "sources": str, "pro
 class About(NamedTuple):
     """Facts that programs are compiled for."""
 
-    facts: Mapping[str, Any]  # versions, devices and flags as JSON values by name, of jaxengine.runner.bundles
+    facts: Mapping[str, Any]  # versions, devices and flags as JSON values by name, of jaxengine.runner.start.bundles
     options: Mapping[str, Any]  # of the engine, as JSON values
     model: Mapping[str, str]  # texts of the fields of its ModelConfig
 

@@ -22,8 +22,8 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh, NamedSharding
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.user_code import UnknownCodeError, changed_code, code_digest
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.user_code import UnknownCodeError, changed_code, code_digest
 from jaxengine.models.cache import NATIVE_DTYPES, kernel_modules, native_code, platform_of
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.bundle import Bundle, NewBundle

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
+from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import ResolvedConfig
-from jaxengine.config.platforms import Platform
 from jaxengine.models.causal_lm import CausalLM
-from jaxengine.runner.extension import DeviceExtension, StageShape
+from jaxengine.runner.base.extension import DeviceExtension, StageShape
 from jaxengine.runner.programs.step_programs import StepPrograms
 
 
@@ -86,12 +86,12 @@ def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
     pooler = shape.model.config.pooler
     assert pooler is not None
     if pooler.splade is not None:
-        from jaxengine.runner.extensions.sparse_pooling import SparsePoolingExtension as PoolingExtension
+        from jaxengine.runner.extensions.pooling.sparse_pooling import SparsePoolingExtension as PoolingExtension
     else:
-        from jaxengine.runner.extensions.pooling import PoolingExtension
+        from jaxengine.runner.extensions.pooling.pooling import PoolingExtension
     yield PoolingExtension(shape)
     if pooler.answers_tokens:
-        from jaxengine.runner.extensions.token_pooling import TokenPoolingExtension
+        from jaxengine.runner.extensions.pooling.token_pooling import TokenPoolingExtension
 
         yield TokenPoolingExtension(shape)
 

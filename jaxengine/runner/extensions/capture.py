@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.config.capture import TAPS, hidden_state_taps
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.config.features.capture import TAPS, hidden_state_taps
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.taps import FINAL_NORM, RESIDUAL, ROUTER, Tap, all_taps, read_taps
 from jaxengine.models.layers.taps import Taps, check_parts
-from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
-from jaxengine.runner.fetched import fetched, fetched_shape, fetched_tokens
-from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.runner.base.fetched import fetched, fetched_shape, fetched_tokens
+from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.stages import Stage
 
 NAME, SECTION = "capture", "taps"

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.layers.section import ExpertLoads
-from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageShape
-from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.models.layers.base.section import ExpertLoads
+from jaxengine.runner.base.extension import DeviceExtension, HostExtension, Kept, StageShape
+from jaxengine.runner.base.forward_pass import ForwardPass
 
 NAME = "experts"
 

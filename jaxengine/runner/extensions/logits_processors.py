@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxengine.config.logits_processors import processor_classes, processors_digest, source_file
+from jaxengine.config.features.logits_processors import processor_classes, processors_digest, source_file
+from jaxengine.runner.base.device_state import DeviceState, TokenState
+from jaxengine.runner.base.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StageShape, StateChange
 from jaxengine.runner.executables.program_sources import file_digest
-from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StageShape, StateChange
-from jaxengine.runner.programs.device_state import DeviceState, TokenState
 from jaxengine.runner.programs.state_changes import own_slot
 from jaxengine.sampling.state import write_slots
 from jaxengine.sampling.top_tokens import first_id
-from jaxengine.scheduler.logits_processor import LogitsProcessor, VocabColumns
-from jaxengine.scheduler.token_params import PROCESSOR
+from jaxengine.scheduler.base.logits_processor import LogitsProcessor, VocabColumns
+from jaxengine.scheduler.base.token_params import PROCESSOR
 
 NAME, COLUMN_ROWS = "logits_processors", "processor columns"
 NUM_ROWS = 64  # slots whose parameters one state change writes

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxengine.runner.extension import DeviceExtension, HostExtension
+from jaxengine.runner.base.extension import DeviceExtension, HostExtension
 from jaxengine.sampling.logprobs import NUM_MASS_SCORES, sampling_mass
 
 NAME = "mass"

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxengine.models.cache import kv_partition, num_places, page_bytes_of_group
-from jaxengine.runner.extension import DeviceExtension, HostExtension, StageExtension, StageShape
-from jaxengine.runner.memory import workspace_bytes
-from jaxengine.runner.program import Program, program_on
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageExtension, StageShape
+from jaxengine.runner.base.memory import workspace_bytes
+from jaxengine.runner.base.program import Program, program_on
+from jaxengine.scheduler.batches.buckets import Bucket
 
 NAME, STATES = "offload", "states"
 # Pages of a replica that one launch copies.

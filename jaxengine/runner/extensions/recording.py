@@ -16,14 +16,14 @@ import numpy as np
 from jax import lax
 
 from jaxengine.models.cache import paged_groups, pool_spec
-from jaxengine.models.layers.section import Capture
+from jaxengine.models.layers.base.section import Capture
 from jaxengine.records.step_file import num_bytes
 from jaxengine.records.step_pages import StepRow, page_tables, pages_of, step_rows
-from jaxengine.runner.extension import DeviceExtension, HostExtension, StageExtension, StageShape
-from jaxengine.runner.program import Program, program_on
+from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageExtension, StageShape
+from jaxengine.runner.base.forward_pass import ForwardPass
+from jaxengine.runner.base.program import Program, program_on
 from jaxengine.runner.programs.epilogues import SAMPLE
-from jaxengine.runner.programs.forward_pass import ForwardPass
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.pages.snapshots import LOAD, SAVE
 
 NAME, STATES = "recording", "states"

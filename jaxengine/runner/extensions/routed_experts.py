@@ -11,11 +11,11 @@ import numpy as np
 
 from jaxengine.models.config.taps import EXPERTS, Tap
 from jaxengine.models.layers.taps import Taps
-from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
-from jaxengine.runner.fetched import fetched, fetched_shape, fetched_tokens
-from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.runner.base.fetched import fetched, fetched_shape, fetched_tokens
+from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 
 NAME = "routed_experts"
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxengine.runner.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension
-from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.base.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension
+from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from jaxengine.sampling.state import SamplingState
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.collectives import stack_ranks
 
 NAME, SCORE = "scores", "score"

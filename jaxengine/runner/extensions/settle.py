@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.checkpoint.sound_adapter import with_sound_adapter
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.errors import ConfigError
 from jaxengine.media.open import open_processor
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxengine.models.cache import Cache, KVPages, StateRows, state_arrays
-from jaxengine.runner.extension import DeviceExtension, Kept, StageShape
-from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.base.extension import DeviceExtension, Kept, StageShape
+from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.scheduler.pages.snapshots import LOAD, POSITION, SAVE
 from jaxengine.sharding.rules import logical_to_spec
 

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.config.steering import TAPS
+from jaxengine.config.features.steering import TAPS
 from jaxengine.models.config.taps import all_taps, read_taps
 from jaxengine.models.layers.steering import Steering, StepVectors
 from jaxengine.models.layers.taps import check_parts
-from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StageShape, StateChange
-from jaxengine.runner.programs.device_state import DeviceState, own_slots
-from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.base.device_state import DeviceState, own_slots
+from jaxengine.runner.base.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StageShape, StateChange
+from jaxengine.runner.base.forward_pass import ForwardPass
 from jaxengine.runner.programs.state_changes import column_shapes
 from jaxengine.sampling.state import write_slots
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 
 NAME = "steering"
 WRITE, SWITCH = "steering vectors", "steering switches"

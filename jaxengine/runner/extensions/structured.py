@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, StageShape, StateChange
-from jaxengine.runner.programs.device_state import DeviceState, own_slots
+from jaxengine.runner.base.device_state import DeviceState, own_slots
+from jaxengine.runner.base.extension import EVERYWHERE, DeviceExtension, HostExtension, StageShape, StateChange
 from jaxengine.sampling.state import mask_words, set_mask_rows
 from jaxengine.sharding.rules import logical_to_spec
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.runner.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StateChange
-from jaxengine.runner.programs.device_state import DeviceState, TokenState
+from jaxengine.runner.base.device_state import DeviceState, TokenState
+from jaxengine.runner.base.extension import EVERYWHERE, DeviceExtension, HostExtension, Kept, StateChange
 from jaxengine.runner.programs.state_changes import long_rows, own_slot
 from jaxengine.sampling.state import set_rows
 

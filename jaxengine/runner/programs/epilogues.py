@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.runner.extension import Epilogue, EpilogueSpec
-from jaxengine.runner.programs.device_state import TokenState
-from jaxengine.runner.programs.forward_pass import SampledRows
+from jaxengine.runner.base.device_state import TokenState
+from jaxengine.runner.base.extension import Epilogue, EpilogueSpec
+from jaxengine.runner.base.forward_pass import SampledRows
 from jaxengine.sampling.logprobs import TokenLogprobs
 from jaxengine.sampling.sampler import SampleOutput, SamplerFlags, flags_of, sample
 from jaxengine.sampling.state import SamplingState, count_tokens, write_slots

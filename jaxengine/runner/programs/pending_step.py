@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxengine.runner.programs.step import Forwarded
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 
 
 class PendingStep:

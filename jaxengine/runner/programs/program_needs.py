@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from jaxengine.runner.base.memory import held_bytes, workspace_bytes
+from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache
 from jaxengine.runner.executables.layer_chain import Executable, serialized_bytes
-from jaxengine.runner.memory import held_bytes, workspace_bytes
-from jaxengine.runner.program import Program
 
 
 class Foreseen(NamedTuple):

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxengine.runner.extension import EVERYWHERE, Shape, StateChange
-from jaxengine.runner.programs.device_state import DeviceState, own_slots, write_page_deltas
+from jaxengine.runner.base.device_state import DeviceState, own_slots, write_page_deltas
+from jaxengine.runner.base.extension import EVERYWHERE, Shape, StateChange
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL
-from jaxengine.scheduler.token_params import MAX_LOGPROB_TOKEN_IDS
+from jaxengine.scheduler.base.token_params import MAX_LOGPROB_TOKEN_IDS
 from jaxengine.sharding.rules import logical_to_spec
 
 # What one launch of a change writes:

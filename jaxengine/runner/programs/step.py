@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.models.forward_batch import HEADER, ForwardBatch, StepLayout
-from jaxengine.models.layers.attention import RaggedBatch
-from jaxengine.runner.programs.device_state import SlotState, write_page_deltas
-from jaxengine.runner.programs.forward_pass import ForwardPass, Rows, SampledRows, StepSpec
+from jaxengine.models.layers.attention.attention import RaggedBatch
+from jaxengine.runner.base.device_state import SlotState, write_page_deltas
+from jaxengine.runner.base.forward_pass import ForwardPass, Rows, SampledRows, StepSpec
 from jaxengine.sampling.state import write_slots
 
 

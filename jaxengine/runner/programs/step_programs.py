@@ -1,7 +1,7 @@
 """Programs compiled for a model and a config: a closed set, their arguments as shapes; nothing is allocated.
 
 A step is a forward pass, one for each bucket, and then its epilogues (jaxengine.runner.programs.epilogues), each for
-few sizes. Optional capabilities add to them by their extensions (jaxengine.runner.extension).
+few sizes. Optional capabilities add to them by their extensions (jaxengine.runner.base.extension).
 
 The runner compiles these for the devices that it has, `jaxengine check` for devices that are absent. On a mesh a
 program is one `jax.shard_map`: each device runs it on its own parts, and the layers contain the exchanges between
@@ -31,7 +31,8 @@ from jaxengine.models.cache import (
     page_bytes_of_group,
     paged_groups,
 )
-from jaxengine.runner.extension import (
+from jaxengine.runner.base.device_state import DeviceState, SlotState, TokenState, init_slots, init_tokens
+from jaxengine.runner.base.extension import (
     EVERYWHERE,
     RANKS,
     DeviceExtension,
@@ -42,15 +43,14 @@ from jaxengine.runner.extension import (
     StateChange,
     is_in_samplers,
 )
-from jaxengine.runner.program import Program, abstract_params, on_devices, program_on
-from jaxengine.runner.programs.device_state import DeviceState, SlotState, TokenState, init_slots, init_tokens
+from jaxengine.runner.base.forward_pass import SampledRows, StepSpec
+from jaxengine.runner.base.program import Program, abstract_params, on_devices, program_on
 from jaxengine.runner.programs.epilogues import SAMPLE, SAMPLER
-from jaxengine.runner.programs.forward_pass import SampledRows, StepSpec
 from jaxengine.runner.programs.state_changes import state_changes
 from jaxengine.runner.programs.step import Forwarded, HandedOn, make_forward
 from jaxengine.sampling import state as sampling_state
-from jaxengine.scheduler.buckets import Bucket
-from jaxengine.scheduler.packing import Packer
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.scheduler.batches.packing import Packer
 from jaxengine.sharding.collectives import stack_ranks
 from jaxengine.sharding.rules import logical_to_spec, part_bytes, whole_shape
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 
 if TYPE_CHECKING:
     from jaxengine.server.batch.lines import BatchLine
@@ -101,9 +101,9 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
     from tqdm import tqdm
 
     from jaxengine.api.async_llm import AsyncLLM
+    from jaxengine.server.adapters.lora import load_adapters
     from jaxengine.server.batch.run import call, run_lines
     from jaxengine.server.http.app import create_app
-    from jaxengine.server.lora import load_adapters
 
     engine = AsyncLLM(**options)
     num_failed = num_tokens = 0

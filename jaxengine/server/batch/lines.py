@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.scheduler.errors import show_value
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.http.limits import read_json
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.scheduler.base.errors import show_value
+from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.request.limits import read_json
 
 # Routes that a line may name: those whose answer is one JSON object that depends on the line alone.
 URLS = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.server.batch.lines import BatchLine
 
 

@@ -14,13 +14,13 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
-from jaxengine.config.errors import ConfigError
-from jaxengine.requests.options import MAX_PRIORITY
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.requests.params.options import MAX_PRIORITY
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.lines import BatchLine, LineError, expired_line, read_lines
 from jaxengine.server.batch.results import Results
 from jaxengine.server.batch.run import call, run_lines
 from jaxengine.server.batch.store import BatchStore, Record
-from jaxengine.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.folder import ID, Record, RecordFolder, size_of, write_whole
-from jaxengine.server.options import ServerConfig
 
 _LIVE = ("validating", "in_progress", "finalizing", "cancelling")
 # Uploads and entries without a record are what a killed process left, once they are so many seconds old.

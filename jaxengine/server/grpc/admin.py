@@ -5,12 +5,12 @@ from __future__ import annotations
 import grpc.aio
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.adapters.lora import load_from_root, unload
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import admin_pb2 as pb
 from jaxengine.server.grpc.service import OpenCalls
 from jaxengine.server.grpc.weights import WeightMethods
-from jaxengine.server.lora import load_from_root, unload
-from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
 
 API_VERSION = "jaxengine.v1"

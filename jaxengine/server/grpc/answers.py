@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from jaxengine.server.captured import captured_file
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jaxengine.server.base.captured import captured_file
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.convert import Wanted
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jaxengine.server.keys import Keys, bearer_key, digest_of
+from jaxengine.server.base.keys import Keys, bearer_key, digest_of
 from jaxengine.turns import OWNER
 
 HEALTH = "/grpc.health.v1.Health/"

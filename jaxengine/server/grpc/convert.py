@@ -20,18 +20,18 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxengine.media.embeds import EMBEDS, GRID
 from jaxengine.media.parts import MediaPart, PlacedPart
-from jaxengine.requests.extra_args import ALIGNMENT
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.param_limits import MAX_TOKEN_IDS, RequestOutputKind
+from jaxengine.requests.params.extra_args import ALIGNMENT
+from jaxengine.requests.params.param_limits import MAX_TOKEN_IDS, RequestOutputKind
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.run_in_thread import make_ready, with_media
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.sampling_fields import ROWS
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.sampling_fields import ROWS
+from jaxengine.server.base.names import REQUEST_ID
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.grpc import admin_pb2 as admin_pb
 from jaxengine.server.grpc import inference_pb2 as pb
-from jaxengine.server.names import REQUEST_ID
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import PromptEncoder
 
 # Field of GenerateRequest -> field of SamplingParams, copied unchanged.
 SAMPLING_FIELDS = {

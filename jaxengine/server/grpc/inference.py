@@ -11,20 +11,20 @@ import grpc
 import grpc.aio
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.captured import check_captured
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.adapters.lora import has_adapter
+from jaxengine.server.base.captured import check_captured
+from jaxengine.server.base.keys import Keys, owner_tag
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import MAX_DETOKENIZE, check_token_ids
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.auth import holder_of
 from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.service import ARRIVAL
 from jaxengine.server.grpc.status import CallError
-from jaxengine.server.keys import Keys, owner_tag
-from jaxengine.server.lora import has_adapter
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import MAX_DETOKENIZE, check_token_ids
 
 Context = grpc.aio.ServicerContext
 

@@ -14,17 +14,17 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.server.descriptors import max_connections
+from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.descriptors import max_connections
+from jaxengine.server.base.keys import Keys
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import MIB, ServerConfig, is_loopback
 from jaxengine.server.grpc import admin_pb2, inference_pb2
 from jaxengine.server.grpc.admin import AdminService
 from jaxengine.server.grpc.auth import KeyInterceptor
 from jaxengine.server.grpc.health import MAX_WATCHES, Health, health_handlers
 from jaxengine.server.grpc.inference import InferenceService
 from jaxengine.server.grpc.service import OpenCalls, handlers
-from jaxengine.server.keys import Keys
-from jaxengine.server.names import served_names
-from jaxengine.server.options import MIB, ServerConfig, is_loopback
-from jaxengine.server.owned_ids import owned
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]

@@ -17,10 +17,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from jaxengine.api.engine_client import EngineDrainingError
-from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
+from jaxengine.server.adapters.lora_routes import ROUTE_KEY, route_key
 from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
 from jaxengine.server.grpc.status import CallError, status_of
-from jaxengine.server.lora_routes import ROUTE_KEY, route_key
 from jaxengine.server.observe.spans import caller_trace
 
 logger = logging.getLogger(__name__)

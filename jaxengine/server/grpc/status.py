@@ -14,7 +14,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
-from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
 from jaxengine.server.observe.scrub import scrub
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from typing import Any
 import grpc.aio
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.server import weights
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import admin_pb2 as pb
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.weights import weights
 
 Context = grpc.aio.ServicerContext
 

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http.auth import ADMIN
-from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.protocol import RequestModel
-from jaxengine.server.lora import load_from_root, unload
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.adapters.lora import load_from_root, unload
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.request.auth import ADMIN
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import RequestModel
 
 
 class LoadRequest(RequestModel):

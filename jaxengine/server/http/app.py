@@ -17,22 +17,16 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.engine.server_stats import HttpCounts
-from jaxengine.server.http import (
-    adapters,
-    document,
-    errors,
-    generate,
-    invocations,
-    models,
-    operations,
-    sessions,
-    tokenize,
-    weights,
-)
-from jaxengine.server.http.arrival import LimitsMiddleware
+from jaxengine.engine.stats.server_stats import HttpCounts
+from jaxengine.server.adapters.lora_routes import ROUTE_KEY, route_key
+from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.keys import Keys
+from jaxengine.server.base.names import REQUEST_ID
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.workers import Workers
+from jaxengine.server.http import adapters, generate, invocations, models, operations, sessions, tokenize, weights
+from jaxengine.server.http.answer import document
 from jaxengine.server.http.audio import endpoint as audio
-from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.batches import endpoint as batches
 from jaxengine.server.http.batches import files
 from jaxengine.server.http.chat import batch
@@ -40,21 +34,18 @@ from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.chat.run import COUNT_PARSED
 from jaxengine.server.http.completions import endpoint as completions
-from jaxengine.server.http.errors import ApiError, as_api_error, error_response
-from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.messages import endpoint as messages
 from jaxengine.server.http.pooling import embeddings, scores
+from jaxengine.server.http.request import errors
+from jaxengine.server.http.request.arrival import LimitsMiddleware
+from jaxengine.server.http.request.auth import AuthMiddleware
+from jaxengine.server.http.request.errors import ApiError, as_api_error, error_response
+from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.responses import endpoint as responses
-from jaxengine.server.keys import Keys
-from jaxengine.server.lora_routes import ROUTE_KEY, route_key
-from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.owned_ids import owned
 from jaxengine.server.stored.records import Responses, StoreBounds
 from jaxengine.server.stored.store import ResponseStore
-from jaxengine.server.workers import Workers
 from jaxengine.version import __version__
 
 logger = logging.getLogger(__name__)

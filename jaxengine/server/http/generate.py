@@ -12,15 +12,22 @@ from pydantic import SkipValidation, create_model, model_validator
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
-from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
-from jaxengine.server.http.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
-from jaxengine.server.http.limits import JsonRoute
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import read_prompts
+from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, PromptLogprobs, Usage, answers
+from jaxengine.server.http.answer.routed_experts import encoded_experts
+from jaxengine.server.http.answer.sampling_mass import sampling_fields
+from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
+from jaxengine.server.http.answer.weight_spans import SpanWriter, WeightVersions
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.protocol import (
+from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
+from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import (
     NUMBERS,
     ClosedModel,
     NamedRequest,
@@ -31,13 +38,6 @@ from jaxengine.server.http.protocol import (
     json_position,
     usage,
 )
-from jaxengine.server.http.routed_experts import encoded_experts
-from jaxengine.server.http.sampling_mass import sampling_fields
-from jaxengine.server.http.sse import answer, event, json_response, stream_events
-from jaxengine.server.http.weight_spans import SpanWriter, WeightVersions
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import read_prompts
 
 _Numbers: Any = create_model("_Numbers", __base__=ClosedModel, **NUMBERS)
 

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.limits import read_json
-from jaxengine.server.options import ServerConfig
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.request.limits import read_json
 
 # Path by a field that only its requests have.
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}

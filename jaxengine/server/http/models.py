@@ -8,13 +8,13 @@ from typing import Any, Literal
 from fastapi import APIRouter
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import show_value
-from jaxengine.server.http.answers import Answer, answers
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.lora import has_adapter, loaded_adapters
-from jaxengine.server.lora_routes import LoraRoutes
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.scheduler.base.errors import show_value
+from jaxengine.server.adapters.lora import has_adapter, loaded_adapters
+from jaxengine.server.adapters.lora_routes import LoraRoutes
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import Answer, answers
+from jaxengine.server.http.request.errors import ApiError
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> str:

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.answers import Answer, answers
-from jaxengine.server.http.auth import ADMIN
-from jaxengine.server.http.fields import Texts
-from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.protocol import RequestModel
-from jaxengine.server.options import ServerConfig
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import Answer, answers
+from jaxengine.server.http.request.auth import ADMIN
+from jaxengine.server.http.request.fields import Texts
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import RequestModel
 from jaxengine.version import __version__
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.options import session_key
-from jaxengine.server.http.answers import Answer, answers
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.options import ServerConfig
+from jaxengine.requests.params.options import session_key
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import Answer, answers
+from jaxengine.server.http.request.errors import ApiError
 
 
 class DroppedSession(Answer):

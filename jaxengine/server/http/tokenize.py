@@ -9,17 +9,17 @@ from fastapi import APIRouter
 from pydantic import Field, model_validator
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.answers import Answer, answers
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
+from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, Tool
-from jaxengine.server.http.fields import TemplateVariables, TokenIds, at_most
-from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.protocol import RequestModel
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
+from jaxengine.server.http.request.fields import TemplateVariables, TokenIds, at_most
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import RequestModel
 
 # Fields of TokenizeRequest that need messages.
 _WITH_MESSAGES = (

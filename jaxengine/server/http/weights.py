@@ -11,13 +11,13 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.weight_version import MAX_VERSION_LENGTH
-from jaxengine.server import weights
-from jaxengine.server.http.arrival import is_streamed
-from jaxengine.server.http.auth import ADMIN
-from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.protocol import RequestModel
-from jaxengine.server.options import ServerConfig
+from jaxengine.scheduler.base.weight_version import MAX_VERSION_LENGTH
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.request.arrival import is_streamed
+from jaxengine.server.http.request.auth import ADMIN
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import RequestModel
+from jaxengine.server.weights import weights
 
 Mode = Literal["keep", "wait", "abort"]
 # The processes' messages have 64 bits for it.
@@ -55,7 +55,7 @@ class UpdateWeights(RequestModel):
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     """Create the routes that pause the engine, put it to sleep and replace its weights, for operators; none without
-    enable_admin. Their errors are those of the functions of jaxengine.server.weights: RequestError, EngineDeadError.
+    enable_admin. Their errors are those of the functions of jaxengine.server.weights.weights: RequestError, EngineDeadError.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from jaxengine.scheduler.media import Media, MediaItem
+from jaxengine.scheduler.base.media import Media, MediaItem
 
 
 class Place(msgspec.Struct, array_like=True):

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from jaxengine.requests.media.cache import LeastRecent
-from jaxengine.scheduler.media import Media, MediaItem
+from jaxengine.scheduler.base.media import Media, MediaItem
 from jaxengine.server.link.media_messages import (
     Item,
     MediaMessage,

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxengine.requests.media.cache import LeastRecent, MediaCache, PreparedItem, prepared_item
-from jaxengine.requests.prepared import PreparedRequest
-from jaxengine.scheduler.media import Media, MediaItem
+from jaxengine.requests.params.prepared import PreparedRequest
+from jaxengine.scheduler.base.media import Media, MediaItem
 from jaxengine.server.link.media_messages import Item, MediaMessage, media_message, message_item, pixels_of
 
 if TYPE_CHECKING:
-    from jaxengine.media.processor import Processed
+    from jaxengine.media.base.processor import Processed
 
 
 class MediaSender:

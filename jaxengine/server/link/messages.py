@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from jaxengine.engine.output import EngineOutput, Found, PromptScores
-from jaxengine.scheduler.batch import TokenRows, TokenScores
-from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
-from jaxengine.scheduler.request import FinishReason, Request, RequestStatus
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, UnknownAdapterError
+from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus
+from jaxengine.scheduler.batches.batch import TokenRows, TokenScores
 from jaxengine.server.link.submit_messages import Submit
 
 
@@ -83,7 +83,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
       model: file or folder of the model.
       num_slots: requests that run at once, of all replicas.
       load: of the engine.
-      media_cache: kind of the media cache, of jaxengine.config.encoder.KINDS.
+      media_cache: kind of the media cache, of jaxengine.config.inputs.encoder.KINDS.
       num_media_resets: as in Update.
     """
 

@@ -10,7 +10,7 @@ import collections
 import time
 from dataclasses import dataclass
 
-from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 from jaxengine.server.link.messages import Load
 
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0

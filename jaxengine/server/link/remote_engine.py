@@ -23,17 +23,18 @@ from jaxengine.api.owner import Owner
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.inputs import InputProcessor, Processor, make_processor
 from jaxengine.requests.media.cache import MediaCache
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.output_processor import OutputProcessor
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.output.output_processor import OutputProcessor
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.prepared import PreparedRequest, Prompt
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.run_in_thread import make_ready
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import OverloadedError, RequestError
-from jaxengine.scheduler.request import FinishReason, Request, RequestStatus
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
+from jaxengine.scheduler.base.request import FinishReason, Request, RequestStatus
+from jaxengine.scheduler.base.token_params import TokenParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
 from jaxengine.server.link.messages import Call, EndsDelivered, Finish, FromEngine, Load, Reply, Update, Welcome
@@ -41,7 +42,6 @@ from jaxengine.server.link.open_inputs import open_inputs
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.link.request_log import log_request
 from jaxengine.server.link.send_queue import SendQueue
-from jaxengine.server.options import ServerConfig
 
 # Placeholder for requests that are no longer followed here.
 _NOBODY = Request("", np.empty(0, np.int32), TokenParams(), 0)

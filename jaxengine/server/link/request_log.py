@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.prepared import PreparedRequest
 
 logger = logging.getLogger(__name__)
 

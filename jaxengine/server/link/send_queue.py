@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.requests.params.prepared import PreparedRequest
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_senders import MediaSender
 from jaxengine.server.link.messages import Load

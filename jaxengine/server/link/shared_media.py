@@ -15,14 +15,14 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxengine.config.encoder import KEY_REPLICATED, SHARED_MEMORY, EncoderOptions
+from jaxengine.config.inputs.encoder import KEY_REPLICATED, SHARED_MEMORY, EncoderOptions
 from jaxengine.requests.media.cache import PreparedItem
-from jaxengine.scheduler.media import Media, MediaItem
+from jaxengine.scheduler.base.media import Media, MediaItem
 from jaxengine.server.link.media_messages import Item, MediaMessage, Place, media_message, message_item
 from jaxengine.server.link.media_senders import KeepingSender, KeySender, MediaSender, sent_pixels
 
 if TYPE_CHECKING:
-    from jaxengine.media.processor import Processed
+    from jaxengine.media.base.processor import Processed
 
 logger = logging.getLogger(__name__)
 

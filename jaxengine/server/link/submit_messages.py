@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from jaxengine.requests.prepared import PreparedRequest
-from jaxengine.scheduler.media import Media
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.requests.params.prepared import PreparedRequest
+from jaxengine.scheduler.base.media import Media
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.server.link.media_messages import MediaMessage
 
 

@@ -12,8 +12,8 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.observe.status import page_headers
-from jaxengine.server.options import ServerConfig
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:

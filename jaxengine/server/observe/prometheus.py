@@ -16,9 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.engine.metrics import HELP
-from jaxengine.engine.server_stats import HttpCounts, process_facts
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.engine.stats.server_stats import HttpCounts, process_facts
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
 
 # Names of earlier versions of vLLM, for dashboards made for them.
 ALIASES = {

@@ -19,14 +19,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient, EngineWrapper
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.prepared import Prompt
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.requests.prepared import Prompt
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.owned_ids import shown_id
+from jaxengine.server.adapters.owned_ids import shown_id
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.version import __version__
 
 # Scheme of an endpoint -> (module of the exporter, package that contains it).

@@ -18,10 +18,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.names import served_names
+from jaxengine.server.adapters.owned_ids import Viewer
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.observe.chrome_trace import chrome_trace
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.owned_ids import Viewer
 from jaxengine.version import __version__
 
 MAX_TRACE_SECONDS = 600.0

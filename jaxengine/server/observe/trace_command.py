@@ -10,8 +10,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.key_file import read_api_key
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.key_file import read_api_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,15 +18,15 @@ import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
+from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.descriptors import raise_descriptor_limit
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.service import BatchService
-from jaxengine.server.descriptors import raise_descriptor_limit
 from jaxengine.server.grpc.server import start_grpc
 from jaxengine.server.http.app import TrafficState, create_app, create_metrics_app
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.observe.prometheus import report
 from jaxengine.server.observe.spans import traced
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.owned_ids import owned
 from jaxengine.server.processes.child import Child, alive_seconds
 from jaxengine.server.processes.connections import http_protocol
 from jaxengine.server.processes.memory import limit_memory, return_large_blocks

@@ -15,8 +15,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxengine.server.descriptors import max_connections
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.descriptors import max_connections
+from jaxengine.server.base.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -27,21 +27,21 @@ import zmq
 
 from jaxengine.api.core import EngineCore
 from jaxengine.cluster.channel import ClusterError
-from jaxengine.config.encoder import KEY_REPLICATED
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.inputs.encoder import KEY_REPLICATED
 from jaxengine.engine.output import EngineOutput
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
-from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, UnknownAdapterError
+from jaxengine.scheduler.base.request import FinishReason, Request
+from jaxengine.server.adapters.lora import load_adapters
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.messages import Call, EndsDelivered, Failure, Finish, Hello, Load, Reply, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
 from jaxengine.server.link.submit_messages import Submit
-from jaxengine.server.lora import load_adapters
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 
 logger = logging.getLogger(__name__)

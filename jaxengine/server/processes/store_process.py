@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from jaxengine.server.options import MIB, ServerConfig
+from jaxengine.server.base.options import MIB, ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 from jaxengine.server.processes.memory import limit_memory, return_large_blocks
 from jaxengine.server.stored.link import StoreServer

@@ -25,7 +25,7 @@ from typing import Any
 
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.paths import HOME
-from jaxengine.server.options import ServerConfig, is_loopback
+from jaxengine.server.base.options import ServerConfig, is_loopback
 from jaxengine.server.processes.sockets import listen, reserve_port
 
 logger = logging.getLogger(__name__)

@@ -22,17 +22,17 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.requests.inputs import input_processor
-from jaxengine.requests.options import SESSION, session_key
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.requests.params.options import SESSION, session_key
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.adapters.lora_routes import LoraRoutes, route_key
+from jaxengine.server.base.keys import Keys, digest_of
+from jaxengine.server.base.names import names_of
+from jaxengine.server.base.options import MIB, ServerConfig
+from jaxengine.server.http.answer.sse import ClientLeft, failed_event, while_connected
 from jaxengine.server.http.app import TrafficMiddleware, TrafficState, cors
-from jaxengine.server.http.arrival import LimitsMiddleware, Uploads, is_streamed
-from jaxengine.server.http.auth import given_key
-from jaxengine.server.http.errors import ApiError, as_api_error
-from jaxengine.server.http.sse import ClientLeft, failed_event, while_connected
-from jaxengine.server.keys import Keys, digest_of
-from jaxengine.server.lora_routes import LoraRoutes, route_key
-from jaxengine.server.names import names_of
-from jaxengine.server.options import MIB, ServerConfig
+from jaxengine.server.http.request.arrival import LimitsMiddleware, Uploads, is_streamed
+from jaxengine.server.http.request.auth import given_key
+from jaxengine.server.http.request.errors import ApiError, as_api_error
 from jaxengine.server.ray.messages import Hint, HttpCall, decode_piece, encode
 from jaxengine.server.ray.options import RayConfig
 from jaxengine.server.ray.prompts import PATHS, PromptReader

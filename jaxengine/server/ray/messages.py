@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxengine.server.routing import prompt_digests
+from jaxengine.server.base.routing import prompt_digests
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 
 # Server options without a meaning under Ray Serve, and who does what they are for.
 _PROXIES, _CONTROLLER = "whose proxies have the clients' connections", "whose controller watches the replicas"

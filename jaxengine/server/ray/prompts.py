@@ -18,10 +18,10 @@ from starlette.types import Message, Scope
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.media.inputs import has_media
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 
 # Paths of requests that generate text from a prompt.
 PATHS = frozenset(

@@ -23,13 +23,13 @@ from starlette.types import ASGIApp, Message
 from jaxengine.api.adapters import load_adapter
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.api.engine_client import EngineClient, EngineDeadError
+from jaxengine.server.adapters.lora import read_modules, refuse_models_name
+from jaxengine.server.adapters.owned_ids import owned
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.service import BatchService
 from jaxengine.server.http.app import create_app
-from jaxengine.server.lora import read_modules, refuse_models_name
-from jaxengine.server.names import served_names
 from jaxengine.server.observe.spans import traced
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.owned_ids import owned
 from jaxengine.server.ray.messages import Headers, Hint, Piece, decode_call, encode
 from jaxengine.server.ray.store import RayStore
 

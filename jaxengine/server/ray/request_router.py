@@ -1,4 +1,4 @@
-"""Ray Serve's request router with the policy of jaxengine.server.routing, in each process that calls replicas."""
+"""Ray Serve's request router with the policy of jaxengine.server.base.routing, in each process that calls replicas."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
     RunningReplica,
 )
 
+from jaxengine.server.base.routing import Replicas
 from jaxengine.server.ray.messages import Hint
-from jaxengine.server.routing import Replicas
 
 # Pages that a replica is taken to have before it has published them: those of long prompts would fill the memory.
 _MOST_RECENT = 1 << 17

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.stored.records import Found, Needs, Part, Reading, StoredResponse, Worker
 from jaxengine.server.stored.store import ResponseStore
 from jaxengine.workers.frames import Frames, frame

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.stored.documents import Document
 from jaxengine.server.stored.records import Found, Needs, Part, Reading, StoreBounds, StoredResponse, Worker
 from jaxengine.server.stored.share import Kept, Share

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxengine.models.config.name_patterns import Effort, NamePattern, PatternError
+from jaxengine.models.config.readers.name_patterns import Effort, NamePattern, PatternError
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.adapters.pools import AdapterTargets
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import open_regular
 from jaxengine.models.params.source import WHOLE
-from jaxengine.models.quantization.gguf import CODES, SCALES, ZEROS
+from jaxengine.models.quantization.schemes.gguf import CODES, SCALES, ZEROS
 from jaxengine.models.weights.gguf.dequant import BlockFormat, dequantize, split_blocks
 from jaxengine.models.weights.gguf.header import TensorInfo, read_header
 from jaxengine.models.weights.gguf.layout import LAYOUTS, K, Q

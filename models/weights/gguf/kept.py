@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxengine.models.build import Build
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.params.declare import declared_params
-from jaxengine.models.quantization.gguf import METHOD, Blocks
-from jaxengine.models.quantization.plain import Plain
-from jaxengine.models.quantization.rules import Everywhere, Quantization
+from jaxengine.models.quantization.base.plain import Plain
+from jaxengine.models.quantization.base.rules import Everywhere, Quantization
+from jaxengine.models.quantization.schemes.gguf import METHOD, Blocks
 from jaxengine.models.weights.gguf.dequant import BlockFormat
 from jaxengine.models.weights.views.parts import tensor_name
 

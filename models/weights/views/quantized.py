@@ -1,7 +1,7 @@
 """View of a checkpoint with quantised matrices as the codes, scales and zeros that a model declares.
 
-Each module's tensors are interpreted by its scheme (jaxengine.models.quantization.stored); here their names are
-replaced by those that jaxengine.models.quantization.quantized declares, and everything that can be checked is, before
+Each module's tensors are interpreted by its scheme (jaxengine.models.quantization.base.stored); here their names are
+replaced by those that jaxengine.models.quantization.base.quantized declares, and everything that can be checked is, before
 anything is loaded.
 """
 
@@ -17,8 +17,17 @@ import numpy as np
 from jaxengine.models.params.declare import DeclaredParam
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
-from jaxengine.models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS, Quantized
-from jaxengine.models.quantization.stored import StoredModule, dequantized, spread
+from jaxengine.models.quantization.base.quantized import (
+    CODES,
+    INPUT_SCALE,
+    ORDER,
+    PAIRS,
+    SCALES,
+    VALUES,
+    ZEROS,
+    Quantized,
+)
+from jaxengine.models.quantization.base.stored import StoredModule, dequantized, spread
 from jaxengine.models.weights.views.parts import tensor_name
 
 

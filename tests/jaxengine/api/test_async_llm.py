@@ -8,8 +8,8 @@ import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
 from jaxengine.api.async_llm import EngineDeadError
-from jaxengine.requests.sampling_params import RequestOutputKind
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.scheduler.base.errors import RequestError
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxengine import LLM, ConfigError, PoolingParams, RequestError
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.build import Build
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model

@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from tests.conftest import use_scheduler
 
 rng = np.random.default_rng(5)

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from jaxengine import SamplingParams
-from jaxengine.engine.timeline import Timeline
+from jaxengine.engine.stats.timeline import Timeline
 
 WARM, COUNTED = 160, 200
 

@@ -9,8 +9,8 @@ import pytest
 from jaxengine.bench.engine_run import Run, run_static, run_workload
 from jaxengine.bench.throughput import measure, measure_static
 from jaxengine.bench.workloads import Workload
-from jaxengine.engine.stats import StepStats
-from jaxengine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxengine.engine.stats.stats import StepStats
+from jaxengine.requests.output.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
 class FakeLLM:

@@ -12,7 +12,7 @@ import jaxengine
 from jaxengine.bench import gains
 from jaxengine.bench.gains import GAINS, Gain, Sizes, compare
 from jaxengine.commands.cli import main
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from tests.conftest import use_scheduler
 
 SIZES = Sizes(num_prompts=4, input_len=6, output_len=3)

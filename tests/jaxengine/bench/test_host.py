@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.bench import host
 from jaxengine.commands.cli import main
-from jaxengine.engine.extensions.offload import Offload
+from jaxengine.engine.extensions.offload.offload import Offload
 from jaxengine.scheduler.scheduler import Scheduler
 
 

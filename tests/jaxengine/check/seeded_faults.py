@@ -110,7 +110,7 @@ FAULTS = {
         "operations of a bfloat16 model in f32",
     ),
     "float32 between devices": Fault(
-        "jaxengine/models/layers/linear.py",
+        "jaxengine/models/layers/base/linear.py",
         "own_dtype = x.dtype if split else",
         "own_dtype = jnp.float32 if split else",
         "sm_90-2",
@@ -118,7 +118,7 @@ FAULTS = {
         "exchanges: layer 0 exchanges",
     ),
     "a layer's part of the pool copied": Fault(
-        "jaxengine/models/layers/attention.py",
+        "jaxengine/models/layers/attention/attention.py",
         KV_UPDATE,
         KV_UPDATE + SLAB,
         "v6e",

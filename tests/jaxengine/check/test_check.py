@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxengine.check import children, compile, report
-from jaxengine.check.roofline import Work, product_work, step_work, visible_keys
-from jaxengine.check.shapes import SHAPES, model_config
+from jaxengine.check.model.roofline import Work, product_work, step_work, visible_keys
+from jaxengine.check.model.shapes import SHAPES, model_config
 from jaxengine.check.targets import TARGETS
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError
@@ -23,7 +23,7 @@ from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.layout import MeshLayout
 from tests.models.tiny import with_attention
 from tests.tables import each_row

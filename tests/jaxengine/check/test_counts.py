@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxengine.check.counts import moved_bytes, operations
-from jaxengine.check.hlo import Module, attending_places, parse
+from jaxengine.check.compiled.counts import moved_bytes, operations
+from jaxengine.check.compiled.hlo import Module, attending_places, parse
 from tests.tables import each_row
 
 LAYOUT = "{1,0:T(8,128)(2,1)}"

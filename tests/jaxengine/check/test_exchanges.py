@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxengine.check.exchanges import (
+from jaxengine.check.compiled.exchanges import (
     Expected,
     by_place,
     counts,
@@ -17,7 +17,7 @@ from jaxengine.check.exchanges import (
     scales,
     wrong,
 )
-from jaxengine.check.hlo import parse
+from jaxengine.check.compiled.hlo import parse
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from jaxengine.check.roofline import product_work
-from jaxengine.check.shapes import SHAPES
+from jaxengine.check.model.roofline import product_work
+from jaxengine.check.model.shapes import SHAPES
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.lora import declared_pools
 from jaxengine.models.registry import build_model
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.layout import MeshLayout
 from tests.models.tiny import with_attention
 

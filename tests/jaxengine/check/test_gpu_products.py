@@ -12,7 +12,8 @@ import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxengine.check import counts, hlo, inspect
+from jaxengine.check import inspect
+from jaxengine.check.compiled import counts, hlo
 from jaxengine.check.devices import target_devices
 from jaxengine.check.targets import TARGETS, require_compiler
 from jaxengine.config.engine_config import ConfigError

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxengine.check.hlo import MustNotCopy, copies, parse
+from jaxengine.check.compiled.hlo import MustNotCopy, copies, parse
 from tests.tables import each_row
 
 POOL, WEIGHT = 64 * 4 * 8, 32 * 16

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxengine.check import baseline, cycles, report
+from jaxengine.check import baseline, report
 from jaxengine.check.compile import Compiler
+from jaxengine.check.compiled import cycles
 from jaxengine.check.inspect import device_bytes, mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures, overfull
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets

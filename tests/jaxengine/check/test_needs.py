@@ -6,14 +6,14 @@ import dataclasses
 
 import jax
 
-from jaxengine.check.roofline import _num_matrices, product_work
-from jaxengine.check.shapes import SHAPES, model_config
+from jaxengine.check.model.roofline import _num_matrices, product_work
+from jaxengine.check.model.shapes import SHAPES, model_config
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.pallas_kernels.kv.pages import KVPages, KVSpec, alloc
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.layout import GATHER, RAGGED, MeshLayout
 from tests.models.conftest import CHECKPOINTS
 from tests.models.tiny import with_attention

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from jaxengine.check.roofline import product_work
-from jaxengine.check.shapes import model_config
+from jaxengine.check.model.roofline import product_work
+from jaxengine.check.model.shapes import model_config
 from jaxengine.models.build import Build
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.layout import MeshLayout
 
 

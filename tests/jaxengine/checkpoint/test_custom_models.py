@@ -12,7 +12,7 @@ from jaxengine import LLM, ConfigError, SamplingParams, register_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.registry import MODELS
-from jaxengine.runner.open import open_resolved
+from jaxengine.runner.start.open import open_resolved
 
 
 class OwnForCausalLM(LlamaForCausalLM):

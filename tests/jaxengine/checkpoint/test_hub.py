@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from jaxengine.check.shapes import model_config
+from jaxengine.check.model.shapes import model_config
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from tests.conftest import TINY_CHECKPOINT
@@ -71,7 +71,7 @@ def test_a_revision_of_a_tokenizer_that_is_here_is_refused(model):
 
 def test_the_token_stays_with_who_downloads(asked, tiny_options):
     from jaxengine.cluster.host0 import _options
-    from jaxengine.runner.open import open_resolved
+    from jaxengine.runner.start.open import open_resolved
 
     options = {**tiny_options, "model": "org/model", "max_model_len": 64, "hf_token": "secret"}
     config = EngineConfig.from_options(**{**options, "skip_tokenizer_init": False, "tokenizer": "org/tokenizer"})

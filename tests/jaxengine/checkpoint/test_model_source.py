@@ -12,8 +12,8 @@ import pytest
 
 from jaxengine import LLM
 from jaxengine.checkpoint.model_source import as_it_sees, open_model
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf
 from jaxengine.models.weights.formats.orbax import read_layout

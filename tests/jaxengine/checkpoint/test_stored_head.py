@@ -16,7 +16,7 @@ from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_hea
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_architecture, read_config_json
+from jaxengine.models.config.readers.hf import hf_architecture, read_config_json
 from jaxengine.models.params.source import WHOLE
 from jaxengine.models.registry import MODELS, build_model, read_hf
 from jaxengine.models.weights.load import load_params

@@ -16,8 +16,8 @@ from jaxengine.cluster.channel import ClusterError, Message, decode, encode
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.cluster.order_taker import OrderTaker
 from jaxengine.cluster.orders import OpenOrders
-from jaxengine.runner.process_weights import Spread
-from jaxengine.runner.weight_names import WeightUpdateError
+from jaxengine.runner.weights.process_weights import Spread
+from jaxengine.runner.weights.weight_names import WeightUpdateError
 
 SECONDS = 20
 

@@ -13,9 +13,9 @@ import pytest
 import jaxengine.api.llm
 from jaxengine.commands.chat import chat, local_pieces, speed
 from jaxengine.commands.cli import main
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 
 
 class FakeCore:

@@ -23,9 +23,9 @@ from jaxengine import __version__
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS, build_parser, main
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -24,7 +24,7 @@ from jaxengine.models.weights.formats.orbax import SCALES_FILE, load_checkpoint
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.models.weights.views.kv_scales import KVScales, KVShape, scales_for
-from jaxengine.runner.kv_scales import read_largest, stored_scales
+from jaxengine.runner.start.kv_scales import read_largest, stored_scales
 from jaxengine.sharding.layout import ONE_DEVICE
 from jaxengine.sharding.mesh import make_mesh
 from tests.fixtures import quantized_models

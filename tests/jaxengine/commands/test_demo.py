@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxengine.commands.demo import summary
-from jaxengine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxengine.requests.output.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 BEFORE = {
     "vllm:prefix_cache_hits": 0,

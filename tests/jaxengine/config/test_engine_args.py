@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from jaxengine.config.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
+from jaxengine.config.base.flexible_parser import FlexibleArgumentParser
 from jaxengine.config.engine_args import EngineArgs, engine_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.flexible_parser import FlexibleArgumentParser
+from jaxengine.config.execution.compilation_config import CompilationConfig, CompilationLevel, CompilationMode
 
 OPTIONS = {
     "max_model_len": "4k",

@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
-from jaxengine.config.kv_cache import kv_dtype
-from jaxengine.config.platforms import PLATFORMS
+from jaxengine.config.kv.kv_cache import kv_dtype
 from jaxengine.pallas_kernels.kv.pages import PER_TOKEN
 from jaxengine.pallas_kernels.registry import PLATFORMS as KERNELS
-from jaxengine.runner.memory import StageNeeds, plan_memory
+from jaxengine.runner.base.memory import StageNeeds, plan_memory
 from tests.models.tiny import TINY
 from tests.tables import each_row
 

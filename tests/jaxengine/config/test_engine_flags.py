@@ -11,7 +11,7 @@ from jaxengine.commands.cli import build_parser, main
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import looks_like_model, with_config_file
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 
 PARSER = build_parser()
 

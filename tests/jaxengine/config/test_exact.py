@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.exact import BLOCK_KEYS
-from jaxengine.config.platforms import PLATFORMS
+from jaxengine.config.features.exact import BLOCK_KEYS
 from jaxengine.models.config.pooler import Pooler
 from jaxengine.models.quantization.registry import rounded
 from jaxengine.pallas_kernels.tuning import XlaAttention

@@ -9,9 +9,9 @@ import shlex
 import pytest
 
 from jaxengine.commands.cli import build_parser
+from jaxengine.config.base.flexible_parser import GROUPS, FlexibleArgumentParser
 from jaxengine.config.engine_args import EngineArgs
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.flexible_parser import GROUPS, FlexibleArgumentParser
 from tests.jaxengine.config.test_engine_flags import parse
 from tests.tables import each_row
 

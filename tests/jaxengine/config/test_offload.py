@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.offload import KVTransferConfig
-from jaxengine.config.platforms import PLATFORMS
+from jaxengine.config.kv.offload import KVTransferConfig
 from jaxengine.models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row

@@ -9,7 +9,7 @@ import pytest
 
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.execution.profiler_config import ProfilerConfig
 from tests.tables import each_row
 
 

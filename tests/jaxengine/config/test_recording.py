@@ -8,9 +8,9 @@ import json
 import pytest
 
 from jaxengine import ConfigError
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.config.recording import replayed_options
+from jaxengine.config.execution.recording import replayed_options
 from jaxengine.models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row

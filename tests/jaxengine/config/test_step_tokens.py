@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.config.step_tokens import rank_tokens
+from jaxengine.config.execution.step_tokens import rank_tokens
 
 
 def test_a_rank_has_room_for_a_whole_prompt_where_none_is_divided():

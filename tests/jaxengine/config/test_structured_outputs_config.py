@@ -9,7 +9,7 @@ import pytest
 
 from jaxengine import SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
+from jaxengine.config.features.structured_outputs_config import StructuredOutputsConfig
 
 SCHEMA = {"type": "array", "items": {"properties": {"a": {"type": "integer"}}}}
 # vLLM's whole default, as a script may write it out.

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.config.user_code import UnknownCodeError, changed_code, code_digest
+from jaxengine.config.base.user_code import UnknownCodeError, changed_code, code_digest
 from jaxengine.models import registry as registry
-from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.base.norm import RMSNorm
 from tests.tables import each_row
 
 SOURCE = '''

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxengine.config.base.values import read_size
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
-from jaxengine.config.values import read_size
 from tests.tables import each_row
 
 

@@ -14,8 +14,8 @@ from jaxengine.config.command_line import flag_of, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import near_flag, with_config_file
 from jaxengine.config.vllm_options import ELSEWHERE, HARMLESS, NOT_BUILT
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.server.options import ServerConfig
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.options import ServerConfig
 from tests.tables import each_row
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

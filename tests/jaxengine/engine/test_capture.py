@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.cache import pool_spec
 from jaxengine.models.config.taps import all_taps, read_taps
 from jaxengine.models.forward_batch import ForwardBatch
@@ -22,8 +22,8 @@ from jaxengine.models.layers.taps import Taps
 from jaxengine.models.registry import read_folder
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
-from jaxengine.requests.outputs import CompletionOutput
-from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.requests.output.outputs import CompletionOutput
+from jaxengine.requests.params.sampling_params import RequestOutputKind
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.conftest import load_recorded

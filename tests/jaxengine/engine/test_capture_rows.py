@@ -14,8 +14,8 @@ from jaxengine.engine.extensions.capture import Capture
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
 from jaxengine.models.config.taps import Tap
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import CAPTURE, TokenParams
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import CAPTURE, TokenParams
 
 TAP = Tap("residual", 1)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.scheduler.request import NOT_FINITE
+from jaxengine.scheduler.base.request import NOT_FINITE
 
 
 def test_a_model_that_gives_nan_is_counted(tiny_options):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
+from jaxengine.config.features.speculation import DRAFT_MODEL, SpeculativeConfig
 from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.models.registry import read_hf
 from tests.fixtures.drawn_weights import checkpoint

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, RequestError
-from jaxengine.runner.weight_update import WeightUpdateError, read_weights
+from jaxengine.runner.weights.weight_update import WeightUpdateError, read_weights
 from tests.conftest import TINY_CHECKPOINT
 from tests.jaxengine.engine.test_speculation import force
 from tests.jaxengine.engine.test_weight_updates import NORM, PROMPTS, changed, greedy

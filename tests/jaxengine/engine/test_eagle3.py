@@ -17,14 +17,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.check.drafts import drafting, settled
-from jaxengine.check.programs import open_stages
+from jaxengine.check.model.drafts import drafting, settled
+from jaxengine.check.model.programs import open_stages
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.config.speculation import EAGLE3, check_head
-from jaxengine.models.config.eagle3 import Eagle3Config
+from jaxengine.config.features.speculation import EAGLE3, check_head
+from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.registry import read_hf
-from jaxengine.runner.weight_names import WeightUpdateError
+from jaxengine.runner.weights.weight_names import WeightUpdateError
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload

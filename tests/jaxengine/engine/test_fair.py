@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
-from jaxengine.requests.options import MAX_CLIENT_LENGTH
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.options import MAX_CLIENT_LENGTH
+from jaxengine.scheduler.base.errors import RequestError
 from tests.conftest import use_scheduler
 
 rng = np.random.default_rng(11)

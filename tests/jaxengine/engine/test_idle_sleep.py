@@ -11,8 +11,8 @@ import pytest
 from jaxengine import LLM, AsyncLLM, ConfigError
 from jaxengine.api.llm_engine import LLMEngine
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.runner import sleep
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.runner.weights import sleep
+from jaxengine.scheduler.base.errors import OverloadedError
 from tests.conftest import TINY_CHECKPOINT
 from tests.jaxengine.engine.test_weight_updates import PROMPTS, changed, greedy
 from tests.tables import each_row

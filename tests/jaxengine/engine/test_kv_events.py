@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.kv_events import KVEventsConfig, address_of_replica
+from jaxengine.config.kv.kv_events import KVEventsConfig, address_of_replica
 from jaxengine.engine.extensions import kv_events
 from tests.conftest import TINY_OPTIONS
 from tests.tables import each_row

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM
-from jaxengine.engine.extensions.page_stores import OffloadStats, PageStores, Tiers
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tiers.host import HostTier
 from tests.jaxengine.engine.kv_transfer_cases import DECODE, Producer, asking, connector, prefill
 from tests.jaxengine.engine.offload_cases import Poisoned, prompts_of

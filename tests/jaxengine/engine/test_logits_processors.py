@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, Column, ConfigError, LogitsProcessor, RequestError, SamplingParams
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.logits_processors import processors_digest, read_processors, source_file
-from jaxengine.config.platforms import PLATFORMS
+from jaxengine.config.features.logits_processors import processors_digest, read_processors, source_file
 from jaxengine.models.registry import read_folder
 
 TINY = Path(__file__).resolve().parents[2] / "fixtures" / "models" / "llama"

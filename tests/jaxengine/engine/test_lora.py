@@ -11,7 +11,7 @@ from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.fixtures.adapters import merged, write_adapter
 from tests.jaxengine.engine.lora_parallel import over_devices

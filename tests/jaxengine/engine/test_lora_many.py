@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxengine import LLM, LoRARequest, SamplingParams
-from jaxengine.models.layers.lora import product_forms
-from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
+from jaxengine.models.layers.base.lora import product_forms
+from jaxengine.scheduler.base.token_params import ADAPTER, FEW_ADAPTERS
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.adapters import merged, write_adapter
 from tests.jaxengine.engine.lora_parallel import over_devices

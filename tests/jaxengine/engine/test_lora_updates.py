@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxengine import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
-from jaxengine.requests.options import RequestOptions
-from jaxengine.runner.weight_update import WeightUpdateError
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.runner.weights.weight_update import WeightUpdateError
 from tests.conftest import TINY_CHECKPOINT
 from tests.fixtures.adapters import CONFIG, write_adapter
 from tests.jaxengine.engine.test_lora import LORA

@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from jaxengine import LLM, FlatLogprobs, RequestOutput, SamplingParams
-from jaxengine.requests.repetition import RepetitionDetectionParams
-from jaxengine.requests.repetition_detector import RepetitionDetector
-from jaxengine.requests.sampling_params import RequestOutputKind
-from jaxengine.scheduler.request import FinishReason
+from jaxengine.requests.output.repetition_detector import RepetitionDetector
+from jaxengine.requests.params.repetition import RepetitionDetectionParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.scheduler.base.request import FinishReason
 from tests.conftest import use_scheduler
 from tests.jaxengine.engine.test_logprobs import DRAFTS, ENGINES, prompts_of
 

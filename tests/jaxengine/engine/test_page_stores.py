@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.engine.extensions.page_stores import OffloadStats, PageStores, Tiers
+from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
 from jaxengine.tiers.host import HostTier
 
 

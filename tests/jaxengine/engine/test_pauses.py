@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxengine import AsyncLLM, RequestError
-from jaxengine.runner import sleep
+from jaxengine.runner.weights import sleep
 from tests.jaxengine.engine.test_weight_updates import NUM_TOKENS, PROMPTS, changed, greedy, tokens_of
 from tests.tables import each_row
 

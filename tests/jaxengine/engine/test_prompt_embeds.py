@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save
 
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 
 ROOT = Path(__file__).parents[3]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
-from jaxengine.media.samples import Sound
+from jaxengine.media.base.samples import Sound
 from tests.fixtures import sound_checkpoints as sounds
 from tests.fixtures.whisper_checkpoints import RATE, sound
 from tests.jaxengine.engine.test_sounds import OPTIONS

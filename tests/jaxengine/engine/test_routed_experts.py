@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.engine.extensions.build import _MAKERS
 from jaxengine.models.registry import read_folder
-from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.requests.params.sampling_params import RequestOutputKind
 from tests.conftest import TINY_OPTIONS, use_scheduler
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.jaxengine.rl.test_routing_replay import picked, transformers_experts

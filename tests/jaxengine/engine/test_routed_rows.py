@@ -12,8 +12,8 @@ from jaxengine.engine.extension import Loop
 from jaxengine.engine.extensions.routed_experts import RoutedExperts
 from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.output import EngineOutput
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import TokenParams
 
 PAGE = 2
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, RequestError, SamplingParams
-from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.requests.params.sampling_params import RequestOutputKind
 from tests.conftest import compiled_programs, use_scheduler
 from tests.jaxengine.engine.test_logprobs import ENGINES, prompts_of, rollout_params
 

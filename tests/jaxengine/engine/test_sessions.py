@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM
-from jaxengine.requests.options import RequestOptions
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import RequestError
 from tests.jaxengine.engine.offload_cases import params_of, prompts_of
 from tests.jaxengine.engine.test_offload import SMALL, plainly
 

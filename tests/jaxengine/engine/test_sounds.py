@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, RequestError, SamplingParams
-from jaxengine.media.samples import Sound
+from jaxengine.media.base.samples import Sound
 from jaxengine.requests.media.transcripts import Recording, Segment, cut_segments, prompt_of, token_times
 from jaxengine.scheduler.extensions.sounds import MAX_ALIGNED
 from tests.fixtures import whisper_checkpoints as whisper

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, RequestError, SamplingParams
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.config.speculation import SpeculativeConfig
+from jaxengine.config.features.speculation import SpeculativeConfig
 from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.engine.extensions.drafts import Drafts
 from jaxengine.grammars.grammar_worker import GrammarWorker, NextMask

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, ConfigError, SamplingParams
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.tables import each_row

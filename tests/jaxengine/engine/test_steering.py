@@ -13,8 +13,8 @@ from flax import nnx
 
 import jaxengine
 from jaxengine import LLM, ConfigError, ModelFileError, RequestError, SamplingParams, read_control_vector
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.registry import read_folder
 from jaxengine.models.unpaged import run_unpaged
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS

@@ -9,12 +9,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from benchmarks.engine.largest_request import BAD_WORDS, largest
+from benchmarks.pages.largest_request import BAD_WORDS, largest
 from jaxengine import SamplingParams
 from jaxengine.engine.token_bias import TokenBias
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.slots import STOP_COLUMNS, Slots
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import TokenParams
+from jaxengine.scheduler.batches.slots import STOP_COLUMNS, Slots
 
 VOCAB, WIDE_VOCAB = 128, 150_000
 LARGEST = largest(VOCAB)

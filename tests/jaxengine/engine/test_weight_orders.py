@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from jaxengine.engine.extensions import weight_orders
-from jaxengine.engine.extensions import weights as weights_module
-from jaxengine.engine.extensions.idle_sleep import IdleSleep
-from jaxengine.engine.extensions.weight_orders import MAX_READS, WeightOrders
-from jaxengine.engine.extensions.weights import Weights
-from jaxengine.runner import weight_update
-from jaxengine.runner.weight_update import WeightUpdateError
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.engine.extensions.weights import weight_orders
+from jaxengine.engine.extensions.weights import weights as weights_module
+from jaxengine.engine.extensions.weights.idle_sleep import IdleSleep
+from jaxengine.engine.extensions.weights.weight_orders import MAX_READS, WeightOrders
+from jaxengine.engine.extensions.weights.weights import Weights
+from jaxengine.runner.weights import weight_update
+from jaxengine.runner.weights.weight_update import WeightUpdateError
+from jaxengine.scheduler.base.errors import RequestError
 from tests.tables import each_row
 
 
 class Memory:
-    """Stands for jaxengine.runner.sleep: notes its calls, of which those in `failing` find no memory."""
+    """Stands for jaxengine.runner.weights.sleep: notes its calls, of which those in `failing` find no memory."""
 
     def __init__(self, *failing: str):
         self.calls, self.failing = list[str](), set(failing)

@@ -23,8 +23,8 @@ from jaxengine.models.build import Build
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.requests.outputs import WeightSpan
-from jaxengine.runner.weight_update import WeightUpdateError
+from jaxengine.requests.output.outputs import WeightSpan
+from jaxengine.runner.weights.weight_update import WeightUpdateError
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 from tests.conftest import use_scheduler
 
 WORDS = "[a-z]{3,6}( [a-z]{3,6}){0,3}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxengine.engine.extensions import structured as structured_module
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 
 NUM_TOKENS = 24
 PROMPT = "Once upon a time"

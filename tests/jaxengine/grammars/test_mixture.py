@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import RequestOutputKind
 from tests.test_no_recompile import random_params
 
 NUM_REQUESTS = 60

@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.engine.extensions import structured as structured_module
 from jaxengine.grammars.reasoning_watch import ReasoningWatch
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from tests.conftest import use_scheduler
 from tests.jaxengine.grammars.test_constraints import generate, nothing_is_left, tokens_of
 from tests.jaxengine.grammars.test_every_step import run

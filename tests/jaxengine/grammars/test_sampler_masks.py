@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.sampling import sampler
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.sampler import SamplerFlags

@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from tests.jaxengine.grammars.schemas import SCHEMAS
 
 SPACES = ({"disable_any_whitespace": True}, {"whitespace_pattern": "[ ]?"})

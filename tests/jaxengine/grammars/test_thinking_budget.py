@@ -7,8 +7,8 @@ import re
 import pytest
 
 from jaxengine.parsers.registry import REASONING_PARSERS
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 from tests.jaxengine.grammars.test_constraints import generate, nothing_is_left, tokens_of
 from tests.jaxengine.grammars.test_reasoning_first import same_in_any_company
 from tests.tables import each_row

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media.bounds import PixelBudget
-from jaxengine.media.images import read_image
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.decoding.bounds import PixelBudget
+from jaxengine.media.decoding.images import read_image
 
 OPTIONS = MediaOptions()
 # uint8 [6, 8, 3], no two pixels alike.

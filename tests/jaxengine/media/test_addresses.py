@@ -9,9 +9,9 @@ from contextvars import copy_context
 
 import pytest
 
-from jaxengine.media import addresses
-from jaxengine.media.addresses import is_public, look_up
-from jaxengine.media.errors import MediaError
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.fetching import addresses
+from jaxengine.media.fetching.addresses import is_public, look_up
 from jaxengine.turns import OWNER, FairThreads
 from tests.tables import each_row
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxengine.media.registry import PROCESSORS
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import CONFIG_FILE, read_config_json
+from jaxengine.models.config.readers.hf import CONFIG_FILE, read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf
 from jaxengine.tokens.tokenizer import Tokenizer

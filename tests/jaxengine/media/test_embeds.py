@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from jaxengine.config.multimodal import MediaOptions
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.errors import MediaError
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
-from jaxengine.media.errors import MediaError
 from jaxengine.media.parts import collect_media
 from jaxengine.requests.media.inputs import digest_of
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from tests.jaxengine.media.test_parts import Both
 from tests.tables import each_row
 

@@ -12,12 +12,12 @@ import threading
 
 import pytest
 
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.errors import ConfigError
-from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media import fetch as module
-from jaxengine.media.errors import MediaError
-from jaxengine.media.fetch import check_source, fetch
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.fetching import fetch as module
+from jaxengine.media.fetching.fetch import check_source, fetch
 from tests.jaxengine.media.pictures import PNG, data_url
 from tests.jaxengine.media.web_server import web_server
 from tests.tables import each_row

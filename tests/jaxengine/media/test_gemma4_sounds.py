@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from transformers import Gemma4AudioFeatureExtractor
 
+from jaxengine.media.base.samples import Sound
 from jaxengine.media.processors.usm_mel import UsmMel
 from jaxengine.media.registry import processor_for
-from jaxengine.media.samples import Sound
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures import sound_checkpoints as sounds
 

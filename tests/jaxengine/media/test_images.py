@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image, TiffImagePlugin
 
-from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media import bounds
-from jaxengine.media.bounds import PixelBudget, TimedFile
-from jaxengine.media.errors import MediaError
-from jaxengine.media.images import quiet_pillow, read_image
-from jaxengine.media.orientation import orientation_in
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.decoding import bounds
+from jaxengine.media.decoding.bounds import PixelBudget, TimedFile
+from jaxengine.media.decoding.images import quiet_pillow, read_image
+from jaxengine.media.decoding.orientation import orientation_in
 from tests.jaxengine.media.pictures import (
     OPTIONS,
     PICTURE,

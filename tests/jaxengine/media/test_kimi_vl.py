@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxengine.media.frames import Video
+from jaxengine.media.base.frames import Video
 from jaxengine.media.registry import processor_for
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_folder
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.picture_checkpoints import frames, picture, whole_checkpoint

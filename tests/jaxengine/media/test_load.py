@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxengine.config.multimodal import MediaOptions
+from jaxengine.config.inputs.multimodal import MediaOptions
 from jaxengine.media import load as module
 from jaxengine.media.load import MediaLoader
 from jaxengine.media.parts import MediaPart
-from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 from jaxengine.turns import OWNER
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url
 from tests.jaxengine.media.web_server import web_server

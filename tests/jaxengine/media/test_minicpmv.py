@@ -11,10 +11,10 @@ import pytest
 from jaxengine.media.processors.minicpmv import MiniCPMVProcessor
 from jaxengine.media.registry import processor_for
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_folder
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.picture_checkpoints import golden_path, picture, whole_checkpoint
 from tests.tables import each_row

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jaxengine.config.multimodal import MediaOptions
+from jaxengine.config.inputs.multimodal import MediaOptions
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.parts import PlacedPart, collect_media
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, data_url
 from tests.tables import each_row
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxengine.media.picture_end import picture_end, trimmed_url
+from jaxengine.media.fetching.picture_end import picture_end, trimmed_url
 
 JUNK = b"\xff\xd9IEND;\0" * 300
 PIXELS = np.random.default_rng(0).integers(0, 256, (23, 37, 3), np.uint8)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxengine.media.errors import MediaError
-from jaxengine.media.pil_images import convert_image_mode, encode_image_url, fetch_image
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.fetching.pil_images import convert_image_mode, encode_image_url, fetch_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
 

@@ -13,10 +13,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.registry import PROCESSORS, processor_for
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import MODELS, read_folder
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
 from tests.models.families.pictures import video

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy.signal import resample_poly
 
-from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media.bounds import SecondsBudget
-from jaxengine.media.errors import MediaError
-from jaxengine.media.resample import resampled, resampled_parts
-from jaxengine.media.sounds import read_sound as read_of_prompt
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.decoding.bounds import SecondsBudget
+from jaxengine.media.decoding.resample import resampled, resampled_parts
+from jaxengine.media.decoding.sounds import read_sound as read_of_prompt
 from tests.fixtures.whisper_checkpoints import sound
 
 OPTIONS = MediaOptions(max_audio_seconds=30)

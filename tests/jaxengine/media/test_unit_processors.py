@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxengine.media.frames import Video
+from jaxengine.media.base.frames import Video
 from jaxengine.media.processors.smolvlm import in_words
 from jaxengine.media.registry import PROCESSORS
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.unit_pictures import CASES, picture, write_files

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image, WebPImagePlugin
 
-from jaxengine.config.multimodal import MediaOptions
-from jaxengine.media.bounds import PixelBudget, TimedFile
-from jaxengine.media.errors import MediaError
-from jaxengine.media.frames import Video, sample_frames
-from jaxengine.media.videos import read_video
+from jaxengine.config.inputs.multimodal import MediaOptions
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.base.frames import Video, sample_frames
+from jaxengine.media.decoding.bounds import PixelBudget, TimedFile
+from jaxengine.media.decoding.videos import read_video
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, saved
 from tests.tables import each_row
 

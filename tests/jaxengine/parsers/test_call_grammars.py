@@ -12,10 +12,10 @@ import tokenizers
 
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.weights.gguf.file import GGUFFile
-from jaxengine.parsers.argument_forms import argument_forms
-from jaxengine.parsers.call_grammar import CallGrammar
-from jaxengine.parsers.events import message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
+from jaxengine.parsers.scan.call_grammar import CallGrammar
+from jaxengine.parsers.scan.events import message_of
+from jaxengine.parsers.tools.argument_forms import argument_forms
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row

@@ -9,9 +9,9 @@ import re
 
 import pytest
 
-from jaxengine.parsers.events import ParsedMessage, message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
-from jaxengine.parsers.tool_sections import KIMI_K2
+from jaxengine.parsers.scan.events import ParsedMessage, message_of
+from jaxengine.parsers.tools.sections import KIMI_K2
 from tests.jaxengine.parsers.bare_outputs import BARE_FORMATS
 from tests.jaxengine.parsers.outputs import FORMATS as WORDED
 from tests.jaxengine.parsers.outputs import FUNCTIONS, common

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.parsers.call_start import CallStarts
-from jaxengine.parsers.events import message_of
 from jaxengine.parsers.message import MessageParser
-from jaxengine.parsers.reasoning_think import ThinkFormat
+from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, by_template, reasoning_format, tool_format
+from jaxengine.parsers.scan.call_start import CallStarts
+from jaxengine.parsers.scan.events import message_of
 from jaxengine.requests.structured.params import StructuredOutputsParams
 from tests.tables import each_row
 

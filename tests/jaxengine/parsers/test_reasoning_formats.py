@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from jaxengine.parsers.events import ParsedMessage, message_of
 from jaxengine.parsers.message import MessageParser
-from jaxengine.parsers.reasoning_think import ThinkFormat
+from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxengine.parsers.scan.events import ParsedMessage, message_of
 from tests.jaxengine.parsers.outputs import FUNCTIONS
 from tests.jaxengine.parsers.reasoning_outputs import Thought, outputs, tools
 from tests.jaxengine.parsers.test_formats import FORMATS, cut

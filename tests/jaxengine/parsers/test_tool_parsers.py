@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxengine.parsers.events import ParsedMessage, message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
-from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
+from jaxengine.parsers.scan.events import ParsedMessage, message_of
+from jaxengine.parsers.tools.forced import NamedToolParser, RequiredToolParser
 from tests.tables import each_row
 
 # One alphabet per format: its markers and the characters that matter to it.

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from jaxengine.parsers.events import message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
+from jaxengine.parsers.scan.events import message_of
 from tests.tables import each_row
 
 OBJECT, INTEGER = {"type": "object", "properties": {"x": {"type": "integer"}}}, {"type": "integer"}

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from jaxengine.parsers.events import ParsedMessage, message_of
 from jaxengine.parsers.registry import TOOL_PARSERS
+from jaxengine.parsers.scan.events import ParsedMessage, message_of
 from tests.jaxengine.parsers.outputs import FORMATS, FUNCTIONS
 from tests.tables import each_row
 

@@ -21,9 +21,9 @@ import jax
 
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.lora import declared_pools
-from jaxengine.runner.devices import open_stages
 from jaxengine.runner.extensions.drafts.drafter import Drafter
-from jaxengine.runner.open import open_resolved
+from jaxengine.runner.start.devices import open_stages
+from jaxengine.runner.start.open import open_resolved
 
 DEVICES = 2
 

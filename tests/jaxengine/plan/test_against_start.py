@@ -10,7 +10,7 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.plan.chips import CHIPS, Chips
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import Split, plan_split, platform_for
-from jaxengine.runner.stage_arrays import StageArrays
+from jaxengine.runner.start.stage_arrays import StageArrays
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxengine.config.base.lengths import AUTO_LENGTH
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.lengths import AUTO_LENGTH
 from jaxengine.plan import fit
 from jaxengine.plan.chips import CHIPS
-from jaxengine.runner.open import open_resolved
+from jaxengine.runner.start.open import open_resolved
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from jaxengine.config.base.lengths import AUTO_LENGTH
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.lengths import AUTO_LENGTH
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.plan.chips import CHIPS, Chips
 from jaxengine.plan.compiled import OnCpu
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import Split, plan_split
-from jaxengine.runner.devices import plan_shapes
-from jaxengine.runner.memory import TooLong, longest_fit
-from jaxengine.runner.open import open_resolved
+from jaxengine.runner.base.memory import TooLong, longest_fit
+from jaxengine.runner.start.devices import plan_shapes
+from jaxengine.runner.start.open import open_resolved
 from jaxengine.scheduler.pages.groups import most_pages_of
 from tests.tables import each_row
 

@@ -13,11 +13,11 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxengine.check.compile import CompileRequest
-from jaxengine.check.roofline import step_work
+from jaxengine.check.model.roofline import step_work
 from jaxengine.check.targets import find_target
 from jaxengine.commands.cli import main
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.plan import compiled
@@ -25,8 +25,8 @@ from jaxengine.plan.chips import CHIPS, Chips, read_chips
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import LEFT, PARALLEL, Split, plan_split, platform_for
 from jaxengine.plan.splits import possible_splits
-from jaxengine.runner.memory import StageNeeds
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.runner.base.memory import StageNeeds
+from jaxengine.scheduler.batches.buckets import Bucket
 from tests.conftest import TINY_CHECKPOINT
 from tests.tables import each_row
 

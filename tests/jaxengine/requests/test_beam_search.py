@@ -7,8 +7,8 @@ import math
 import pytest
 
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchParams, candidates
-from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxengine.scheduler.base.errors import RequestError
 
 END = 9
 

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 
 
 def test_fields_can_be_set_and_are_normalised():

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.weights.gguf.file import GGUFFile
-from jaxengine.requests.detokenizer import IncrementalDetokenizer
-from jaxengine.requests.stop_strings import StopStrings
+from jaxengine.requests.output.detokenizer import IncrementalDetokenizer
+from jaxengine.requests.params.stop_strings import StopStrings
 from jaxengine.tokens.special_tokens import SpecialTokens
 from jaxengine.tokens.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxengine import FlatLogprobs
-from jaxengine.requests.outputs import CompletionOutput, Logprob
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob
 
 POSITIONS = [
     None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxengine.requests.found_rows import FoundRows
+from jaxengine.requests.output.found_rows import FoundRows
 
 PLAIN, NAMED = np.dtype((np.float32, (3,))), np.dtype([("a", np.float32, (2,)), ("b", np.int32)])
 # Of each step how many rows it brings, and how many are to be known after it; None: nothing is taken after it.

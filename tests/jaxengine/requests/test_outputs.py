@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, position_logprobs
+from jaxengine.requests.output.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    position_logprobs,
+)
 
 
 def piece(text: str, token_ids: list[int], *, index: int = 0, reason: str | None = None, **fields) -> RequestOutput:

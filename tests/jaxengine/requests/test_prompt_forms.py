@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 IDS = [5, 6, 7]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxengine import RequestError, SamplingParams
-from jaxengine.requests.repetition import RepetitionDetectionParams
-from jaxengine.requests.repetition_detector import RepetitionDetector
+from jaxengine.requests.output.repetition_detector import RepetitionDetector
+from jaxengine.requests.params.repetition import RepetitionDetectionParams
 
 
 def ends_in_a_pattern(token_ids: list[int], params: RepetitionDetectionParams) -> bool:

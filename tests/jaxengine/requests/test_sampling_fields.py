@@ -12,10 +12,10 @@ import pytest
 
 from jaxengine.checkpoint.model_source import GENERATION_FIELDS
 from jaxengine.commands.sampling_options import SAMPLING_OPTIONS
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.sampling.state import NEUTRAL, RowParams
-from jaxengine.scheduler.sampling_fields import ROWS
-from jaxengine.scheduler.token_params import COLUMNS, TokenParams, row_words
+from jaxengine.scheduler.base.sampling_fields import ROWS
+from jaxengine.scheduler.base.token_params import COLUMNS, TokenParams, row_words
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
@@ -23,7 +23,7 @@ from jaxengine.server.http.completions.protocol import CompletionRequest
 ROOT = Path(__file__).resolve().parents[3]
 # The row, its function, and the interface of gRPC with what is generated from it.
 NAMING = {
-    "scheduler/sampling_fields.py",
+    "scheduler/base/sampling_fields.py",
     "jaxengine/sampling/row_functions.py",
     "jaxengine/server/grpc/inference.proto",
     "jaxengine/server/grpc/inference_pb2.py",

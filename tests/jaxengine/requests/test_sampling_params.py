@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxengine.requests.bad_word_tokens import verify_bad_word_tokens
-from jaxengine.requests.param_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_TOKENS, MAX_N, MAX_STOP_STRINGS
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.sampling_fields import PENALTIES, TRUNCATION
-from jaxengine.scheduler.token_params import LOGPROBS
+from jaxengine.requests.params.bad_word_tokens import verify_bad_word_tokens
+from jaxengine.requests.params.param_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_TOKENS, MAX_N, MAX_STOP_STRINGS
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.sampling_fields import PENALTIES, TRUNCATION
+from jaxengine.scheduler.base.token_params import LOGPROBS
 from tests.tables import each_row
 
 INT64 = 2**63
@@ -382,6 +382,6 @@ def test_output_kinds_are_vllms():
 
 
 def test_importing_it_imports_no_jax():
-    code = "import sys, jaxengine.requests.sampling_params; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, jaxengine.requests.params.sampling_params; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     root = SamplingParams.__init__.__globals__["__file__"].rsplit("jaxengine", 1)[0]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

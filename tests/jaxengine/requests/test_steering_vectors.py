@@ -10,11 +10,11 @@ import pytest
 
 from jaxengine import RequestError, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.requests import steering_vectors
-from jaxengine.requests.activations import MAX_STEER
 from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.requests.params import steering_vectors
+from jaxengine.requests.params.activations import MAX_STEER
 from tests.conftest import TINY_CHECKPOINT
 from tests.models.weights.gguf.gguf_writer import gguf_bytes
 from tests.tables import each_row

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxengine.parsers.registry import REASONING_PARSERS
-from jaxengine.requests.stop_after import AnswerStops, StopAfter, stop_after
-from jaxengine.requests.stop_strings import StopStrings
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.stop_after import AnswerStops, StopAfter, stop_after
+from jaxengine.requests.params.stop_strings import StopStrings
+from jaxengine.scheduler.base.errors import RequestError
 from tests.tables import each_row
 
 MAY_THINK = {"reasoning_end": "</think>", "reasoning_begin": "<think>"}

@@ -6,8 +6,8 @@ import pytest
 
 from jaxengine import SamplingParams
 from jaxengine.bench.workloads import recorded
-from jaxengine.requests.sampling_params import RequestOutputKind
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.scheduler.base.errors import RequestError
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

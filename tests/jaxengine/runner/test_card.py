@@ -7,12 +7,12 @@ import os
 import pytest
 from jaxlib import xla_client
 
-from jaxengine.check.shapes import SHAPES
+from jaxengine.check.model.shapes import SHAPES
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.runner import card
-from jaxengine.runner.memory import budget_of
-from jaxengine.runner.open import open_resolved
+from jaxengine.runner.base import card
+from jaxengine.runner.base.memory import budget_of
+from jaxengine.runner.start.open import open_resolved
 from tests.conftest import TINY_CHECKPOINT
 
 CARD = 84_942_979_072  # bytes of an H100

@@ -10,16 +10,16 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxengine import LLM
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.rope import Rope
-from jaxengine.models.quantization.eight_bits import BLOCK, EightBits
-from jaxengine.models.quantization.rules import LINEAR, Quantization
-from jaxengine.models.quantization.stored import Activation
-from jaxengine.runner.devices import build_split, choose_devices, choose_stages
+from jaxengine.models.quantization.base.rules import LINEAR, Quantization
+from jaxengine.models.quantization.base.stored import Activation
+from jaxengine.models.quantization.schemes.eight_bits import BLOCK, EightBits
+from jaxengine.runner.start.devices import build_split, choose_devices, choose_stages
 from jaxengine.sharding.layout import MESH_AXES, RAGGED, MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage

@@ -15,14 +15,14 @@ import jax
 import pytest
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.kernel_proof import Verdict
-from jaxengine.runner import kernel_proof
-from jaxengine.runner.ends import ends_heard
 from jaxengine.runner.executables import verdicts
 from jaxengine.runner.executables.verdicts import Verdicts
-from jaxengine.runner.open import proven
+from jaxengine.runner.start import kernel_proof
+from jaxengine.runner.start.ends import ends_heard
+from jaxengine.runner.start.open import proven
 from tests.jaxengine.runner.planted_kernels import plant
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 9, 40)]
@@ -139,7 +139,7 @@ def test_a_process_at_work_is_not_one_that_was_cut_off(tmp_path, monkeypatch):
 
 def test_nothing_is_proven_without_kernels_or_when_off(make_llm, monkeypatch):
     runner = make_llm()._core.engine.runner
-    monkeypatch.setitem(sys.modules, "jaxengine.runner.kernel_proof", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "jaxengine.runner.start.kernel_proof", None)  # an import of it fails
     assert proven(runner.stages, runner.config, PLATFORMS["cpu"], False) == frozenset()
     plant(monkeypatch)
     off = dataclasses.replace(runner.config, kernel_proof="off")
@@ -199,7 +199,7 @@ def test_a_warning_is_written_before_the_verdict(monkeypatch, tmp_path):
 
 ENDS = """
 import ctypes, os, signal, sys, threading, time
-from jaxengine.runner.ends import ends_heard
+from jaxengine.runner.start.ends import ends_heard
 try:
     with ends_heard(lambda: print("heard", flush=True)):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()

@@ -15,14 +15,14 @@ import tokenizers
 from jaxengine import LLM, ConfigError, ModelFileError, SamplingParams
 from jaxengine.commands.calibrate import calibrate
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.kv_cache import kv_dtype
-from jaxengine.models.layers import attention
+from jaxengine.config.kv.kv_cache import kv_dtype
+from jaxengine.models.layers.attention import attention
 from jaxengine.models.weights.views.kv_scales import KVScales, KVShape, scales_for
 from jaxengine.pallas_kernels.kv.pages import export_pages, largest, pages_of
-from jaxengine.runner import kv_scales
-from jaxengine.runner.kv_scales import read_largest, write_largest
-from jaxengine.runner.open import open_resolved
 from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.start import kv_scales
+from jaxengine.runner.start.kv_scales import read_largest, write_largest
+from jaxengine.runner.start.open import open_resolved
 from tests.conftest import TINY_CHECKPOINT, use_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)

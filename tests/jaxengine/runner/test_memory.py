@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxengine import LLM
-from jaxengine.runner.memory import memory_in_use, return_free_memory
+from jaxengine.runner.base.memory import memory_in_use, return_free_memory
 
 
 def test_every_loaded_program_counts(make_llm):

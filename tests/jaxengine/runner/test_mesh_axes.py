@@ -10,7 +10,7 @@ import pytest
 
 from jaxengine import LLM
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.runner.mesh_axes import devices_by_axes
+from jaxengine.runner.start.mesh_axes import devices_by_axes
 from tests.tables import each_row
 
 

@@ -17,7 +17,7 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.load import load_params
-from jaxengine.runner.weight_update import WeightUpdateError, read_weights
+from jaxengine.runner.weights.weight_update import WeightUpdateError, read_weights
 from tests.fixtures.token_models import make_token_model
 from tests.tables import each_row
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxengine.runner import sleep
-from jaxengine.runner.sleep import Absent
+from jaxengine.runner.weights import sleep
+from jaxengine.runner.weights.sleep import Absent
 
 
 def test_equal_parts_are_kept_once():

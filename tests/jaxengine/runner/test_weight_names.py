@@ -13,7 +13,7 @@ import pytest
 
 from jaxengine import ScannedLayers
 from jaxengine.models.weights.formats.arrays import as_array, fault_of
-from jaxengine.runner.weight_names import WeightUpdateError, renamed, unwrapped
+from jaxengine.runner.weights.weight_names import WeightUpdateError, renamed, unwrapped
 from tests.tables import each_row
 
 STACK = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)

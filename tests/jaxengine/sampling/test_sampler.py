@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.sampling import sampler
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.sampler import SampleOutput, SamplerFlags
 from jaxengine.sampling.state import SamplingState
-from jaxengine.scheduler.token_params import row_words
+from jaxengine.scheduler.base.token_params import row_words
 from tests.jaxengine.sampling.draw_oracle import gumbel
 
 NUM_SLOTS = 40

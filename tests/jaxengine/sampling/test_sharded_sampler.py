@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.sampling import sampler
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS, TokenLogprobs, prompt_logprobs
@@ -27,7 +27,7 @@ from jaxengine.sampling.sampler import SamplerFlags
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import NUM_CANDIDATES
 from jaxengine.sampling.top_tokens import best_token, take_tokens, top_tokens, top_values
-from jaxengine.scheduler.token_params import row_words
+from jaxengine.scheduler.base.token_params import row_words
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.rules import logical_to_spec

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions
 
 
 def http_client(app: Any, key: str | None = None) -> httpx.AsyncClient:

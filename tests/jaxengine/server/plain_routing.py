@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from jaxengine.server.routing import Replicas
+from jaxengine.server.base.routing import Replicas
 
 _SESSION = 2.0
 _BITS = (1 << 64) - 1

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from tests.jaxengine.server.asgi_client import Recorder
 
 

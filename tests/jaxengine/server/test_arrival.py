@@ -9,11 +9,11 @@ import time
 import grpc.aio
 import pytest
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Recorder, http_client
 from tests.jaxengine.server.grpc.grpc_rig import request, serving
 from tests.jaxengine.server.scripted_engine import ScriptedEngine

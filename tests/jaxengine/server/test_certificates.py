@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.command import check_certificates
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.grpc.grpc_rig import certificates
 
 

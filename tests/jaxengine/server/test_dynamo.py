@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from tests.jaxengine.server import dynamo_base
 
 PROMPT = list(range(5, 25))

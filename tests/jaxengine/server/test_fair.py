@@ -8,12 +8,12 @@ import logging
 import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
-from jaxengine.requests.options import RequestOptions
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.base.keys import Keys, digest_of
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.keys import Keys, digest_of
 from jaxengine.server.link import messages, submit_messages
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Recorder, http_client, idle
 from tests.jaxengine.server.grpc.grpc_rig import connected, request
 from tests.jaxengine.server.processes.test_processes import LONG, collect

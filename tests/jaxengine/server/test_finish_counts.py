@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from jaxengine import SamplingParams
-from jaxengine.requests.sampling_params import RequestOutputKind
-from jaxengine.scheduler.request import FinishReason
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.scheduler.base.request import FinishReason
 
 LENGTHS = range(1, 13)
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.requests.options import RequestOptions
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import FinishReason
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc.inference_pb2 import GenerateRequest
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.messages import Load
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.link.send_queue import SendQueue
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.scheduler.loop import Loop, check_output, make
 from tests.tables import each_row

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 
 PAIRS = (
     ("The capital of France is", " Paris, which lies on the river Seine."),

@@ -10,16 +10,16 @@ import grpc
 import pytest
 
 from jaxengine import AsyncLLM, LoRARequest
-from jaxengine.config.errors import ConfigError
-from jaxengine.scheduler.errors import RequestError, UnknownAdapterError
-from jaxengine.server import adapter_sources
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.scheduler.base.errors import RequestError, UnknownAdapterError
+from jaxengine.server.adapters import adapter_sources
+from jaxengine.server.adapters.lora import read_modules, refuse_models_name, unload
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import admin_pb2
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.messages import error_of
-from jaxengine.server.lora import read_modules, refuse_models_name, unload
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import _failure
 from tests.fixtures.adapters import write_adapter
 from tests.jaxengine.server.asgi_client import http_client
@@ -194,7 +194,7 @@ async def test_an_adapter_unloaded_while_its_request_is_read_is_no_such_model(en
     async def loaded_before(engine):
         return [{"name": "gone", "path": "/gone", "number": 1, "rank": 8}]
 
-    monkeypatch.setattr("jaxengine.server.lora.loaded_adapters", loaded_before)
+    monkeypatch.setattr("jaxengine.server.adapters.lora.loaded_adapters", loaded_before)
     for body in (BODY, BODY | {"stream": True}):
         async with http_client(create_app(engine, ServerConfig(**admin))) as client:
             answer = await client.post("/v1/completions", json=body | {"model": "gone"})

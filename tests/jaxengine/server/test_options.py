@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.processes.sockets import listen, reserve_port
 from tests.tables import each_row
 

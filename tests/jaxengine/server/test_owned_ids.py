@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.adapters.owned_ids import OwnedEngine, Viewer, owned
+from jaxengine.server.base.keys import bearer_key
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.keys import bearer_key
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.owned_ids import OwnedEngine, Viewer, owned
 from tests.jaxengine.server.asgi_client import http_client
 from tests.tables import each_row
 

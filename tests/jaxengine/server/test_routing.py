@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.engine.prefixes import known_prefixes
-from jaxengine.server.lora_routes import LoraRoutes, route_key
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.routing import Replicas, prompt_digests
+from jaxengine.server.adapters.lora_routes import LoraRoutes, route_key
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.routing import Replicas, prompt_digests
 from tests.jaxengine.server.plain_routing import ReplicaState, choose, index_of, plain_choice
 from tests.tables import each_row
 

@@ -7,8 +7,8 @@ import copy
 
 import pytest
 
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
 from tests.jaxengine.server.processes.test_processes import collect, connected, everything, idle
 
 CONSTRAINED = SamplingParams(max_tokens=40, seed=3, structured_outputs={"regex": "[a-z]{3,6}( [a-z]{3,6}){0,3}"})

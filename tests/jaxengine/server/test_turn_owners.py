@@ -7,9 +7,9 @@ import asyncio
 import grpc.aio
 import pytest
 
+from jaxengine.server.base.keys import Keys
 from jaxengine.server.grpc.auth import KeyInterceptor
-from jaxengine.server.http.auth import AuthMiddleware
-from jaxengine.server.keys import Keys
+from jaxengine.server.http.request.auth import AuthMiddleware
 from jaxengine.turns import OWNER
 
 # Keys of clients and operators, key shown, owner.

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import save, save_file
 
 from jaxengine import AsyncLLM, RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import admin_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.weight_upload import MAX_HEADER_BYTES, uploaded
+from jaxengine.server.weights.weight_upload import MAX_HEADER_BYTES, uploaded
 from tests.conftest import TINY_CHECKPOINT
 from tests.jaxengine.engine.test_weight_updates import changed
 from tests.jaxengine.server.asgi_client import http_client

@@ -12,7 +12,7 @@ import pytest
 
 from jaxengine.commands.cli import main
 from jaxengine.plan.speed import speed_of
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.simulate.buckets import best_grids, choose
 from jaxengine.simulate.calibrate import MeasuredStep, _errors, _fit, _host
 from jaxengine.simulate.costs import HostCosts, MeasuredCosts, Tiles

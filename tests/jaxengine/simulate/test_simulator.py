@@ -9,9 +9,9 @@ import stat
 import numpy as np
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.request import Request
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.simulate.calibrate import costs_of, simulated
 from jaxengine.simulate.costs import read_costs
 from jaxengine.simulate.trace import read_trace, trace_of

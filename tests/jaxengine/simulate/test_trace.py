@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
 from jaxengine.simulate.synthetic import synthetic
 from jaxengine.simulate.trace import read_trace, trace_of, write_trace
 from tests.tables import each_row

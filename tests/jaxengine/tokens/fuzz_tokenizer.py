@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.models.damage import damaged_bytes, damaged_value
 

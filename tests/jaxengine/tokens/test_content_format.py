@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.content_format import takes_parts
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.jaxengine.tokens.test_tokenizer_chat import CHATML, TEMPLATES, tokenizer_with

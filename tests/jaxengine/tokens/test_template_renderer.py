@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.tokens import template_renderer
 from jaxengine.tokens.template_renderer import BadTemplate, ConversationRefused, TemplateFailure, TemplateRenderer
 

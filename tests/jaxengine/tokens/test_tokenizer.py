@@ -12,7 +12,7 @@ import pytest
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.gguf.file import GGUFFile
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.tables import each_row
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxengine
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import MAX_DEPTH
 from jaxengine.tokens.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.build import Build
 from jaxengine.models.config.compressed import BlockIndex, CompressedKeys
 from jaxengine.models.config.fields import ModelConfigError

@@ -7,8 +7,8 @@ import pytest
 
 from jaxengine.models.config.attention import LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.gguf import RopeFactors
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.gguf import RopeFactors
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.registry import read_gguf
 from tests.models.tiny import windows_of

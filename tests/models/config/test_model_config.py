@@ -9,8 +9,8 @@ import pytest
 
 from jaxengine.models.config.attention import Latent, LayerAttention
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.config.rope import Rope, RopeScaling
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf

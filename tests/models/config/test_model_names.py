@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.hf import hf_architecture
+from jaxengine.models.config.readers.hf import hf_architecture
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import model_for_hf, read_hf
 from scripts.model_names import read_names

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jaxengine.models.config.name_patterns import Effort, NamePattern, PatternError
+from jaxengine.models.config.readers.name_patterns import Effort, NamePattern, PatternError
 from tests.tables import each_row
 
 ATOMS = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.overrides import UnreadError, check_read, overridden, overridden_metadata
+from jaxengine.models.config.readers.overrides import UnreadError, check_read, overridden, overridden_metadata
 from jaxengine.models.registry import read_gguf, read_hf
 from tests.fixtures.drawn_weights import checkpoint
 from tests.models.config.test_gguf import metadata

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.config.state import GatedDelta, SelectiveScan, StateSpace
 from jaxengine.models.registry import read_hf
 from tests.models.conftest import CHECKPOINTS

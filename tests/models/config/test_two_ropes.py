@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import with_one_rope
+from jaxengine.models.config.readers.hf import with_one_rope
 from jaxengine.models.registry import read_eagle3, read_folder, read_hf
 from tests.tables import each_row
 

@@ -13,11 +13,11 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.checkpoint.stored_head import with_stored_head
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.registry import processor_for
 from jaxengine.models.build import Build
 from jaxengine.models.cache import Cache, StateRows, pool_spec, state_rows
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.forward_batch import ForwardBatch
 from jaxengine.models.layers.pictures import Pictures
 from jaxengine.models.registry import build_model, read_folder
@@ -50,7 +50,7 @@ def load(name: str, folder: Path) -> SimpleNamespace:
 
 
 def video(seed: int, count: int, height: int, width: int, fps: float | None = FPS) -> SimpleNamespace:
-    """What jaxengine.media.videos.Video has: all frames of a source."""
+    """What jaxengine.media.decoding.videos.Video has: all frames of a source."""
     shown = None if fps is None else np.arange(count) / fps
     held = frames(seed, count, height, width)
     return SimpleNamespace(

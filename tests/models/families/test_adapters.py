@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
-from jaxengine.models.layers.lora import write_slot
+from jaxengine.models.layers.base.lora import write_slot
 from jaxengine.models.lora import declared_pools
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.adapters.folder import read_adapter

@@ -15,8 +15,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
-from jaxengine.models.quantization.plain import PlainWeight
-from jaxengine.models.quantization.quantized import QuantizedWeight
+from jaxengine.models.quantization.base.plain import PlainWeight
+from jaxengine.models.quantization.base.quantized import QuantizedWeight
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.declared_hub import HUB_ROWS

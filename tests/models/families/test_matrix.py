@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.registry import read_folder
-from jaxengine.runner.devices import build_split, choose_devices
+from jaxengine.runner.start.devices import build_split, choose_devices
 from jaxengine.sharding.layout import MeshLayout
 from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import FOLDER

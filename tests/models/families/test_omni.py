@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxengine.media.frames import Video
+from jaxengine.media.base.frames import Video
+from jaxengine.media.base.processor import Processed
+from jaxengine.media.base.samples import Sound
 from jaxengine.media.open import open_processor
-from jaxengine.media.processor import Processed
-from jaxengine.media.samples import Sound
 from jaxengine.models.build import Build
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint

@@ -14,16 +14,16 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.build import Build
-from jaxengine.models.quantization.plain import PlainWeight
-from jaxengine.models.quantization.quantized import QuantizedWeight
+from jaxengine.models.quantization.base.plain import PlainWeight
+from jaxengine.models.quantization.base.quantized import QuantizedWeight
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.unpaged import check_unpaged
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
-from jaxengine.runner.devices import build_split, choose_stages
+from jaxengine.runner.start.devices import build_split, choose_stages
 from jaxengine.sharding.stages import Stage
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.media.registry import PROCESSORS
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.layers.pictures import IN_PREFIX, Pictures
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.drawn_weights import checkpoint

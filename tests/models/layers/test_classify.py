@@ -11,8 +11,8 @@ import pytest
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.pooler import LAST, Classifier, Pooler
+from jaxengine.models.layers.base.embedding import Embedding
 from jaxengine.models.layers.classify import LabelScores
-from jaxengine.models.layers.embedding import Embedding
 from tests.models.tiny import TINY
 
 RANDOM = np.random.default_rng(0)

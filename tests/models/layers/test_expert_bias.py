@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.models.layers import moe
+from jaxengine.models.layers.experts import moe
 from tests.models.layers.test_moe import CONFIG, EXPERTS, make_layer, tokens
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
-from jaxengine.models.layers.expert_counts import _operands, expert_rows, routed
-from jaxengine.models.layers.moe import MixtureOfExperts
-from jaxengine.models.quantization.eight_bits import BLOCK, EightBits
-from jaxengine.models.quantization.online import Rounded
-from jaxengine.models.quantization.quantized import Quantized
-from jaxengine.models.quantization.stored import Activation
+from jaxengine.models.layers.experts.expert_counts import _operands, expert_rows, routed
+from jaxengine.models.layers.experts.moe import MixtureOfExperts
+from jaxengine.models.quantization.base.online import Rounded
+from jaxengine.models.quantization.base.quantized import Quantized
+from jaxengine.models.quantization.base.stored import Activation
+from jaxengine.models.quantization.schemes.eight_bits import BLOCK, EightBits
 from jaxengine.sharding.layout import ONE_DEVICE, RAGGED, MeshLayout
 from tests.models.tiny import TINY
 

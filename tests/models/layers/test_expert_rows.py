@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.models.layers import expert_rows
-from jaxengine.models.layers.expert_rows import add_rows, by_expert, in_blocks, mix, rows_of_block
+from jaxengine.models.layers.experts import expert_rows
+from jaxengine.models.layers.experts.expert_rows import add_rows, by_expert, in_blocks, mix, rows_of_block
 
 TOKENS, WIDTH = 9, 5
 SIZES = ([0, 7, 0, 1, 5], [0, 0, 0, 0, 0], [9, 9, 2, 9, 9], [0, 0, 0, 0, 1])

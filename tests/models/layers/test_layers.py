@@ -9,11 +9,11 @@ import pytest
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import TemperatureTuning
 from jaxengine.models.config.rope import Rope, RopeScaling, rope_frequencies
-from jaxengine.models.layers.attention import query_temperature
-from jaxengine.models.layers.embedding import Embedding
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.mlp import MLP, GatedMLP, _rounded, relu_squared
-from jaxengine.models.layers.norm import (
+from jaxengine.models.layers.attention.attention import query_temperature
+from jaxengine.models.layers.base.embedding import Embedding
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import MLP, GatedMLP, _rounded, relu_squared
+from jaxengine.models.layers.base.norm import (
     HeadsRMSNorm,
     LayerNorm,
     OffsetLayerNorm,
@@ -21,8 +21,8 @@ from jaxengine.models.layers.norm import (
     RMSNorm,
     UnbiasedLayerNorm,
 )
-from jaxengine.models.layers.rope import apply_rope, rope_table
-from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.base.rope import apply_rope, rope_table
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.params.declare import ParamDecl, Source, declare, declared_params
 
 FLOAT32 = Build("float32")

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
-from jaxengine.models.layers.linear import Linear
-from jaxengine.models.layers.lora import FLAT, GROUPED, groups_on, with_visits
-from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.lora import FLAT, GROUPED, groups_on, with_visits
+from jaxengine.models.layers.base.rows import Rows
 from jaxengine.models.lora import PoolArray
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.pallas_kernels.matmul.dense import matmul

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
-from jaxengine.models.layers.moe import ExpertLoad, MixtureOfExperts
-from jaxengine.models.layers.rows import Rows
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.experts.moe import ExpertLoad, MixtureOfExperts
 from jaxengine.models.lora import PoolArray
 from tests.models.layers.test_moe import ALL, CONFIG, tokens
 

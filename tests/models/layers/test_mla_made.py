@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxengine.check.programs import open_stages
-from jaxengine.check.shapes import model_config
+from jaxengine.check.model.programs import open_stages
+from jaxengine.check.model.shapes import model_config
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import Latent, LayerAttention
-from jaxengine.models.layers import mla, mla_made
-from jaxengine.models.layers.attention import StepInputs, attention_spec
-from jaxengine.models.layers.mla import LatentAttention
-from jaxengine.models.layers.rows import Rows
-from jaxengine.models.quantization.plain import PlainWeight
+from jaxengine.models.layers.attention import mla, mla_made
+from jaxengine.models.layers.attention.attention import StepInputs, attention_spec
+from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.quantization.base.plain import PlainWeight
 from jaxengine.pallas_kernels.attention.op import RaggedBatch, attention_schedule
 from jaxengine.pallas_kernels.kv.pages import KVSpec, alloc, import_pages
 

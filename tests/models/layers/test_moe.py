@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.layers import expert_rows, moe
-from jaxengine.models.layers.mlp import GatedMLP
-from jaxengine.models.layers.moe import ExpertLoad, MixtureOfExperts
-from jaxengine.models.layers.rows import Rows
+from jaxengine.models.config.readers.hf import read_config_json
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.experts import expert_rows, moe
+from jaxengine.models.layers.experts.moe import ExpertLoad, MixtureOfExperts
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.pallas_kernels import registry

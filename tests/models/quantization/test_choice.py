@@ -11,9 +11,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
-from jaxengine.models.quantization.quantized import Quantized
-from jaxengine.models.quantization.rules import Quantization
-from jaxengine.models.quantization.stored import Activation
+from jaxengine.models.quantization.base.quantized import Quantized
+from jaxengine.models.quantization.base.rules import Quantization
+from jaxengine.models.quantization.base.stored import Activation
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params

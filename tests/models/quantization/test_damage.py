@@ -11,9 +11,9 @@ import pytest
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.name_patterns import Effort
+from jaxengine.models.config.readers.name_patterns import Effort
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.quantization import rules
+from jaxengine.models.quantization.base import rules
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights import load
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint

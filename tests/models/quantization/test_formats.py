@@ -13,10 +13,10 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.params.declare import declared_params
-from jaxengine.models.quantization.plain import PlainWeight
-from jaxengine.models.quantization.quantized import QuantizedWeight
+from jaxengine.models.quantization.base.plain import PlainWeight
+from jaxengine.models.quantization.base.quantized import QuantizedWeight
+from jaxengine.models.quantization.base.table import weight_rows, weight_table
 from jaxengine.models.quantization.registry import read_quantization, rounded
-from jaxengine.models.quantization.table import weight_rows, weight_table
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params

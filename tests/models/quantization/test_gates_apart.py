@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.lora import LoraSpec
-from jaxengine.models.layers.delta_net import GatedDeltaNet
-from jaxengine.models.quantization.plain import PlainWeight
-from jaxengine.models.quantization.table import weight_rows
+from jaxengine.models.layers.states.delta_net import GatedDeltaNet
+from jaxengine.models.quantization.base.plain import PlainWeight
+from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.adapters.folder import read_adapter
 from jaxengine.models.weights.adapters.pools import targets_of

@@ -14,13 +14,13 @@ from flax import nnx
 
 from jaxengine.checkpoint.gguf_weights import is_gguf, open_gguf_weights
 from jaxengine.checkpoint.model_source import ModelSource, open_model
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.build import Build
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
-from jaxengine.models.quantization.table import weight_rows
+from jaxengine.models.quantization.base.table import weight_rows
 from jaxengine.models.registry import build_model
 from jaxengine.models.weights.gguf.dequant import FORMATS
 from jaxengine.models.weights.load import load_params

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.quantization.base.stored import StoredModule
 from jaxengine.models.quantization.registry import ROUNDED
-from jaxengine.models.quantization.stored import StoredModule
 from tests.models.weights.test_load import ArraySource
 
 # Relative errors that normally distributed weights must have (root of the mean square): a step of 1 / 127 of the

@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 from jaxengine.models.params.declare import Source
-from jaxengine.models.quantization.eight_bits import CHANNEL, EightBits
-from jaxengine.models.quantization.quantized import Quantized
-from jaxengine.models.quantization.stored import Activation
+from jaxengine.models.quantization.base.quantized import Quantized
+from jaxengine.models.quantization.base.stored import Activation
+from jaxengine.models.quantization.schemes.eight_bits import CHANNEL, EightBits
 
 
 @pytest.mark.parametrize("num_experts", [None, 2])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.models.vision.attention import UNIT, segment_attention, window_attention, window_block
-from jaxengine.models.vision.vit import attend_units
+from jaxengine.models.vision.base.attention import UNIT, segment_attention, window_attention, window_block
+from jaxengine.models.vision.base.vit import attend_units
 
 HEADS, HEAD_DIM = 2, 8
 LONGEST = 16

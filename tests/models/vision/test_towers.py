@@ -15,11 +15,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.lora import LoraSpec
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.quantization.plain import PlainWeight
+from jaxengine.models.quantization.base.plain import PlainWeight
 from jaxengine.models.quantization.registry import read_quantization, rounded
 from jaxengine.models.registry import build_model, read_folder, read_hf
 from jaxengine.models.weights.compress import compress

@@ -64,7 +64,7 @@ def check_moves(mesh: jax.sharding.Mesh) -> None:
 def check_wholes(mesh: jax.sharding.Mesh) -> None:
     """A weight that is looked at leaves no copy in host memory, nor do its parts."""
     from jaxengine.models.weights.moved import is_finite
-    from jaxengine.runner.process_weights import bytes_of_part, whole
+    from jaxengine.runner.weights.process_weights import bytes_of_part, whole
 
     numbers = np.arange(48, dtype=np.float32).reshape(8, 6)
     array = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec("a", "b")))

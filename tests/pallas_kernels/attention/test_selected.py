@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.check.hlo import parse
+from jaxengine.check.compiled.hlo import parse
 from jaxengine.pallas_kernels import reference
 from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch
 from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention, selection_schedule

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.request import Adapter, FinishReason, Request, RequestStatus
+from jaxengine.scheduler.base.request import Adapter, FinishReason, Request, RequestStatus
+from jaxengine.scheduler.base.token_params import ADAPTER, TokenParams
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.scheduler.token_params import ADAPTER, TokenParams
 from tests.scheduler.loop import scheduler_config
 
 CONFIG = scheduler_config(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxengine.scheduler.base.request import FinishReason, RequestStatus
+from jaxengine.scheduler.base.token_params import MASK, Grammar, TokenParams
 from jaxengine.scheduler.extensions.draft_width import MOST_RETRY_STEPS, RETRY_STEPS, TRIALS, DraftWidth
 from jaxengine.scheduler.extensions.drafts import DraftSection
-from jaxengine.scheduler.request import FinishReason, RequestStatus
-from jaxengine.scheduler.token_params import MASK, Grammar, TokenParams
 from tests.scheduler.fake_device import VOCAB_SIZE, expected_output, guess, next_token
 from tests.scheduler.loop import Loop, check_output, make, random_request
 

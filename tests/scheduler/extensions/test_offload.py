@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.request import Request, Wait
+from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.scheduler.extensions.offload import OffloadOptions
-from jaxengine.scheduler.request import Request, Wait
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.scheduler.token_params import TokenParams
 
 PROMPTS = [np.arange(first, first + 17, dtype=np.int32) for first in (0, 20, 40)]
 

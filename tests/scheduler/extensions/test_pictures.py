@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxengine.scheduler.base.media import Media, MediaItem
+from jaxengine.scheduler.base.request import FinishReason
 from jaxengine.scheduler.extensions.pictures import IN_PREFIX, EncoderRows, PictureOptions
-from jaxengine.scheduler.media import Media, MediaItem
-from jaxengine.scheduler.request import FinishReason
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make
 

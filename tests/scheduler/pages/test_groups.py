@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.base.config import SchedulerConfig
 from jaxengine.scheduler.pages.groups import PageTables, most_pages, most_pages_of, page_key
 from tests.scheduler.loop import Loop, check_output, make, random_request
 from tests.tables import each_row

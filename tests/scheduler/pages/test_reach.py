@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxengine.scheduler.config import SchedulerConfig
+from jaxengine.scheduler.base.config import SchedulerConfig
 from jaxengine.scheduler.pages.groups import PageTables, page_key
 from jaxengine.scheduler.pages.page_pool import PagePool
 from jaxengine.scheduler.pages.reach import reach, state_key

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxengine.scheduler.base.request import FinishReason
 from jaxengine.scheduler.pages.snapshots import Hits, Snapshots
-from jaxengine.scheduler.request import FinishReason
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make, random_request
 

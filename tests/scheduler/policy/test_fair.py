@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason, RequestStatus, Wait
 from jaxengine.scheduler.policy.fair import INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
-from jaxengine.scheduler.request import FinishReason, RequestStatus, Wait
 from tests.scheduler.loop import Loop, check_output, make, random_request
 
 NUM_SLOTS = 4

@@ -13,15 +13,22 @@ import numpy as np
 
 from jaxengine.models.adapters import Adapters
 from jaxengine.models.cache import platform_of
-from jaxengine.models.layers.lora import FLAT, GROUPED, product_forms, write_slot
+from jaxengine.models.layers.base.lora import FLAT, GROUPED, product_forms, write_slot
 from jaxengine.models.lora import DeclaredPool, declared_pools
 from jaxengine.models.weights.adapters.pools import AdapterTargets, Matrices, slot_shape, slot_values, targets_of
-from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
-from jaxengine.runner.program import Program, abstract_params, program_on
-from jaxengine.runner.programs.device_state import write_section
-from jaxengine.runner.programs.forward_pass import ForwardPass
+from jaxengine.runner.base.device_state import write_section
+from jaxengine.runner.base.extension import (
+    DeviceExtension,
+    HostExtension,
+    Kept,
+    StageExtension,
+    StageShape,
+    StateChange,
+)
+from jaxengine.runner.base.forward_pass import ForwardPass
+from jaxengine.runner.base.program import Program, abstract_params, program_on
 from jaxengine.runner.programs.state_changes import column_shapes
-from jaxengine.scheduler.token_params import ADAPTER, FEW_ADAPTERS
+from jaxengine.scheduler.base.token_params import ADAPTER, FEW_ADAPTERS
 
 NAME, CHANGE = "adapters", "adapters"
 

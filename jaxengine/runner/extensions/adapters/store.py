@@ -20,11 +20,11 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.weights.adapters.config import AdapterConfig
 from jaxengine.models.weights.adapters.folder import AdapterWeights, adapter_of, read_adapter
-from jaxengine.scheduler.adapter_names import alike, seen_as
-from jaxengine.scheduler.batch import ScheduledStep
-from jaxengine.scheduler.errors import RequestError, UnknownAdapterError, show_value
+from jaxengine.scheduler.base.adapter_names import alike, seen_as
+from jaxengine.scheduler.base.errors import RequestError, UnknownAdapterError, show_value
+from jaxengine.scheduler.base.request import Adapter, Request
+from jaxengine.scheduler.batches.batch import ScheduledStep
 from jaxengine.scheduler.extensions.adapters import AdapterSlots
-from jaxengine.scheduler.request import Adapter, Request
 
 MAX_ADAPTERS, MAX_NAME = 65536, 256  # loaded adapters, and characters of a name
 _MAX_LOADS = 64  # adapters that are being read

@@ -8,17 +8,17 @@ from typing import Any
 import jax
 
 from jaxengine.drafts.proposer import Drafts
+from jaxengine.runner.base.device_state import DeviceState
+from jaxengine.runner.base.extension import StageExtension
+from jaxengine.runner.base.memory import workspace_bytes
+from jaxengine.runner.base.program import Program
 from jaxengine.runner.executables.cache import ExecutableCache, Place
 from jaxengine.runner.executables.layer_chain import Executable
-from jaxengine.runner.extension import StageExtension
 from jaxengine.runner.extensions.drafts.programs import DraftPrograms
 from jaxengine.runner.extensions.drafts.section import NAME
-from jaxengine.runner.memory import workspace_bytes
-from jaxengine.runner.program import Program
-from jaxengine.runner.programs.device_state import DeviceState
 from jaxengine.runner.programs.program_needs import foresee, held_by
 from jaxengine.runner.programs.step import Forwarded
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 
 
 class Drafter(StageExtension):

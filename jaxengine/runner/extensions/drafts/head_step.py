@@ -23,10 +23,10 @@ from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
 from jaxengine.models.cache import KVPages
+from jaxengine.runner.base.device_state import DeviceState
+from jaxengine.runner.base.forward_pass import SampledRows
 from jaxengine.runner.extensions.drafts.section import NAME
 from jaxengine.runner.extensions.drafts.step import DraftSpec, draw_drafts, one_token_each, unpack_drafting
-from jaxengine.runner.programs.device_state import DeviceState
-from jaxengine.runner.programs.forward_pass import SampledRows
 from jaxengine.sampling.state import write_slots
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxengine.checkpoint.model_source import ModelSource, find_model, open_model, open_weights
+from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
-from jaxengine.config.lengths import given_length
-from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, check_draft_model, check_head
+from jaxengine.config.features.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, check_draft_model, check_head
 from jaxengine.models.build import Build
-from jaxengine.models.config.eagle3 import Eagle3Config
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.readers.eagle3 import Eagle3Config
 from jaxengine.models.layers.decoder import Decoder
 from jaxengine.models.layers.eagle3 import Eagle3Source
 from jaxengine.models.layers.next_token import NextTokenSource

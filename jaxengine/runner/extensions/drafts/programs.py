@@ -18,6 +18,7 @@ from flax import nnx
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
 from jaxengine.models.forward_batch import StepLayout
+from jaxengine.runner.base.program import Program, abstract_params, program_on
 from jaxengine.runner.extensions.drafts.head_step import (
     DraftHeadSpec,
     HeadState,
@@ -27,9 +28,8 @@ from jaxengine.runner.extensions.drafts.head_step import (
 )
 from jaxengine.runner.extensions.drafts.section import NAME, drafts_of
 from jaxengine.runner.extensions.drafts.step import DraftSpec, make_draft, make_extend
-from jaxengine.runner.program import Program, abstract_params, program_on
 from jaxengine.runner.programs.step_programs import StepPrograms
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.sharding.rules import part_bytes, part_shape
 
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from jaxengine.drafts.proposer import Drafts, Proposer
 from jaxengine.drafts.registry import proposer_of
-from jaxengine.models.layers.section import Capture
-from jaxengine.runner.extension import (
+from jaxengine.models.layers.base.section import Capture
+from jaxengine.runner.base.device_state import DeviceState, SlotState, TokenState
+from jaxengine.runner.base.extension import (
     EVERYWHERE,
     DeviceExtension,
     Epilogue,
@@ -27,15 +28,14 @@ from jaxengine.runner.extension import (
     StageShape,
     StateChange,
 )
-from jaxengine.runner.programs.device_state import DeviceState, SlotState, TokenState
+from jaxengine.runner.base.forward_pass import ForwardPass, SampledRows
 from jaxengine.runner.programs.epilogues import choose, remember, stack_results
-from jaxengine.runner.programs.forward_pass import ForwardPass, SampledRows
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.runner.programs.state_changes import long_rows, own_slot
 from jaxengine.sampling.sampler import flags_of
 from jaxengine.sampling.state import SamplingState, set_rows, write_slots, write_tokens
 from jaxengine.sampling.verification import assumed_tokens, only_tokens, verify
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.extensions.drafts import FORCED, GUIDED
 
 NAME, HISTORY_ROWS = "drafts", "history rows"

@@ -23,12 +23,12 @@ from jax import lax
 from jaxengine.drafts.proposer import Drafts
 from jaxengine.models.cache import KVPages
 from jaxengine.models.forward_batch import HEADER, ForwardBatch, StepLayout
-from jaxengine.models.layers.attention import RaggedBatch
-from jaxengine.runner.programs.device_state import DeviceState, SlotState
-from jaxengine.runner.programs.forward_pass import ForwardPass, StepSpec
+from jaxengine.models.layers.attention.attention import RaggedBatch
+from jaxengine.runner.base.device_state import DeviceState, SlotState
+from jaxengine.runner.base.forward_pass import ForwardPass, StepSpec
 from jaxengine.runner.programs.step import unpack, unpack_rows, with_last_tokens
 from jaxengine.sampling.sampler import SamplerFlags, flags_of, sample
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxengine.config.speculation import EAGLE3
+from jaxengine.config.features.speculation import EAGLE3
 from jaxengine.models.layers.eagle3 import EMBEDDING, Eagle3Source
 from jaxengine.models.layers.next_token import NextTokenSource
 from jaxengine.models.params.declare import declared_params

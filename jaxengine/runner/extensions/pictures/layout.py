@@ -18,8 +18,8 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.models.config.tower import TOWER, TowerConfig
+from jaxengine.scheduler.base.media import AUDIO, EMBEDS, MediaItem
 from jaxengine.scheduler.extensions.pictures import Encode
-from jaxengine.scheduler.media import AUDIO, EMBEDS, MediaItem
 from jaxengine.sharding.collectives import gather_parts
 
 # The column that says whose a patch is (jaxengine.models.config.tower): numbered within an item, and then within a

@@ -7,9 +7,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxengine.runner.base.program import shape_on
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
-from jaxengine.runner.program import shape_on
 from jaxengine.sharding.rules import logical_to_spec
 
 

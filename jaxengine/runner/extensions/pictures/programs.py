@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.tower import TOWER
+from jaxengine.runner.base.program import Program, abstract_params, program_on, shape_on
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderLayout, make_encode, place
-from jaxengine.runner.program import Program, abstract_params, program_on, shape_on
 from jaxengine.sharding.rules import logical_to_spec
 
 _RANKS, _PICTURES = logical_to_spec(("batch",)), logical_to_spec(("pictures",))

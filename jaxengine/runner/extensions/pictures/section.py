@@ -10,17 +10,24 @@ import numpy as np
 
 from jaxengine.models.config.tower import TOWER, TOWERS
 from jaxengine.models.layers.pictures import Pictures
-from jaxengine.runner.extension import DeviceExtension, HostExtension, Kept, StageExtension, StageShape, StateChange
+from jaxengine.runner.base.device_state import write_section
+from jaxengine.runner.base.extension import (
+    DeviceExtension,
+    HostExtension,
+    Kept,
+    StageExtension,
+    StageShape,
+    StateChange,
+)
+from jaxengine.runner.base.forward_pass import ForwardPass
+from jaxengine.runner.base.program import Program
 from jaxengine.runner.extensions.pictures.layout import PLACE, EncoderInput, EncoderLayout, PlaceInput
 from jaxengine.runner.extensions.pictures.placed import PlacePrograms, placed_layout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
-from jaxengine.runner.program import Program
-from jaxengine.runner.programs.device_state import write_section
-from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.state_changes import column_shapes
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.base.media import EMBEDS
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.extensions.pictures import Encode
-from jaxengine.scheduler.media import EMBEDS
 
 NAME, DELTAS = "pictures", "rope deltas"
 _MAX_PLACED = 512  # most embeddings of requests that one call writes
@@ -158,7 +165,7 @@ class PictureEncoder(HostExtension):
         forward pass that needs them. Only for a model with towers, or whose requests may have embeddings.
         """
         pool = self.runner.stages[0].extensions[NAME]
-        # Engines of several processes have no images (jaxengine.config.encoder).
+        # Engines of several processes have no images (jaxengine.config.inputs.encoder).
         for encoder in self.encoders:
             taken = [[each for each in own if encoder.layout.encodes(each.item)] for own in encodes]
             if any(taken):

@@ -13,12 +13,12 @@ from flax import nnx
 
 from jaxengine.models.cache import abstract_kv, device_kv
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.alignment import NotedSounds, Span
-from jaxengine.models.layers.attention import RaggedBatch
-from jaxengine.models.layers.cross_attention import StepSounds
-from jaxengine.runner.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.models.layers.attention.alignment import NotedSounds, Span
+from jaxengine.models.layers.attention.attention import RaggedBatch
+from jaxengine.models.layers.attention.cross_attention import StepSounds
+from jaxengine.runner.base.extension import DeviceExtension, HostExtension, StageShape
+from jaxengine.runner.base.program import Program, abstract_params, program_on
 from jaxengine.runner.extensions.sounds.section import NAME as SOUNDS
-from jaxengine.runner.program import Program, abstract_params, program_on
 from jaxengine.runner.programs.pending_step import PendingStep
 from jaxengine.scheduler.extensions.sounds import MAX_ALIGNED
 from jaxengine.sharding.rules import part_bytes

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.sampling.top_tokens import VOCAB, first_id, row_extreme
-from jaxengine.scheduler.media import MAX_BEGIN
+from jaxengine.scheduler.base.media import MAX_BEGIN
 from jaxengine.sharding.collectives import gather_parts
 
 _NONE = -1

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxengine.models.causal_lm import CausalLM
-from jaxengine.models.layers.cross_attention import Sounds, StepSounds
-from jaxengine.runner.extension import (
+from jaxengine.models.layers.attention.cross_attention import Sounds, StepSounds
+from jaxengine.runner.base.device_state import DeviceState, TokenState, write_section
+from jaxengine.runner.base.extension import (
     EVERYWHERE,
     DeviceExtension,
     HostExtension,
@@ -21,15 +22,14 @@ from jaxengine.runner.extension import (
     StageShape,
     StateChange,
 )
+from jaxengine.runner.base.forward_pass import ForwardPass
+from jaxengine.runner.base.program import Program, shape_on
 from jaxengine.runner.extensions.pictures.layout import EncoderLayout
 from jaxengine.runner.extensions.pictures.programs import EncoderPrograms
 from jaxengine.runner.extensions.pictures.section import EncoderPool
 from jaxengine.runner.extensions.sounds.rules import WIDTH, after_tokens, ruled
-from jaxengine.runner.program import Program, shape_on
-from jaxengine.runner.programs.device_state import DeviceState, TokenState, write_section
-from jaxengine.runner.programs.forward_pass import ForwardPass
 from jaxengine.runner.programs.state_changes import column_shapes, own_slot
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.extensions.pictures import Encode
 from jaxengine.sharding.rules import logical_to_spec
 

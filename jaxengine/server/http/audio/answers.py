@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answers import Answer
+from jaxengine.server.http.answer.answers import Answer
 
 
 class DurationUsage(Answer):

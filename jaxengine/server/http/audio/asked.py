@@ -12,11 +12,11 @@ from fastapi import Response
 
 from jaxengine.requests.media.inputs import DATA
 from jaxengine.requests.media.transcripts import read_whole, transcriber
-from jaxengine.requests.sampling_params import RequestOutputKind
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.scheduler.media import AUDIO
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.media import AUDIO
 from jaxengine.server.http.audio.transcript import Transcript
-from jaxengine.server.http.form import FILE
+from jaxengine.server.http.request.form import FILE
 
 
 class AskedTranscript(Transcript):

@@ -15,7 +15,6 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.extra_args import ALIGNMENT
 from jaxengine.requests.media.transcripts import (
     Segment,
     cut_segments,
@@ -26,22 +25,23 @@ from jaxengine.requests.media.transcripts import (
     transcriber,
 )
 from jaxengine.requests.media.words import Word, find_words
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.answers import Error, answers
+from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.params.extra_args import ALIGNMENT
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import Error, answers
+from jaxengine.server.http.answer.sse import answer, json_response, stream_events
 from jaxengine.server.http.audio import formats
 from jaxengine.server.http.audio.answers import TranscriptDelta, TranscriptDone, Transcription, VerboseTranscription
 from jaxengine.server.http.audio.asked import AskedTranscript
 from jaxengine.server.http.audio.formats import Said
 from jaxengine.server.http.audio.protocol import GRANULARITIES, SEGMENT, WORD, TranscriptionRequest, read_request
 from jaxengine.server.http.audio.transcript import Transcript, usage_of
-from jaxengine.server.http.form import FILE, read_form
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.sse import answer, json_response, stream_events
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.form import FILE, read_form
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 # Windows at most, as a multiple of those that cover the sound: a strange sound could otherwise move on by 0.02 seconds.

@@ -7,10 +7,10 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
 from starlette.requests import Request
 
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.server.http.form import FILE, Form
-from jaxengine.server.http.protocol import HINTS, NUMBERS, NamedRequest
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.http.request.form import FILE, Form
+from jaxengine.server.http.request.protocol import HINTS, NUMBERS, NamedRequest
 
 SEGMENT, WORD, GRANULARITIES = "segment", "word", "timestamp_granularities"
 _Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)

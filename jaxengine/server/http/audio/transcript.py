@@ -11,12 +11,12 @@ from typing import Any
 from fastapi import Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.audio.protocol import TranscriptionRequest
-from jaxengine.server.http.sse import event, json_response
 
 
 class Transcript:

@@ -10,15 +10,15 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field, model_validator
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.lines import URLS
 from jaxengine.server.batch.store import BatchStore, Record, check_lifetime
-from jaxengine.server.http.answers import ABSENT, Answer, answers
+from jaxengine.server.http.answer.answers import ABSENT, Answer, answers
 from jaxengine.server.http.batches.lists import Listed, page, there
-from jaxengine.server.http.fields import TextsByName, at_most
-from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.protocol import ClosedModel, RequestModel
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.fields import TextsByName, at_most
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import ClosedModel, RequestModel
 
 # OpenAI's one value, and its seconds.
 WINDOW, WINDOW_SECONDS = "24h", 86400

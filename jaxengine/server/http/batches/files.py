@@ -9,14 +9,14 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.store import BatchStore, Record, TooLargeError, Upload, check_lifetime
-from jaxengine.server.http.answers import Answer, answers
-from jaxengine.server.http.arrival import Uploads
+from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.batches.lists import Listed, page, there
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.http.form import FILE, Form, read_form
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.arrival import Uploads
+from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.request.form import FILE, Form, read_form
 
 BATCH = "batch"
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.server.http.answers import Answer
-from jaxengine.server.http.errors import ApiError
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.http.answer.answers import Answer
+from jaxengine.server.http.request.errors import ApiError
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxengine.parsers.registry import AUTO, REASONING_PARSERS, TOOL_PARSERS, by_template
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,21 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.options import RequestOptions
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.captured import check_captured
-from jaxengine.server.http.answers import NULL_BODY, answers
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.captured import check_captured
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import NULL_BODY, answers
+from jaxengine.server.http.answer.interleave import interleave
+from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.chat.answers import ChatCompletion
 from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.protocol import ChatRequest, Messages
 from jaxengine.server.http.chat.run import ChatServer
-from jaxengine.server.http.fields import at_most
-from jaxengine.server.http.interleave import interleave
-from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.sse import answer, json_response
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.fields import at_most
+from jaxengine.server.http.request.limits import JsonRoute
 
 _MAX_CONVERSATIONS = 1 << 20
 

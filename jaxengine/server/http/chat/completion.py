@@ -9,15 +9,15 @@ from typing import Any
 
 from fastapi import Response
 
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.server.http.answers import NULL_BODY
+from jaxengine.requests.output.outputs import RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.http.answer.answers import NULL_BODY
+from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.protocol import usage
-from jaxengine.server.http.sse import event, json_response
+from jaxengine.server.http.request.protocol import usage
 
 
 class ChatAnswer:

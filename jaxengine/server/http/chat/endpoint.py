@@ -5,16 +5,16 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http.answers import Error, answers
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import Error, answers
+from jaxengine.server.http.answer.sse import answer, stream_events
 from jaxengine.server.http.chat.answers import ChatCompletion, ChatCompletionChunk
 from jaxengine.server.http.chat.completion import ChatAnswer
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.chat.run import ChatServer
-from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.sse import answer, stream_events
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.limits import JsonRoute
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:

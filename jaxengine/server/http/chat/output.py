@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
-from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
-from jaxengine.server.captured import captured_fields
-from jaxengine.server.http.protocol import NULL_CHOICE, json_logprob, json_position
-from jaxengine.server.http.routed_experts import encoded_experts
-from jaxengine.server.http.sampling_mass import sampling_fields
-from jaxengine.server.http.weight_spans import SpanWriter
+from jaxengine.parsers.scan.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
+from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput, Logprob, PositionLogprobs
+from jaxengine.server.base.captured import captured_fields
+from jaxengine.server.http.answer.routed_experts import encoded_experts
+from jaxengine.server.http.answer.sampling_mass import sampling_fields
+from jaxengine.server.http.answer.weight_spans import SpanWriter
+from jaxengine.server.http.request.protocol import NULL_CHOICE, json_logprob, json_position
 from jaxengine.tokens.tokenizer import Tokenizer
 
 _NULL_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"))

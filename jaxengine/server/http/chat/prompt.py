@@ -13,10 +13,10 @@ from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.run_in_thread import with_media
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.http.chat.protocol import ChatRequest
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import PromptEncoder
 
 _NUM_THREADS = 4
 _THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")

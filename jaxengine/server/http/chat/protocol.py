@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
-from jaxengine.server.http.protocol import TEXT_REFUSED, ConversationRequest, RequestModel, TextRequest
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, at_most
+from jaxengine.server.http.request.protocol import TEXT_REFUSED, ConversationRequest, RequestModel, TextRequest
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128

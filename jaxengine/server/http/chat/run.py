@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.parsers.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from jaxengine.parsers.scan.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
 from jaxengine.requests.media.inputs import READY
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import CompletionOutput, RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.output.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import StructuredOutputsParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.beam_search import beam_search
-from jaxengine.server.captured import check_captured
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.beam_search import beam_search
+from jaxengine.server.base.captured import check_captured
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
-from jaxengine.server.options import ServerConfig
 
 # Counts an output that a parser of tool calls has read to its end: called with vLLM's mode and outcome.
 COUNT_PARSED: ContextVar[Callable[[str, str], None] | None] = ContextVar("COUNT_PARSED", default=None)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxengine.parsers.call_grammar import CallGrammar, Schema, call_schema, text_calls
-from jaxengine.parsers.call_start import CallStarts
-from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
-from jaxengine.parsers.tool_forced import NamedTextParser, NamedToolParser, RequiredTextParser, RequiredToolParser
+from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema, call_schema, text_calls
+from jaxengine.parsers.scan.call_start import CallStarts
+from jaxengine.parsers.scan.events import OutputParser
+from jaxengine.parsers.tools.forced import NamedTextParser, NamedToolParser, RequiredTextParser, RequiredToolParser
 from jaxengine.requests.structured.closed_objects import lists_all
 from jaxengine.requests.structured.params import StructuredOutputsParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.schema_references import Place, SchemaDocument, UnresolvedError, moved, with_definitions
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
 from jaxengine.tokens.tokenizer import Tokenizer

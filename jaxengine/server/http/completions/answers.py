@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxengine.server.http.answers import ABSENT, Answer, NullBody, PromptLogprobs, Usage
-from jaxengine.server.http.weight_spans import WeightVersions
+from jaxengine.server.http.answer.answers import ABSENT, Answer, NullBody, PromptLogprobs, Usage
+from jaxengine.server.http.answer.weight_spans import WeightVersions
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 

@@ -14,26 +14,26 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput, WeightSpan
+from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput, RequestOutput, WeightSpan
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.run_in_thread import make_ready
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.beam_search import beam_search
-from jaxengine.server.captured import check_captured
-from jaxengine.server.http.answers import NULL_BODY, Error, answers
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.beam_search import beam_search
+from jaxengine.server.base.captured import check_captured
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import PromptEncoder, read_prompts
+from jaxengine.server.http.answer.answers import NULL_BODY, Error, answers
+from jaxengine.server.http.answer.interleave import interleave
+from jaxengine.server.http.answer.routed_experts import encoded_experts
+from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.completions.answers import Completion, CompletionChunk
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
-from jaxengine.server.http.interleave import interleave
-from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.protocol import NULL_CHOICE, usage
-from jaxengine.server.http.routed_experts import encoded_experts
-from jaxengine.server.http.sse import answer, event, json_response, stream_events
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import PromptEncoder, read_prompts
+from jaxengine.server.http.request.limits import JsonRoute
+from jaxengine.server.http.request.protocol import NULL_CHOICE, usage
 
 
 class _Completion:

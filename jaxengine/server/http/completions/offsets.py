@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxengine.requests.detokenizer import IncrementalDetokenizer
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.output.detokenizer import IncrementalDetokenizer
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.tokens.tokenizer import Tokenizer
 
 

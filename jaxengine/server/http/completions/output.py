@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.server.captured import captured_fields
+from jaxengine.requests.output.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.captured import captured_fields
+from jaxengine.server.http.answer.sampling_mass import sampling_fields
+from jaxengine.server.http.answer.weight_spans import SpanWriter
 from jaxengine.server.http.completions.offsets import OutputOffsets, prompt_offsets
-from jaxengine.server.http.protocol import json_logprob, json_position
-from jaxengine.server.http.sampling_mass import sampling_fields
-from jaxengine.server.http.weight_spans import SpanWriter
+from jaxengine.server.http.request.protocol import json_logprob, json_position
 from jaxengine.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

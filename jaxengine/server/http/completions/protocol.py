@@ -6,8 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, SkipValidation, model_validator
 
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.server.http.protocol import TEXT_REFUSED, TextRequest
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.http.request.protocol import TEXT_REFUSED, TextRequest
 
 
 class CompletionRequest(TextRequest):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from jaxengine.server.http.answers import Answer, MessagesError
+from jaxengine.server.http.answer.answers import Answer, MessagesError
 
 
 class MessagesUsage(Answer):

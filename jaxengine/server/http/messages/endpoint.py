@@ -12,20 +12,20 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.outputs import CompletionOutput
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.answers import answers
+from jaxengine.requests.output.outputs import CompletionOutput
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import answers
+from jaxengine.server.http.answer.sse import answer, json_response, stream_events
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.errors import ApiError, messages_error_body
-from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.messages.answers import Message, MessageEvent, MessageTokens
 from jaxengine.server.http.messages.output import MessageWriter, Said, sse
 from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest, as_messages_error
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.sse import answer, json_response, stream_events
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.errors import ApiError, messages_error_body
+from jaxengine.server.http.request.limits import JsonRoute
 
 
 class _Message:

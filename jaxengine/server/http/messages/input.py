@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxengine.media.parts import PlacedPart
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, show_value
 
 ROLES = ("user", "assistant", "system")
 # Allowed blocks by role.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart
-from jaxengine.server.http.sse import event
+from jaxengine.parsers.scan.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart
+from jaxengine.server.http.answer.sse import event
 from jaxengine.tokens.cut_json import read_cut_json
 
 Said = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, Literal, TypeVar
 
-from jaxengine.server.http.answers import ABSENT, Answer, Usage
+from jaxengine.server.http.answer.answers import ABSENT, Answer, Usage
 
 Entry = TypeVar("Entry")
 

@@ -11,15 +11,15 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http.answers import answers
-from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import answers
+from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Classified, Embedding, Listed, Pooled
 from jaxengine.server.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, InputBody, PoolingRequest
 from jaxengine.server.http.pooling.run import PooledAnswer, PoolingServer, counts
-from jaxengine.server.http.sse import answer, json_response
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.limits import JsonRoute
 
 _MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SkipValidation, model_validator
 
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.fields import Texts
-from jaxengine.server.http.protocol import HINTS, NamedRequest
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.http.request.fields import Texts
+from jaxengine.server.http.request.protocol import HINTS, NamedRequest
 
 # A list of texts, or of objects with a text, as Jina's and Cohere's clients send them.
 Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]

@@ -11,16 +11,16 @@ from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import pair_prompt
-from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import STOP, PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.http.interleave import interleave
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import PromptEncoder, read_prompts
+from jaxengine.server.http.answer.interleave import interleave
 from jaxengine.server.http.pooling.protocol import InputBody, PoolingBody
-from jaxengine.server.http.protocol import usage
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import PromptEncoder, read_prompts
+from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.request.protocol import usage
 
 PooledAnswer = PoolingRequestOutput[PoolingOutput]
 

@@ -10,18 +10,18 @@ from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import by_role, pairs_of, reads_apart, role_params
-from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.pooling.outputs import ScoringRequestOutput
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.server.http.answers import answers
-from jaxengine.server.http.limits import JsonRoute
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import answers
+from jaxengine.server.http.answer.sse import answer, json_response
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
 from jaxengine.server.http.pooling.protocol import PoolingBody, RerankRequest, ScoreRequest
 from jaxengine.server.http.pooling.run import PoolingServer, counts
-from jaxengine.server.http.sse import answer, json_response
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.limits import JsonRoute
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from jaxengine.server.http.answers import ABSENT, Answer, Error, TokenLogprob
+from jaxengine.server.http.answer.answers import ABSENT, Answer, Error, TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

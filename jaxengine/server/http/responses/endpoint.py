@@ -17,16 +17,19 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Query, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.parsers.events import message_of
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError, show_value
-from jaxengine.server.http.answers import answers
+from jaxengine.parsers.scan.events import message_of
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.server.base.names import served_names
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import answers
+from jaxengine.server.http.answer.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.errors import as_api_error, error_body
-from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import choose_model
+from jaxengine.server.http.request.errors import as_api_error, error_body
+from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.responses.answers import (
     DeletedResponse,
     InputItems,
@@ -46,9 +49,6 @@ from jaxengine.server.http.responses.keeping import (
 )
 from jaxengine.server.http.responses.output import ResponseWriter, Said, called
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
-from jaxengine.server.http.sse import answer, encode_json, event, json_response, stream_events
-from jaxengine.server.names import served_names
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.stored.records import Part, Responses
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxengine.media.parts import PlacedPart
-from jaxengine.parsers.tool_forced import text_arguments
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.parsers.tools.forced import text_arguments
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.responses.tools import ADDITIONAL_TOOLS, flat_name
 
 ROLES = ("user", "assistant", "system", "developer")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.media.picture_end import trimmed_url
-from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
-from jaxengine.server.http.errors import ApiError
+from jaxengine.media.fetching.picture_end import trimmed_url
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
+from jaxengine.server.http.request.errors import ApiError
 from jaxengine.server.stored.documents import Document, Joiner, split
 from jaxengine.server.stored.records import Found, Part, Reading, Responses, StoredResponse, Worker
 

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ParsedCall, ReasoningDelta, ToolCallStart
-from jaxengine.parsers.tool_forced import text_arguments
+from jaxengine.parsers.scan.events import ArgumentsDelta, ContentDelta, Event, ParsedCall, ReasoningDelta, ToolCallStart
+from jaxengine.parsers.tools.forced import text_arguments
 from jaxengine.server.http.responses.text_input import TextInput
 from jaxengine.server.http.responses.tools import Origin
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 
-from jaxengine.parsers.tool_forced import TEXT
+from jaxengine.parsers.tools.forced import TEXT
 from jaxengine.tokens.cut_json import read_cut_json
 
 _HEAD = re.compile(rf'\s*\{{\s*"{TEXT}"\s*:\s*"')

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
-from jaxengine.parsers.tool_forced import TEXT
-from jaxengine.scheduler.errors import RequestError, show_value
+from jaxengine.parsers.tools.forced import TEXT
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS
-from jaxengine.server.http.fields import JsonObject, at_most
-from jaxengine.server.http.protocol import RequestModel
+from jaxengine.server.http.request.fields import JsonObject, at_most
+from jaxengine.server.http.request.protocol import RequestModel
 
 # Tools of OpenAI that this server cannot run, without the date of a version.
 _OPENAI_TOOLS = (

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.structured.params import (
     MAX_CHOICES,
     MAX_NESTING,
@@ -15,7 +15,7 @@ from jaxengine.requests.structured.params import (
     MAX_SCHEMA_BYTES,
     StructuredOutputsParams,
 )
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 from tests.tables import each_row
 
 

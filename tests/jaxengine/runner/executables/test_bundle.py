@@ -19,10 +19,10 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.plan.build import build
 from jaxengine.plan.chips import read_chips
-from jaxengine.runner import bundles
 from jaxengine.runner.executables.bundle import AMONG, AT_LEAST, MANIFEST, Bundle, NewBundle, write_manifest
 from jaxengine.runner.executables.cache import ExecutableCache
-from jaxengine.runner.open import open_resolved
+from jaxengine.runner.start import bundles
+from jaxengine.runner.start.open import open_resolved
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -11,11 +11,11 @@ from jax.experimental import io_callback
 from jaxengine import LLM, SamplingParams
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
-from jaxengine.models.layers.norm import RMSNorm
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.runner.base.program import Program
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.executables import cache
 from jaxengine.runner.executables.cache import ExecutableCache
-from jaxengine.runner.program import Program
 from jaxengine.runner.programs.program_needs import foresee
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 

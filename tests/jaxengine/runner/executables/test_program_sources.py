@@ -51,8 +51,8 @@ def test_a_change_of_what_is_traced_changes_the_digest(tree, before):
     """One file after the other."""
     digests = [before]
     for path in (
-        "jaxengine/models/layers/norm.py",
-        "jaxengine/models/layers/mlp.py",
+        "jaxengine/models/layers/base/norm.py",
+        "jaxengine/models/layers/base/mlp.py",
         "jaxengine/models/families/llama.py",  # what the family is built on
         "jaxengine/pallas_kernels/attention/xla/attend.py",
         "jaxengine/pallas_kernels/attention/xla/schedule.py",
@@ -126,7 +126,7 @@ def test_every_platform_has_its_own_kernels():
 
 def test_an_import_in_a_function_counts(tree, before):
     (tree / "jaxengine/models/layers/added.py").write_text('"""New."""\n\nSCALE = 2\n')
-    with (tree / "jaxengine/models/layers/mlp.py").open("a") as file:
+    with (tree / "jaxengine/models/layers/base/mlp.py").open("a") as file:
         file.write("\n\ndef scale():\n    from jaxengine.models.layers import added\n\n    return added.SCALE\n")
     with_import = source_digest(tree, KERNELS, tree / FAMILY)
     (tree / "jaxengine/models/layers/added.py").write_text('"""New."""\n\nSCALE = 3\n')

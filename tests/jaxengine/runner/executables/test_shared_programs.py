@@ -10,11 +10,11 @@ import jax
 import pytest
 
 from jaxengine import LLM
+from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
 from jaxengine.models.registry import read_folder
-from jaxengine.runner.devices import build_split
 from jaxengine.runner.extensions.build import step_programs
+from jaxengine.runner.start.devices import build_split
 from jaxengine.sharding.mesh import make_mesh
 from jaxengine.sharding.stages import Stage, stages_of
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS

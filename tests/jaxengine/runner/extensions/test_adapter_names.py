@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxengine.runner.extensions.adapters.store import AdapterStore
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
 
 
 def test_look_alikes_are_refused():

@@ -13,10 +13,10 @@ MODELS = TINY_CHECKPOINT.parent
 CODE = """
 import json, os, sys
 import jax
-import jaxengine.runner.open
+import jaxengine.runner.start.open
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.config.platforms import PLATFORMS
-from jaxengine.runner.devices import build_split
+from jaxengine.config.base.platforms import PLATFORMS
+from jaxengine.runner.start.devices import build_split
 from jaxengine.runner.extensions.build import step_programs
 from jaxengine.models.registry import read_folder
 from jaxengine.sharding.mesh import make_mesh

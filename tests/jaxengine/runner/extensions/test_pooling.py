@@ -9,8 +9,8 @@ import pytest
 
 from jaxengine.models.config.pooler import CLS, LAST, MEAN
 from jaxengine.models.forward_batch import ForwardBatch
-from jaxengine.models.layers.attention import RaggedBatch
-from jaxengine.runner.extensions.pooling import pool_rows
+from jaxengine.models.layers.attention.attention import RaggedBatch
+from jaxengine.runner.extensions.pooling.pooling import pool_rows
 
 SLOTS, SIZE, TOKENS, ROWS = 4, 6, 16, 3
 EXPECTED = {LAST: lambda states: states[-1], CLS: lambda states: states[0], MEAN: lambda states: states.mean(axis=0)}

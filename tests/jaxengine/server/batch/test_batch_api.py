@@ -16,14 +16,14 @@ from typing import Any
 import openai
 import pytest
 
-from jaxengine.config.errors import ConfigError
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.base.keys import NO_KEY
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch import service
 from jaxengine.server.batch.service import BatchService
 from jaxengine.server.batch.store import BatchStore
 from jaxengine.server.http.app import create_app
-from jaxengine.server.keys import NO_KEY
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Connection, http_client
 from tests.jaxengine.server.http.checked_document import Checked
 from tests.jaxengine.server.openai_client import openai_client

@@ -15,13 +15,13 @@ import pytest
 from jaxengine.api import async_llm
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.commands.cli import main
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.server.adapters.lora_routes import ROUTE_KEY, LoraRoutes
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.lines import BatchLine, read_lines
 from jaxengine.server.batch.results import Results
 from jaxengine.server.batch.run import call, run_lines
 from jaxengine.server.http.app import TrafficMiddleware, TrafficState
-from jaxengine.server.lora_routes import ROUTE_KEY, LoraRoutes
-from jaxengine.server.options import ServerConfig
 from tests.tables import each_row
 
 CHAT = "/v1/chat/completions"

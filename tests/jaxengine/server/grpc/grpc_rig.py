@@ -14,10 +14,10 @@ import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub
 from jaxengine.server.grpc.server import GrpcServer, start_grpc
-from jaxengine.server.options import ServerConfig
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load
 
 from jaxengine import AsyncLLM
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.grpc import inference_pb2 as pb
 from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
 

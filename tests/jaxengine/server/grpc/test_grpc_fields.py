@@ -14,9 +14,10 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
-from jaxengine.scheduler.request import FinishReason
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import admin_pb2 as admin_pb
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import FINISH_REASONS
@@ -24,7 +25,6 @@ from jaxengine.server.grpc.convert import SAMPLING_FIELDS, Generation, RequestRe
 from jaxengine.server.grpc.server import ADMIN, INFERENCE
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
 from tests.tables import each_row
 

@@ -8,7 +8,7 @@ import random
 import grpc
 import pytest
 
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.client import Client, bad_fields
 from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub

@@ -10,10 +10,10 @@ import pytest
 
 from jaxengine.media.messages import MediaReader
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.convert import RequestReader
-from jaxengine.server.options import ServerConfig
 from tests.fixtures.whisper_checkpoints import sound
 from tests.jaxengine.media.pictures import PIXELS, PNG, animation, data_url
 from tests.jaxengine.media.test_parts import Both

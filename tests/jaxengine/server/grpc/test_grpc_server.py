@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from jaxengine import __version__
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.grpc import admin_pb2, server
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub

@@ -13,13 +13,13 @@ import pytest
 
 from jaxengine.api.async_llm import AsyncLLM
 from jaxengine.requests.media.transcripts import Segment
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.audio.formats import Said, srt, vtt
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.http.form import parse_form
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.request.form import parse_form
 from tests.fixtures import whisper_checkpoints as whisper
 from tests.jaxengine.engine.test_sounds import OPTIONS, goldens
 from tests.jaxengine.server.asgi_client import Answer, http_client

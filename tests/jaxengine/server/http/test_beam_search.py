@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 
 COMPLETION = {"prompt": "The quick brown fox", "max_tokens": 4, "ignore_eos": True}

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from jaxengine.requests.prepared import verify_salt
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.prepared import verify_salt
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.http.limits import MAX_CONTAINERS, read_json
 from jaxengine.server.http.messages.protocol import MessagesRequest
+from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.request.limits import MAX_CONTAINERS, read_json
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.tables import each_row

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load
 
 from jaxengine import AsyncLLM
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.tables import each_row
 

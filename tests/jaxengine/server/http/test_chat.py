@@ -7,9 +7,9 @@ import json
 import openai
 import pytest
 
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Connection, Recorder, idle, post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.tables import each_row

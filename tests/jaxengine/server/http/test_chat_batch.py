@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.batch import BatchChatRequest
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Connection, idle, post
 from tests.tables import each_row
 

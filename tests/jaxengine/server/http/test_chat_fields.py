@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.messages.protocol import MessagesRequest
-from jaxengine.server.http.protocol import HINTS
+from jaxengine.server.http.request.protocol import HINTS
 from jaxengine.server.http.responses.protocol import ResponsesRequest
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.field_matrix import check_acts, check_refused, outcome
 from tests.jaxengine.server.scripted_engine import ScriptedEngine

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.http.test_chat_tools import ANSWER, ASK, AUTO, CALLS, HI, PATH, collected, scripted
 from tests.jaxengine.server.openai_client import openai_client

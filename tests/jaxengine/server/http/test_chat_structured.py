@@ -9,8 +9,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.openai_client import openai_client
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.schema_references import SchemaDocument
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.jaxengine.server.scripted_engine import ScriptedEngine

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, http_client, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
 from tests.tables import each_row

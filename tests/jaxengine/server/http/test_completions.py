@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
-from jaxengine.requests.outputs import SAMPLING_FIELDS, CompletionOutput, WeightSpan
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.requests.output.outputs import SAMPLING_FIELDS, CompletionOutput, WeightSpan
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.endpoint import _without_output
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.sockets import cut_unread, listen
 from tests.jaxengine.server.asgi_client import Connection, Recorder, http_client, idle, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Recorder, http_client
 from tests.jaxengine.server.http.checked_document import Checked
 from tests.jaxengine.server.scripted_engine import ScriptedEngine

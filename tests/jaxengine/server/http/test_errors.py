@@ -19,13 +19,13 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from starlette.routing import Route
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import ROUTERS, create_app
-from jaxengine.server.http.auth import OPEN_PATHS
-from jaxengine.server.http.limits import read_json
-from jaxengine.server.http.not_built import NOT_BUILT, SWITCHED_OFF
+from jaxengine.server.http.request.auth import OPEN_PATHS
+from jaxengine.server.http.request.limits import read_json
+from jaxengine.server.http.request.not_built import NOT_BUILT, SWITCHED_OFF
 from jaxengine.server.http.tokenize import DetokenizeRequest
 from jaxengine.server.observe.scrub import scrub
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Connection, http_client, idle, post
 from tests.tables import each_row
 

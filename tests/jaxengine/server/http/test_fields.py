@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxengine.requests.repetition import RepetitionDetectionParams
-from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.requests.params.repetition import RepetitionDetectionParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.completions.protocol import CompletionRequest
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Answer, Recorder, post
 from tests.tables import each_row
 

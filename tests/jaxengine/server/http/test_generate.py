@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http import generate
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.generate import GenerateSampling
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import http_client, post
 from tests.tables import each_row
 

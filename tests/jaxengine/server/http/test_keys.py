@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from jaxengine.server.http.answers import ErrorDetail, Usage
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.answer.answers import ErrorDetail, Usage
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.answers import (
     ChatChoice,
@@ -35,7 +36,6 @@ from jaxengine.server.http.pooling.answers import (
 )
 from jaxengine.server.http.responses.answers import ResponseAnswer
 from jaxengine.server.http.tokenize import DetokenizeAnswer, TokenizeAnswer
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.jaxengine.server.scripted_engine import ScriptedEngine

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from jaxengine.requests.param_limits import MAX_BAD_WORDS_CHARS, MAX_STOP_CHARS, MAX_TOKEN_IDS
-from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.scheduler.errors import OverloadedError, RequestError, show_value
+from jaxengine.requests.params.param_limits import MAX_BAD_WORDS_CHARS, MAX_STOP_CHARS, MAX_TOKEN_IDS
+from jaxengine.requests.params.sampling_params import SamplingParams
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.base.prompts import MAX_DETOKENIZE
+from jaxengine.server.base.workers import Workers
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
-from jaxengine.server.http.errors import ApiError
-from jaxengine.server.http.limits import MAX_CONTAINERS, MAX_FIELDS, MAX_NAMES, MAX_TEXTS, MAX_VALUES, read_json
+from jaxengine.server.http.request.errors import ApiError
+from jaxengine.server.http.request.limits import MAX_CONTAINERS, MAX_FIELDS, MAX_NAMES, MAX_TEXTS, MAX_VALUES, read_json
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import MAX_DETOKENIZE
-from jaxengine.server.workers import Workers
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.jaxengine.server.asgi_client import Connection, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxengine import AsyncLLM
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.engine.test_logits_processors import OPTIONS, PROMPT, TINY, MaxRepeats
 from tests.jaxengine.server.asgi_client import post
 

@@ -14,9 +14,9 @@ from PIL import Image
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.llm import LLM
 from jaxengine.media.messages import MediaReader
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url, saved
 from tests.jaxengine.media.test_parts import Both, OnlyImages
 from tests.jaxengine.server.asgi_client import Connection, post

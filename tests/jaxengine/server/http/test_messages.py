@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.messages.protocol import MessagesRequest
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import http_client, post
 from tests.jaxengine.server.field_matrix import check_acts
 from tests.jaxengine.server.http.test_chat_fields import SAMPLING, TEMPLATE

@@ -7,14 +7,14 @@ import logging
 
 import pytest
 
-from jaxengine.config.profiler_config import ProfilerConfig
+from jaxengine.config.execution.profiler_config import ProfilerConfig
 from jaxengine.engine.profiler import Profiler
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.link.request_log import log_request
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import http_client
 
 PROMPT = "The quick brown fox"

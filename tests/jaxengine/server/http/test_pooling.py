@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxengine import AsyncLLM, PoolingParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.pooling import protocol
-from jaxengine.server.options import ServerConfig
 from tests.fixtures.pooling_models import QUERY_PROMPT, SIZE, TEXTS
 from tests.jaxengine.server.asgi_client import http_client, post
 from tests.jaxengine.server.http.checked_document import Checked

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from jaxengine import AsyncLLM
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
 from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
 from tests.tables import each_row

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from jaxengine.api.async_llm import AsyncLLM
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.fixtures import sound_checkpoints as sounds
 from tests.jaxengine.engine.test_prompt_sounds import TIGHT, goldens
 from tests.jaxengine.engine.test_sounds import OPTIONS

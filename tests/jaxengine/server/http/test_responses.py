@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.scheduler.errors import OverloadedError
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.responses.input import named_items, read_input
 from jaxengine.server.http.responses.keeping import Asked, Memory
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.stored.documents import Joiner
 from tests.jaxengine.server.asgi_client import Recorder, http_client, idle, post
 from tests.jaxengine.server.openai_client import openai_client

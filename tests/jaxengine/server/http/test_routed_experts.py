@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
-from jaxengine.requests.outputs import CompletionOutput
-from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.requests.output.outputs import CompletionOutput
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.output import ChatChoiceWriter
-from jaxengine.server.options import ServerConfig
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_routed_experts import OPTIONS
 from tests.jaxengine.server.asgi_client import post

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
-from jaxengine.requests.options import session_key
+from jaxengine.requests.params.options import session_key
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Recorder, http_client
 
 BODY = {"prompt": "The", "max_tokens": 1}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-from jaxengine.parsers.call_grammar import text_calls
-from jaxengine.parsers.events import message_of
 from jaxengine.parsers.registry import call_ids
-from jaxengine.parsers.tool_forced import NamedTextParser, RequiredTextParser
+from jaxengine.parsers.scan.call_grammar import text_calls
+from jaxengine.parsers.scan.events import message_of
+from jaxengine.parsers.tools.forced import NamedTextParser, RequiredTextParser
 from jaxengine.server.http.responses.text_input import TextInput
 from tests.tables import each_row
 

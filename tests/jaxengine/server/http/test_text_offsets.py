@@ -6,8 +6,8 @@ import pytest
 
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.models.weights.gguf.file import GGUFFile
-from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.output.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.tokens.tokenizer import Tokenizer

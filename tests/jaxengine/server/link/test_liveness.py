@@ -11,7 +11,7 @@ import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.owner import Owner
-from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 from jaxengine.server.link.messages import Load, Update
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.link.remote_engine import _SILENT_SECONDS, _SILENT_STEPS, RemoteEngine

@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxengine.config.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY, EncoderOptions, check_encoder
-from jaxengine.config.errors import ConfigError
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.inputs.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY, EncoderOptions, check_encoder
 from jaxengine.engine.extensions.pictures import MediaStats
+from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.embeds import Embeds
-from jaxengine.media.processor import Expanded, Processed
 from jaxengine.requests.media.inputs import MediaInputs
-from jaxengine.scheduler.media import EMBEDS, Media
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.media import EMBEDS, Media
+from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MediaMessage, MissingMediaError, media_message, read_media
 from jaxengine.server.link.media_receiver import MediaReceiver

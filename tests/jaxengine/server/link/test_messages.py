@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxengine.engine.output import EngineOutput, Found
-from jaxengine.scheduler.batch import TokenRows, TokenScores
-from jaxengine.scheduler.request import FinishReason, Request
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.scheduler.base.request import FinishReason, Request
+from jaxengine.scheduler.base.token_params import TokenParams
+from jaxengine.scheduler.batches.batch import TokenRows, TokenScores
 from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Update
 from jaxengine.server.processes.engine_process import EngineServer

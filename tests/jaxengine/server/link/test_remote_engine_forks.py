@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.link.remote_engine import RemoteEngine
-from jaxengine.server.options import ServerConfig
 from tests.forked import in_fork
 
 

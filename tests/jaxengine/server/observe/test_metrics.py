@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxengine.engine.extensions.adapters import Adapters
 from jaxengine.engine.metrics import HELP, Metrics
-from jaxengine.engine.stats import Histogram, Recent, bounds_up_to
+from jaxengine.engine.stats.stats import Histogram, Recent, bounds_up_to
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Connection, http_client, idle, post
 
 BOARD = Path(__file__).resolve().parents[4] / "docs" / "grafana.json"

@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
 from jaxengine.server.observe.spans import TracedEngine, check_endpoint, traced
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import Connection, http_client, idle
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -22,13 +22,13 @@ from starlette.responses import HTMLResponse
 
 from jaxengine.commands.cli import main
 from jaxengine.engine.status import MAX_CELLS, MAX_REQUESTS, page_map
-from jaxengine.runner.memory_bar import LEFT, parts_of, text_bar
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.request import FinishReason, Request
+from jaxengine.runner.start.memory_bar import LEFT, parts_of, text_bar
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.base.request import FinishReason, Request
+from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.scheduler.scheduler import Scheduler
-from jaxengine.scheduler.token_params import TokenParams
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
 from tests.jaxengine.server.asgi_client import http_client, idle
 

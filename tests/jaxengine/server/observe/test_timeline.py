@@ -14,13 +14,13 @@ import pytest
 from jaxengine import SamplingParams
 from jaxengine.bench.host import PAGE_SIZE, _buckets, _requests
 from jaxengine.commands.cli import main
-from jaxengine.engine.timeline import Timeline
-from jaxengine.requests.sampling_params import RequestOutputKind
-from jaxengine.scheduler.config import SchedulerConfig
-from jaxengine.scheduler.packing import Packer
+from jaxengine.engine.stats.timeline import Timeline
+from jaxengine.requests.params.sampling_params import RequestOutputKind
+from jaxengine.scheduler.base.config import SchedulerConfig
+from jaxengine.scheduler.batches.packing import Packer
 from jaxengine.scheduler.scheduler import Scheduler
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import http_client, idle
 
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT = 12, 90, 100

@@ -16,7 +16,7 @@ import h11
 import numpy as np
 
 from jaxengine.bench.serve_client import Connection, Server
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 
 STAY, ABORT, LEAVE = "stay", "abort", "leave"
 # Pieces of words: random text runs into one of them soon.

@@ -9,10 +9,10 @@ import time
 
 import uvicorn
 
-from jaxengine.server.descriptors import max_connections, raise_descriptor_limit
-from jaxengine.server.http.arrival import LimitsMiddleware
-from jaxengine.server.http.errors import ApiError, error_response
-from jaxengine.server.options import ServerConfig
+from jaxengine.server.base.descriptors import max_connections, raise_descriptor_limit
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.request.arrival import LimitsMiddleware
+from jaxengine.server.http.request.errors import ApiError, error_response
 from jaxengine.server.processes.api_process import http_options
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -14,11 +14,11 @@ import pytest
 import zmq
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.config.encoder import EncoderOptions
-from jaxengine.engine.timeline import StepRecord, Timeline
-from jaxengine.scheduler.buckets import Bucket
+from jaxengine.config.inputs.encoder import EncoderOptions
+from jaxengine.engine.stats.timeline import StepRecord, Timeline
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.link import messages
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import EngineServer
 from tests.jaxengine.server.processes.test_processes import LONG, PROMPT, collect, connected, until
 from tests.jaxengine.server.server_process import is_alive

@@ -20,12 +20,12 @@ from jaxengine.api.core import EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.fair_lock import FairLock
 from jaxengine.api.llm import LLM
-from jaxengine.config.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import RequestError
+from jaxengine.config.inputs.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.link.remote_engine import RemoteEngine
-from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import EngineServer
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
 from tests.jaxengine.media.pictures import data_url, saved

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.requests.options import RequestOptions
-from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.scheduler.errors import OverloadedError, RequestError
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.link.remote_engine import RemoteEngine
-from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.server_process import is_alive, start_server
 
 PROMPT = "The quick brown fox"

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 from jaxengine.bench.serve_client import Server
+from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.app import create_app
-from jaxengine.server.options import ServerConfig
 from tests.conftest import use_scheduler
 from tests.jaxengine.server.processes.storm import CHOICES, differences, storm, visits
 

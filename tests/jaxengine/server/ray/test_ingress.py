@@ -14,17 +14,17 @@ import pytest
 ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
 
 from jaxengine.api.engine_client import EngineDeadError, EngineWrapper  # noqa: E402
-from jaxengine.config.errors import ConfigError  # noqa: E402
+from jaxengine.config.base.errors import ConfigError  # noqa: E402
+from jaxengine.server.base.keys import NO_KEY  # noqa: E402
+from jaxengine.server.base.options import MIB, ServerConfig  # noqa: E402
+from jaxengine.server.base.routing import Replicas, prompt_digests  # noqa: E402
 from jaxengine.server.http.app import create_app  # noqa: E402
-from jaxengine.server.keys import NO_KEY  # noqa: E402
-from jaxengine.server.options import MIB, ServerConfig  # noqa: E402
 from jaxengine.server.ray import ingress, messages, request_router  # noqa: E402
 from jaxengine.server.ray.ingress import Front  # noqa: E402
 from jaxengine.server.ray.messages import Hint  # noqa: E402
 from jaxengine.server.ray.prompts import PromptReader  # noqa: E402
 from jaxengine.server.ray.replica import Responder  # noqa: E402
 from jaxengine.server.ray_serve import app  # noqa: E402
-from jaxengine.server.routing import Replicas, prompt_digests  # noqa: E402
 from jaxengine.server.stored.records import StoreBounds  # noqa: E402
 from jaxengine.server.stored.store import ResponseStore  # noqa: E402
 from tests.jaxengine.server.asgi_client import Connection, http_client  # noqa: E402

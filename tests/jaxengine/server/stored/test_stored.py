@@ -9,8 +9,8 @@ import dataclasses
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
-from jaxengine.scheduler.errors import OverloadedError
-from jaxengine.server.options import MIB, ServerConfig
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.base.options import MIB, ServerConfig
 from jaxengine.server.processes.store_process import memory_limit
 from jaxengine.server.stored.documents import LONG_TEXT, Joiner, split
 from jaxengine.server.stored.link import RemoteStore, StoreServer

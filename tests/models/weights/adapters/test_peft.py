@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
-from jaxengine.models.config.name_patterns import Effort
+from jaxengine.models.config.readers.name_patterns import Effort
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_folder
 from jaxengine.models.weights.adapters import config

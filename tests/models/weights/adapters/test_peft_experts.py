@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.lora import LoraSpec
-from jaxengine.models.layers.lora import write_slot
+from jaxengine.models.config.readers.hf import read_config_json
+from jaxengine.models.layers.base.lora import write_slot
 from jaxengine.models.lora import declared_pools
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf

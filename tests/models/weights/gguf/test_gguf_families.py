@@ -12,7 +12,7 @@ from flax import nnx
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared import DeclaredForCausalLM
 from jaxengine.models.params.source import CheckpointNames, WeightSource
 from jaxengine.models.registry import MODELS, build_model, read_hf

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.config.hf import read_config_json
 from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint

@@ -9,7 +9,7 @@ import pytest
 
 from jaxengine.checkpoint.stored_head import with_stored_head
 from jaxengine.models.build import Build
-from jaxengine.models.config.hf import read_config_json
+from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import StackedExperts
 from jaxengine.models.registry import build_model, read_hf

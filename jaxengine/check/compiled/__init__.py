@@ -1,0 +1,1 @@
+"""Reading compiled modules: instructions, cycles, exchanges between devices."""

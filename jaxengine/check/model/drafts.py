@@ -1,0 +1,105 @@
+"""Programs of a draft model or draft head, for a check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxengine.check.compiled.hlo import MustNotCopy
+from jaxengine.check.model.programs import CheckedProgram, StagePrograms
+from jaxengine.check.model.roofline import Work
+from jaxengine.check.model.shapes import model_config
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.features.speculation import DRAFT_MODEL, EAGLE3, check_draft_model
+from jaxengine.models.build import Build
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.registry import build_eagle3, build_model, build_next_token
+from jaxengine.models.weights.adapters.pools import abstract_leaves
+from jaxengine.runner.extensions.drafts.open import open_draft, settle_draft
+from jaxengine.runner.extensions.drafts.programs import DraftPrograms, HeadPrograms
+from jaxengine.sharding.rules import part_shape
+from jaxengine.sharding.stages import Stage
+
+
+class Drafting(NamedTuple):
+    """The draft model or draft head of a stage.
+
+    Attributes:
+      programs: that the engine runs for it.
+      weights: abstract (shapes and shardings).
+      weight_bytes, page_bytes: bytes on one device of the weights, and of a page of its pool.
+    """
+
+    programs: DraftPrograms
+    weights: Any
+    weight_bytes: int
+    page_bytes: int
+
+
+def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return the config, completed from the config.json of an EAGLE-3 head if it names one. Raises as `settle_draft`
+    does. model: of the target. Reads the config.json, no weights.
+    """
+    chosen = config.speculative_config
+    if chosen is None or chosen.method != EAGLE3:
+        return config
+    found = settle_draft(replace(config, load_format="dummy"), model)
+    return replace(config, speculative_config=found.speculative_config)
+
+
+def drafting(stage: StagePrograms) -> Drafting | None:
+    """Return the draft model or head that the stage's config names; None for other methods of drafting.
+
+    Its weights are abstract; a head's config.json is read. Raises ConfigError as the engine does.
+    """
+    chosen, config = stage.config.speculative_config, stage.config
+    if chosen is None or not chosen.has_model:
+        return None
+    layout = stage.model.mesh
+    if chosen.method == DRAFT_MODEL:
+        assert chosen.model is not None
+        own = model_config(chosen.model)
+        check_draft_model(own, stage.model.config)
+        model: Any = build_model(own, Build(config.dtype, layout, Stage(0, own.num_layers)))
+        programs = DraftPrograms(model, stage.steps, config)
+    else:
+        build = Build(config.dtype, layout)
+        if chosen.method == EAGLE3:
+            shape: Any = open_draft(replace(config, load_format="dummy"), stage.model.config).config
+            model = build_eagle3(shape, build)
+        else:
+            model = build_next_token(stage.model.config, build)
+        programs = HeadPrograms(model, stage.steps, config)
+    leaves = [leaf for _, leaf in abstract_leaves(model, stage.mesh)]
+    weights = programs.weights(leaves, stage.params)
+    return Drafting(programs, weights, programs.weight_bytes(leaves), programs.page_bytes)
+
+
+def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[CheckedProgram]:
+    """Yield the drafter's programs that run before and after the forward pass of each bucket; none without a drafter.
+
+    num_pages: of the drafter's pool. short: only for the corners of the bucket grid. The programs have no roofline.
+    """
+    if (found := drafting(stage)) is None:
+        return
+    kept = found.programs.kept_shapes(num_pages)
+    pools = {math.prod(part_shape(leaf)): "draft's pool" for leaf in jax.tree.leaves(kept) if leaf.ndim > 2}
+    for bucket in stage.buckets(short):
+        for make in (found.programs.before, found.programs.after):
+            if (program := make(bucket, found.weights, kept)) is not None:
+                yield CheckedProgram(
+                    name=program.name,
+                    mesh=stage.mesh,
+                    is_step=True,
+                    is_largest=False,
+                    function=program.function,
+                    arguments=program.arguments,
+                    donate=program.donate,
+                    work=Work(0, 0),
+                    must_not_copy=MustNotCopy(pools),
+                    expected=None,
+                )

@@ -1,0 +1,457 @@
+"""Programs to compile for one target: the engine's programs over their bucket grid, and one layer's kernels by
+themselves.
+
+Everything is abstract: shapes with shardings over a mesh of devices that need not exist. The programs are those of
+jaxengine/runner/programs/step_programs.py and the memory plan is that of memory.py, so a check sees what the engine
+would run. All sizes are of one device's part of an array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxengine.check.compiled.cycles import KEYS, TRIPS
+from jaxengine.check.compiled.exchanges import Expected, expected
+from jaxengine.check.compiled.hlo import MustNotCopy
+from jaxengine.check.model.roofline import (
+    DECODE_CONTEXT,
+    Products,
+    Work,
+    attention_work,
+    epilogue_work,
+    product_work,
+    step_work,
+    update_work,
+)
+from jaxengine.check.model.shapes import largest_items
+from jaxengine.check.model.sparse import sparse_attention
+from jaxengine.checkpoint.model_source import as_it_sees
+from jaxengine.config.base.platforms import Platform
+from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
+from jaxengine.models.cache import as_viewed, block_profile, layer_places, num_places, of_layer
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.attention.attention import (
+    AttentionSpec,
+    RaggedBatch,
+    attention_schedule,
+    attention_spec,
+    kv_cache_update,
+    num_kv_heads,
+    ragged_paged_attention,
+)
+from jaxengine.models.layers.decoder_step import kv_update_schedule
+from jaxengine.models.layers.experts.expert_counts import ExpertRows, rows_of_experts
+from jaxengine.models.weights.adapters.pools import POOLS, abstract_leaves
+from jaxengine.runner.extensions.build import step_programs
+from jaxengine.runner.start.devices import build_split, choose_stages
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.sharding.layout import ONE_DEVICE
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.rules import part_bytes, part_shape
+from jaxengine.sharding.stages import devices_of_stages
+
+# State arrays and adapter pools below this size may be copied.
+_SMALL = 1 << 20
+
+
+class Block(NamedTuple):
+    """A block of a kernel, compiled by itself.
+
+    Attributes:
+      name: shared by the programs of the block.
+      trips: how often this program repeats the block.
+      sizes: filled during tracing: `block_q` and `block_kv`, tokens and keys that one repetition handles.
+    """
+
+    name: str
+    trips: int
+    sizes: list[Any]
+
+
+@dataclass(frozen=True)
+class CheckedProgram:
+    """A program to compile and check.
+
+    Attributes:
+      name: name of its row in the report.
+      mesh: mesh to compile under; it determines the chip that kernels are written for.
+      is_step: it is a forward pass or an epilogue, not a kernel by itself.
+      is_largest: it is the forward pass that determines the workspace.
+      function: to be traced and compiled.
+      arguments: of the function: shapes with shardings.
+      donate: indices of donated arguments.
+      work: bytes and operations for the roofline.
+      must_not_copy: arrays it must not copy.
+      expected: exchanges it may have; None for a kernel, which runs on one device.
+      products: needs of its matrix products; None if not compared.
+      experts: rows that kernels multiply for a layer's experts, if they do.
+      num_attentions: number of its attention layers, without those with an indexer, each of which uses a kernel if the
+        platform has one.
+      latent_bytes: for latent attention, bytes of the query in latent space, the same as of the result.
+      dtype: dtype of the model.
+      block: the profiled block; None for a program of the engine.
+    """
+
+    name: str
+    mesh: Mesh
+    is_step: bool
+    is_largest: bool
+    function: Callable
+    arguments: tuple[Any, ...]
+    donate: tuple[int, ...]
+    work: Work
+    must_not_copy: MustNotCopy
+    expected: Expected | None
+    products: Products | None = None
+    experts: ExpertRows | None = None
+    num_attentions: int = 0
+    latent_bytes: int = 0
+    dtype: str = ""
+    block: Block | None = None
+
+
+def open_stages(
+    model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
+) -> list[StagePrograms]:
+    """Build the programs of each pipeline stage on its share of the devices, with abstract weights. Raises ConfigError
+    as the engine does.
+    """
+    model_config = as_it_sees(model_config, config)
+    resolved = config.resolved(model_config, platform, largest_items(model_config))
+    layout = resolved.mesh_layout(model_config)
+    stages = choose_stages(model_config, resolved, layout)
+    opened = []
+    for stage, part in zip(stages, devices_of_stages(devices, len(stages)), strict=True):
+        model = build_split(model_config, resolved, layout, stage)
+        place = f"stage {len(opened)}, " if len(stages) > 1 else ""
+        opened.append(StagePrograms(model, resolved, platform, make_mesh(layout, part), place))
+    return opened
+
+
+class StagePrograms:
+    """The programs of a model, or of one of its pipeline stages, under one config on one mesh.
+
+    Attributes:
+      config: resolved for the platform.
+      steps: the engine's own programs.
+      params: abstract weights.
+      weight_bytes, page_bytes: bytes on one device; slot_bytes: of the slots' state, apart from `steps.memory`.
+      windows: windows of the cache groups.
+    """
+
+    def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
+        """Make the abstract weights and the engine's programs, for one stage on its mesh. place: prefix of program
+        names.
+        """
+        self.config = config
+        self.model = model
+        self.mesh = mesh
+        self._place = place
+        self.steps = step_programs(model, config, platform, mesh)
+        self._platform = platform.name
+        leaves = abstract_leaves(model, mesh)
+        self._names, self.params = [name for name, _ in leaves], [leaf for _, leaf in leaves]
+        self.weight_bytes = sum(part_bytes(leaf) for leaf in self.params)
+        self.slot_bytes = self.steps.slot_bytes
+        self.page_bytes = self.steps.page_bytes
+        self.windows = self.steps.windows
+
+    @property
+    def num_columns(self) -> int:
+        """Return the number of page table columns: the pages of the longest sequence."""
+        return self.steps.num_columns
+
+    @property
+    def largest(self) -> Bucket:
+        """Return the bucket whose forward pass determines the workspace."""
+        return max(self.steps.packer.buckets)
+
+    def buckets(self, short: bool) -> list[Bucket]:
+        """Return all buckets of the grid; with `short` its four corners, and the smallest and largest with drafts."""
+        grid = self.steps.packer.buckets
+        if not short:
+            return list(grid)
+        corners = grid.decode[0], grid.decode[-1], *grid.mixed[:1], *grid.mixed[-1:], *grid.wide[:1], *grid.wide[-1:]
+        return list(dict.fromkeys(corners))
+
+    def epilogues(self, short: bool) -> list[tuple[str, int]]:
+        """Return (name, size) of every epilogue; with `short` only of those that follow the four
+        corners of the grid.
+        """
+        grid, found = self.steps.packer.buckets, {}
+        for name, epilogue in self.steps.epilogues.items():
+            sizes = (epilogue.size_of(grid, bucket) for bucket in self.buckets(short))
+            found |= {(name, size): None for size in sorted(size for size in sizes if size is not None)}
+        return list(found)
+
+    def forwarded_bytes(self, name: str, size: int) -> int:
+        """Return the bytes, on one device, that forward passes leave to the epilogue of this name and size."""
+        return self.steps.forwarded_bytes(name, size)
+
+    def epilogue(self, name: str, size: int, num_pages: int) -> CheckedProgram:
+        """Return the epilogue `name`, a program such as the sampler that runs on what forward passes leave.
+
+        name, size: one of `epilogues`; size is its number of rows. num_pages: of a pool, which it must not copy.
+        """
+        program, width = self.steps.epilogue(name, size, self.params), self.steps.epilogues[name].width
+        places = size * width
+        rows = Bucket(places, places)
+        return CheckedProgram(
+            name=f"{self._place}{program.name}",
+            mesh=self.mesh,
+            is_step=True,
+            is_largest=False,
+            function=program.function,
+            arguments=program.arguments,
+            donate=program.donate,
+            work=epilogue_work(self.model, name, size, width),
+            must_not_copy=self._must_not_copy(places, self.steps.kv_shapes(num_pages)),
+            expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
+        )
+
+    def forward(self, bucket: Bucket, num_pages: int) -> CheckedProgram:
+        """Return the bucket's forward pass as a program to check, with its work, needs, expected exchanges and arrays
+        that it must not copy, with a pool of `num_pages` pages per layer and rank.
+        """
+        kv = self.steps.kv_shapes(num_pages)
+        program = self.steps.forward(bucket, self.params, kv)
+        # CPUs and GPUs pad a single row to two.
+        at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
+        return CheckedProgram(
+            name=f"{self._place}{program.name}",
+            mesh=self.mesh,
+            is_step=True,
+            is_largest=bucket == self.largest,
+            function=program.function,
+            arguments=program.arguments,
+            donate=program.donate,
+            work=step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context),
+            must_not_copy=self._must_not_copy(self.steps.num_logits(bucket), kv),
+            expected=expected(self.model, bucket, self._exchanged_itemsize),
+            products=product_work(self.model, at_least_two, self.config.dtype, kv),
+            experts=rows_of_experts(self.model, bucket.num_tokens, self._platform),
+            num_attentions=sum(
+                each.attends and each.index is each.compressed is None
+                for each in (self.model.config.attention[layer] for layer in self.model.stage.layers)
+            ),
+            dtype=self.config.dtype,
+        )
+
+    def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[CheckedProgram]:
+        """Yield the kernels of one layer as programs of their own: attention, of each kind with pages in the model but
+        that with compressed keys, and the KV write of each page size, for a step of `bucket`.
+
+        They run on one device of the mesh, with its heads and its rank's sequences; schedules are arguments. num_pages:
+        of the pool.
+        """
+        config, shared = self.model.config, self.model.mesh
+        dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
+        kv: Any = self.steps.kv_shapes(num_pages)
+        must_not_copy = self._must_not_copy_pool(kv)
+        pool, places = self._on_one_device(kv), layer_places(self.steps.groups)
+
+        def pool_of(layer: int) -> Any:
+            """Return the pool as a layer with pages receives it."""
+            own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, places[layer], 0)), pool)
+            return self._on_one_device(own)
+
+        places = {layer: place for layer, place in places.items() if config.attention[layer].compressed is None}
+        paged = {attention_spec(config.attention[layer], shared): layer for layer in sorted(places)}
+        batch = self._on_one_device(self._abstract_batch(bucket))
+        paging = {"page_size": self.config.block_size, "platform": self._platform}
+
+        def heads(count: int, head_dim: int) -> jax.ShapeDtypeStruct:
+            return self._on_one_device(jax.ShapeDtypeStruct((bucket.num_tokens, count, head_dim), jnp.dtype(dtype)))
+
+        def kernel(name: str, function: Callable, arguments: tuple[Any, ...], donate: tuple[int, ...], work: Work):
+            work = Work(work.num_bytes // shared.model, work.flops // shared.model)
+            common = False, False, function, arguments, donate, work, must_not_copy, None
+            return CheckedProgram(f"{name}, {bucket}", self._one_device, *common)
+
+        for spec, layer in paged.items():
+            attention, kv = config.attention[layer], pool_of(layer)
+            if attention.index is not None:
+                shape_of = lambda *shape: self._on_one_device(jax.ShapeDtypeStruct(*shape))  # noqa: E731
+                function, queries = sparse_attention(attention, shared, shape_of, bucket.num_tokens, dtype)
+                work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
+                yield kernel("sparse attention", function, (*queries, kv, batch), (), work)
+                continue
+
+            def attend(q, q_rest, kv, batch, schedule, rest, spec=spec):
+                return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, **rest)
+
+            plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
+            schedule = self._on_one_device(jax.eval_shape(plan, batch))
+            q, q_rest = (heads(spec.num_q_heads, dim) if dim else None for dim in spec.query_dims)
+            rest = self._on_one_device(_of_heads(spec, has_sinks=attention.sinks))
+            arguments = q, q_rest, kv, batch, schedule, rest
+            work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
+            program = kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
+            yield replace(program, num_attentions=1, latent_bytes=part_bytes(q) if spec.values_in_keys else 0)
+
+        def write(kv, k, v, slot_mapping, schedule):
+            return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)
+
+        schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
+        # What is written is the same in all layers with pages of one size.
+        kinds = {places[layer].spec: layer for layer in sorted(places, reverse=True)}
+        for page, layer in kinds.items():
+            attention = config.attention[layer]
+            count = num_kv_heads(attention, shared)
+            k = heads(count, attention.head_dim)
+            v = None if attention.values_in_keys else heads(count, attention.v_head_dim)
+            work = update_work(attention, bucket, kv_dtype, dtype)
+            name = "kv write" if len(kinds) == 1 else f"kv write of head_dim {page.head_dim}"
+            yield kernel(name, write, (pool_of(layer), k, v, batch.slot_mapping, schedule), (0,), work)
+
+    def blocks(self) -> Iterator[CheckedProgram]:
+        """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
+
+        There is a program for each of cycles.TRIPS repetitions; none on a platform whose kernels have no profile.
+        """
+        profile = block_profile(self._platform)
+        if profile is None:
+            return
+        grid, dtype = self.steps.packer.buckets, jnp.dtype(self.config.dtype)
+        sizes = {"page_size": self.config.block_size, "max_pages": self.num_columns}
+        sizes |= {"dtype": dtype, "kv_dtype": self.config.kv_cache_dtype}
+        widest = {bucket.width: bucket for bucket in grid.wide}.values()  # the largest comes last
+        parts = [
+            (grid.decode[-1], "edge"),
+            *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
+            *((bucket, "edge") for bucket in widest),
+        ]
+        plain = [each for each in self.model.config.attending if each.index is None and each.slopes is None]
+        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in plain):  # others have no kernels
+            for bucket, part in parts:
+                name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
+                for trips in TRIPS:
+                    step = {"decode": bucket.decode_only, "num_tokens": bucket.num_tokens}
+                    with jax.set_mesh(self._one_device):  # sizes are the chip's
+                        function, arguments, found = profile(spec, **step, **sizes, part=part, trips=trips)
+                    block = Block(name, trips, found)
+                    yield CheckedProgram(
+                        name=f"{name}, {trips} times",
+                        mesh=self._one_device,
+                        is_step=False,
+                        is_largest=False,
+                        function=function,
+                        arguments=self._on_one_device(arguments),
+                        donate=(),
+                        work=Work(0, 0),
+                        must_not_copy=MustNotCopy(),
+                        expected=None,
+                        block=block,
+                    )
+
+    @property
+    def _exchanged_itemsize(self) -> int:
+        """Bytes of an element of activations while devices exchange them: XLA:CPU exchanges bfloat16 as float32."""
+        # XLA:CPU exchanges bfloat16 as float32.
+        return 4 if self._platform == "cpu" else jnp.dtype(self.config.dtype).itemsize
+
+    @property
+    def _context(self) -> int:
+        """Keys of a sequence for which a decode step's work is counted."""
+        return min(DECODE_CONTEXT, self.config.max_model_len)
+
+    def _must_not_copy(self, num_logits: int, kv: Any) -> MustNotCopy:
+        """Return the arrays that a step must not copy: the pool `kv`, weights, and large state and adapter pools.
+
+        num_logits: rows of the step's logits, which are no state though they may have a state's type.
+        """
+        named = list(zip(self._names, self.params, strict=True))
+        pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
+        matrices = [(name, leaf) for name, leaf in named if _is_matrix(leaf.shape) and not name.startswith(POOLS)]
+        weights = {math.prod(part_shape(leaf)): name for name, leaf in matrices}
+        # The logits of a step over all slots have the type of a state array.
+        logits = f"f32[{num_logits},{self.steps.own_vocab_size}]"
+        states = {}
+        kept = jax.tree_util.tree_leaves_with_path(self.steps.state_shapes)
+        for name, leaf in [*pools, *((f"slot state{jax.tree_util.keystr(path)}", leaf) for path, leaf in kept)]:
+            text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
+            if part_bytes(leaf) >= _SMALL and text != logits:
+                states[text] = name
+        return replace(self._must_not_copy_pool(kv), weights=weights, states=states)
+
+    def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
+        """Return the arrays that must not be copied: the pool on a device, and one layer's part of it.
+
+        kv: the abstract pool.
+        """
+        elements = math.prod(part_shape(kv.data))
+        parts = {place.parts for place in layer_places(self.steps.groups).values()}
+        rows = elements // num_places(self.steps.groups)
+        return MustNotCopy({**{rows // count: "a layer's pool" for count in parts}, elements: "pool"})
+
+    def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
+        """Return the shapes of a replica's RaggedBatch of a bucket, all int32: cu_q_lens [S + 1], kv_lens [S],
+        page_table [S, columns], slot_mapping [T].
+        """
+
+        def int32(*shape: int) -> Any:  # a shape stands for an array
+            """Return an abstract array of int32."""
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        return RaggedBatch(
+            cu_q_lens=int32(bucket.num_seqs + 1),
+            kv_lens=int32(bucket.num_seqs),
+            page_table=int32(bucket.num_seqs, self.num_columns),
+            slot_mapping=int32(bucket.num_tokens),
+            num_seqs=int32(),
+            num_decode=int32(),
+        )
+
+    @property
+    def _one_device(self) -> Mesh:
+        """Mesh of the first device alone."""
+        return make_mesh(ONE_DEVICE, [self.mesh.devices.flat[0]])
+
+    def _on_one_device(self, tree: Any) -> Any:
+        """Return each device's part of abstract arrays, placed on one device; arrays without a mesh stay whole."""
+        there = NamedSharding(self._one_device, PartitionSpec())
+
+        def part(leaf: Any) -> jax.ShapeDtypeStruct:
+            """Return a device's part of an abstract array."""
+            shape = leaf.shape if leaf.sharding is None else part_shape(leaf)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
+
+        return jax.tree.map(part, tree)
+
+
+def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """Return the operands of attention with a number for each query head, f32[heads], by name: "sinks" and "slopes";
+    None for one that it does not take.
+    """
+    given = {"sinks": has_sinks, "slopes": spec.has_slopes}
+    return {
+        name: jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if has else None for name, has in given.items()
+    }
+
+
+def _limit(spec: AttentionSpec) -> str:
+    """Return the window or chunk of an attention spec as a suffix of program names. "" without either."""
+    for name in ("window", "chunk"):
+        if getattr(spec, name) is not None:
+            return f" {name} {getattr(spec, name)}"
+    return ""
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """Whether an array of this shape has more than one axis longer than 1; with one column it is a vector."""
+    return sum(size > 1 for size in shape) > 1
+
+
+def _hlo_type(dtype: Any) -> str:
+    """Return HLO's name of a dtype; numpy's for those that the table lacks."""
+    name = jnp.dtype(dtype).name
+    return {"int32": "s32", "float32": "f32", "uint32": "u32", "bfloat16": "bf16", "bool": "pred"}.get(name, name)

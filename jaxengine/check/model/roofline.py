@@ -1,0 +1,330 @@
+"""Roofline: the least time a step can take on a device, from the bytes it must move and the operations it must do.
+
+A decode step is counted with DECODE_CONTEXT keys per sequence, a mixed one as a single prompt of all its tokens. Every
+weight is read once per step; of the embedding only the tokens' rows, of the experts only those that tokens reach.
+Activations are assumed to stay on the chip, and exchanges between devices to cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxengine.models.cache import KVPages, KVSpec
+from jaxengine.models.config.attention import LayerAttention, LayerState
+from jaxengine.models.config.compressed import CompressedKeys
+from jaxengine.models.config.tower import TOWERS
+from jaxengine.models.layers.attention.attention import gathered_bytes
+from jaxengine.models.layers.attention.mla_made import made_numbers, makes_rows
+from jaxengine.models.layers.experts.expert_counts import rows_at_once
+from jaxengine.models.lora import declared_pools
+from jaxengine.models.params.declare import ParamDecl, declared_params
+from jaxengine.runner.extensions.scores import SCORE
+from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
+from jaxengine.scheduler.batches.buckets import Bucket
+
+DECODE_CONTEXT = 1024
+_LEAST = {"gpu": 16}  # least rows of a reached expert: the tile of a tensor core
+
+
+@dataclass(frozen=True)
+class Work:
+    """Least work of a step, or of one layer's attention.
+
+    Attributes:
+      num_bytes: bytes to move between memory and the chip.
+      flops: operations, of which a multiplication and an addition are two.
+    """
+
+    num_bytes: int
+    flops: int
+
+    def seconds(self, bandwidth: float, flops: float) -> float:
+        """Return the least seconds on a device with this bandwidth (bytes a second) and this many operations a second
+        (flops).
+        """
+        return max(self.num_bytes / bandwidth, self.flops / flops)
+
+
+def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int, int]:
+    """Return (keys read from the pool, query-key pairs) of one layer's attention over all sequences of a bucket.
+
+    A decode-only bucket has a token and `context` keys for each sequence, one with drafts `width` tokens each; a mixed
+    bucket is a single prompt of all its tokens, for which `context` does not count. window: keys that a token sees;
+    None for all.
+    """
+    if bucket.decode_only:
+        keys = min(context, window or context)
+        return bucket.num_seqs * keys, bucket.num_seqs * keys
+    if bucket.width > 1:
+        keys = bucket.num_seqs * min(context, (window or context) + bucket.width - 1)
+        return keys, bucket.num_tokens * min(context, window or context)
+    tokens = bucket.num_tokens
+    seen = min(tokens, window or tokens)
+    return tokens, seen * (seen + 1) // 2 + (tokens - seen) * seen
+
+
+def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
+    """Return the work of one layer's attention, of all its heads: query and output, each visible key and value once,
+    and both products.
+
+    kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
+    """
+    if attention.index is not None:
+        return _selected_work(attention, bucket, kv_dtype, dtype, context)
+    if attention.compressed is not None:
+        return _compressed_work(attention, attention.compressed, bucket, dtype, context)
+    keys, pairs = visible_keys(bucket, context, attention.reach)
+    both = attention.head_dim + attention.v_head_dim
+    queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
+    cache = keys * attention.num_kv_heads * _cached_bytes(attention, kv_dtype)
+    return Work(queries + cache, 2 * pairs * attention.num_heads * both)
+
+
+def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
+    """Return `attention_work` of a layer with an indexer: each visible key of the indexer and each latent that may be
+    selected is read once. All operands are as of `attention_work`. The indexer counts only in layers that select by
+    themselves (index.source None).
+    """
+    index, latent, itemsize = attention.index, attention.latent, jnp.dtype(dtype).itemsize
+    assert index is not None and latent is not None
+    spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype)
+    cached = jnp.dtype(spec.dtype).itemsize
+    both = attention.head_dim + latent.kv_lora_rank
+    keys, pairs = visible_keys(bucket, context, index.top_k)
+    num_bytes = bucket.num_tokens * attention.num_heads * both * itemsize + keys * spec.key_width * cached
+    flops = 2 * pairs * attention.num_heads * both
+    if index.source is None:
+        keys, pairs = visible_keys(bucket, context, None)
+        num_bytes += bucket.num_tokens * index.num_heads * index.head_dim * itemsize + keys * spec.value_width * cached
+        flops += 2 * pairs * index.num_heads * index.head_dim
+    return Work(num_bytes, flops)
+
+
+def _compressed_work(
+    attention: LayerAttention, compressed: CompressedKeys, bucket: Bucket, dtype: str, context: int
+) -> Work:
+    """Return `attention_work` of a layer with compressed keys: the window's keys, which are part of its state, and
+    those of blocks, or of the blocks that may be selected, are read once; the indexer's keys of all blocks, too.
+    compressed: of the layer; other operands are as of `attention_work`.
+    """
+    itemsize, index, rate = jnp.dtype(dtype).itemsize, compressed.index, compressed.rate
+    pairs = visible_keys(bucket, context, compressed.window)[1]
+    num_bytes = 2 * bucket.num_tokens * attention.num_heads * attention.head_dim * itemsize
+    flops = 0
+    if rate is not None:
+        blocks, block_pairs = visible_keys(bucket, context, None if index is None else index.top_k * rate)
+        pairs += block_pairs // rate
+        num_bytes += blocks // rate * attention.head_dim * itemsize
+    if rate is not None and index is not None:
+        blocks, block_pairs = visible_keys(bucket, context, None)
+        queries = bucket.num_tokens * index.num_heads
+        num_bytes += (queries + blocks // rate) * index.head_dim * itemsize
+        flops = 2 * (block_pairs // rate) * index.num_heads * index.head_dim
+    return Work(num_bytes, flops + 4 * pairs * attention.num_heads * attention.head_dim)
+
+
+def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
+    """Return the work of one layer's recurrent states: each read and written once, and the computation of every token.
+
+    dtype: of activations, and of states that do not say theirs. A bucket that is not decode-only counts as one
+    sequence.
+    """
+    num_seqs = bucket.num_seqs if bucket.decode_only else 1
+    return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
+
+
+def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
+    """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written.
+
+    dtype: of those that do not say theirs.
+    """
+    sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
+    return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
+
+
+def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
+    """Return the work of one layer's KV write for all tokens of a bucket and all KV heads, without operations: new keys
+    and values, read (as `dtype`) and stored (as `kv_dtype`).
+    """
+    if (compressed := attention.compressed) is not None:
+        itemsize = jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize
+        return Work(bucket.num_tokens * sum(compressed.widths) * itemsize // (compressed.rate or 1), 0)
+    width = attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
+    token = width * jnp.dtype(dtype).itemsize + _cached_bytes(attention, kv_dtype)
+    return Work(bucket.num_tokens * attention.num_kv_heads * token, 0)
+
+
+def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
+    """Return the bytes that a cache of dtype `kv_dtype` holds per token and KV head of a layer: its key and value."""
+    spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)
+    return spec.token_width * jnp.dtype(spec.dtype).itemsize
+
+
+def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
+    """Return a device's share of the work of an epilogue: one such as the sampler reads the float32 logits once and
+    does no operations, a score computes those of every token.
+
+    name: of the epilogue. size: its rows, of a score its tokens. width: tokens of each row of the step before.
+    """
+    config, mesh = model.config, model.mesh
+    columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
+    if name != SCORE:
+        return Work(4 * size * width * columns, 0)
+    weight = config.hidden_size * columns
+    itemsize = jnp.dtype(model.build.dtype).itemsize
+    return Work(-(-size // PROMPT_BLOCK_ROWS) * weight * itemsize, 2 * size * weight)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Needs of a step's matrix products on a device, in bytes unless otherwise stated.
+
+    Attributes:
+      flops: operations.
+      weight_bytes: all weights, including experts that no token reaches: a kernel may have them as operands.
+      reached_bytes: weights that tokens reach.
+      expert_bytes, quantized_bytes: the parts of weight_bytes that are experts, and codes with their scales and zeros.
+      row_bytes: inputs and outputs of the products, in the model's dtype; for experts split over devices also the
+        buffers to which all tokens are gathered and in which they are summed.
+      state_bytes: states that layers keep instead of pages, each read and written once.
+      gathered_bytes: keys and values that all layers' attention copies from pages, one block of each.
+    """
+
+    flops: int
+    weight_bytes: int
+    reached_bytes: int
+    expert_bytes: int
+    quantized_bytes: int
+    row_bytes: int
+    state_bytes: int
+    gathered_bytes: int
+
+
+def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
+    """Return what the matrix products of a forward pass need on one device, with a bucket of tokens in every replica.
+
+    Towers are left out. A head computes only the rows of logits, an expert the rows that reach it on average.
+
+    model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply
+      whole tiles of rows and may expand latents to keys; with None neither is counted.
+    """
+    config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
+    weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
+    block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.platform, 1)
+    for param in declared_params(model):
+        if param.path[0] in TOWERS or param.path[:2] == ("layer_inputs", "table"):  # of which rows are read alone
+            continue
+        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
+        part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
+        size = math.prod(param.shape) // math.prod(over)
+        embedding = param.path[0] == "embed"
+        if embedding and not (model.stage.is_last and config.tie_word_embeddings):
+            continue
+        rows = bucket.num_seqs * bucket.width if embedding or param.path[0] == "lm_head" else bucket.num_tokens
+        rows *= math.prod(mesh.ranks_sharing(axis) for axis in param.decl.axes if axis is not None)
+        reached, at_once = 1.0, rows
+        if param.decl.num_experts is not None:
+            picked = rows * config.experts.num_per_token / param.decl.num_experts
+            reached = min(1.0, picked)
+            rows = max(picked, reached * expert_rows)
+            at_once = rows if block is None else block / part[0]
+        num_bytes = size * jnp.dtype(param.dtype).itemsize
+        weight_bytes += num_bytes
+        expert_bytes += num_bytes if param.decl.num_experts is not None else 0
+        quantized_bytes += num_bytes if param.path[-1] in ("codes", "scales", "zeros") else 0
+        reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
+        scales = param.path[-1] in ("scales", "zeros")
+        if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
+            flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
+            wide = part[-1] * (_num_matrices(param.decl) // over[0] or 1)
+            row_bytes += int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
+    for pool in declared_pools(model):  # adapters of every slot, one of which a row uses
+        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
+        part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
+        weight_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        if pool.decl.num_experts is not None:  # a row meets one pair
+            own, slots, *pair = part
+            sharing = math.prod(mesh.ranks_sharing(axis) for axis in pool.decl.axes if axis is not None)
+            rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // pool.decl.num_experts
+            reached_bytes += math.prod(pair) * min(own * slots, rows) * jnp.dtype(pool.dtype).itemsize
+            flops += 2 * math.prod(pair) * rows
+            row_bytes += rows * sum(pair) * itemsize
+            continue
+        reached_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        flops += 2 * math.prod(part) * bucket.num_tokens
+        row_bytes += bucket.num_tokens * sum(part) * itemsize
+    if block is not None:
+        # The tokens of all replicas and their sums, and a block's results and their sums, in float32.
+        gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
+        sparse = sum(layer not in config.experts.dense_layers for layer in model.stage.layers)
+        row_bytes += sparse * config.hidden_size * (gathered * (itemsize + 4) + block * 8)
+    for attention in (config.attention[layer] for layer in model.stage.layers):
+        if kv is not None and makes_rows(attention, kv, bucket.num_tokens):
+            heads = attention.num_heads // mesh.num_shards("heads")
+            row_bytes += made_numbers(attention, heads, bucket.num_tokens) * itemsize
+    kinds = (config.attention[layer].state for layer in model.stage.layers)
+    state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
+    state_bytes //= mesh.model
+    sums = weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes
+    return Products(flops, *sums, 0 if kv is None else _gathered_bytes(model, bucket, kv))
+
+
+def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:
+    """Return the bytes of keys and values that the attention of the stage's layers copies from pages on one device."""
+    attending = [each for layer in model.stage.layers if (each := model.config.attention[layer]).attends]
+    rows = kv.platform, bucket.num_seqs, kv.spec.page_size
+    return sum(gathered_bytes(each, model.mesh, *rows) for each in attending)
+
+
+def _num_matrices(decl: ParamDecl) -> int:
+    """Return the number of matrices stacked in a weight of axes (heads, latent), such as one for each head of MLA, each
+    applied to rows of its own: groups of its sources' rows. 0 for other weights.
+
+    A projection from heads to a latent, as Mamba's x_proj, has the same axes, but its sources are joined along the
+    latent. decl: the declaration of the weight.
+    """
+    if decl.axes != ("heads", "latent") or decl.joined_axis:
+        return 0
+    return sum(source.rows // source.group for source in decl.sources)
+
+
+def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
+    """Return how many of the rows gathered from all devices a device with whole experts multiplies at a time; None if
+    it does not work in blocks.
+
+    kv: as in `product_work`. Blocks are a loop with a data-dependent trip count, of which one is counted.
+    """
+    experts, mesh = model.config.experts, model.mesh
+    if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
+        return None
+    num_tokens, devices = bucket.num_tokens * mesh.ranks_sharing("experts"), mesh.num_shards("experts")
+    k, own = experts.num_per_token, experts.num_experts // devices
+    return rows_at_once(num_tokens, k, own, -(-num_tokens * k // devices), "cpu" if kv is None else kv.platform)
+
+
+def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
+    """Return a device's share of the work of a forward pass of an abstract model, in which every replica has its
+    own bucket.
+
+    kv_dtype: of the cache. dtype: of activations. context: keys per sequence of a decode.
+    """
+    config, mesh = model.config, model.mesh
+    products = product_work(model, bucket, dtype)
+    num_bytes = bucket.num_tokens * config.hidden_size * jnp.dtype(dtype).itemsize + products.reached_bytes
+    flops = products.flops
+    for attention in (config.attention[layer] for layer in model.stage.layers):
+        if attention.state is not None:
+            kept = state_work(attention.state, bucket, dtype)
+            num_bytes, flops = num_bytes + kept.num_bytes // mesh.model, flops + kept.flops // mesh.model
+        if not attention.attends:
+            continue
+        attended = attention_work(attention, bucket, kv_dtype, dtype, context)
+        num_bytes += attended.num_bytes // mesh.model
+        if attention.has_pages:
+            num_bytes += update_work(attention, bucket, kv_dtype, dtype).num_bytes // mesh.model
+        flops += attended.flops // mesh.model
+    return Work(num_bytes, flops)

@@ -1,0 +1,54 @@
+"""Files that hold a secret."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from jaxengine.config.base.errors import ConfigError
+
+HOW_TO_MAKE = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`"
+_LEAST, _MOST = 16, 4096
+
+
+def read_api_key(file: str) -> str:
+    """Return a server's API key, the first word in a client's file. Raises ConfigError for a file without one, and for
+    a key that no header can carry.
+    """
+    try:
+        words = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("api_key_file", file, f"a text file with the key ({error})") from None
+    if not words:
+        raise ConfigError.because("api_key_file", f"{file} contains no key", "write one into it")
+    check_header("api_key_file", words[0])
+    return words[0]
+
+
+def check_header(option: str, key: str) -> None:
+    """Raise ConfigError, which names the option and not the key, unless a key can be sent in an HTTP header."""
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError.because(option, f"{option} gives a key that no HTTP header can carry", "use printable ASCII")
+
+
+def read_key(option: str, file: str) -> bytes:
+    """Return the key, 16 to 4096 bytes without the white space around it, from a file of this user's or root's that
+    nobody else may access. option: that names the file.
+
+    Raises ConfigError, which names the option, for any other file.
+    """
+    try:
+        with Path(file).expanduser().open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            key = opened.read(_MOST + 1).strip()
+    except OSError as error:
+        problem = f"{option} {file!r} cannot be read ({error.strerror})"
+        raise ConfigError.because(option, problem, HOW_TO_MAKE) from None
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        problem = f"{option} {file!r} is not yours alone"
+        raise ConfigError.because(option, problem, f"own it and shut others out: chmod 600 {file}")
+    if not _LEAST <= len(key) <= _MOST:
+        problem = f"{option} {file!r} holds {len(key)} bytes, not {_LEAST} to {_MOST} random bytes"
+        raise ConfigError.because(option, problem, HOW_TO_MAKE)
+    return key

@@ -1,0 +1,1 @@
+"""Options of how steps run: compilation, pipelines, recording, profiling, sleep."""

@@ -1,0 +1,129 @@
+"""Step shapes that are compiled before serving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, fields, replace
+from enum import IntEnum
+from typing import Any
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.platforms import Platform
+from jaxengine.config.base.values import plain, whole_number
+from jaxengine.scheduler.batches.buckets import Buckets
+
+
+class CompilationMode(IntEnum):
+    """vLLM's names of `CompilationConfig.mode`; only VLLM_COMPILE exists here."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+    DYNAMO_TRACE_ONCE = 2
+    VLLM_COMPILE = 3
+
+
+class CompilationLevel(IntEnum):
+    """Earlier names of CompilationMode."""
+
+    NO_COMPILATION = 0
+    DYNAMO_AS_IS = 1
+    DYNAMO_ONCE = 2
+    PIECEWISE = 3
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """Step shapes that are compiled before serving (vLLM: captured CUDA graphs).
+
+    Attributes:
+      cudagraph_capture_sizes: numbers of sequences of decode-only steps, None for the platform's;
+        max_num_seqs is always included.
+      prefill_sizes: token counts of steps with prefill, None for the platform's; max_num_batched_tokens is always
+        included.
+      mode: None or 3; every step is compiled as a whole, so lower modes do not exist (`enforce_eager` skips warm-up).
+        A CompilationMode and its name mean its number; the argument `level` is the earlier name of mode.
+    """
+
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    prefill_sizes: tuple[int, ...] | None = None
+    mode: int | None = None
+    level: InitVar[int | None] = None
+
+    def __post_init__(self, level: int | None):
+        """Check and normalise the fields; `level` takes the place of `mode`. Raises ConfigError, which names
+        the field.
+        """
+        if level is not None:
+            if self.mode is not None and _mode(self.mode) != _mode(level):
+                raise ConfigError("compilation_config.level", level, f"as mode, which is {self.mode!r}, or absent")
+            object.__setattr__(self, "mode", level)
+        object.__setattr__(self, "mode", _mode(self.mode))
+        if self.mode not in (None, 3) or isinstance(self.mode, bool):
+            raise ConfigError("compilation_config.mode", self.mode, "None or 3")
+        for name in ("cudagraph_capture_sizes", "prefill_sizes"):
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            listed = isinstance(sizes, (list, tuple))
+            read = [whole_number(plain(size)) for size in sizes] if listed else []
+            if not listed or not all(type(size) is int and size > 0 for size in read):
+                raise ConfigError(f"compilation_config.{name}", sizes, "a list of integers of at least 1")
+            object.__setattr__(self, name, tuple(read))
+
+    @classmethod
+    def read(cls, value: Any) -> CompilationConfig:
+        """Return a CompilationConfig as it is; otherwise one for a dict of its fields, a mode, or None for the
+        defaults. Raises ConfigError for other values, unknown fields, and fields that are not allowed.
+        """
+        value = whole_number(plain(value))
+        if value is None or isinstance(value, cls):
+            return value or cls()
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(mode=value)
+        if not isinstance(value, Mapping):
+            raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 3")
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in (*known, "level"):
+                problem = f"compilation_config has no {name!r} here, where XLA compiles every step whole"
+                raise ConfigError.because("compilation_config", problem, f"it has {', '.join(known)}")
+        return cls(**value)
+
+    def divided(self, parts: int) -> CompilationConfig:
+        """Return a copy whose sizes are divided by the number of replicas that share a batch, `parts`, rounded up."""
+        names = ("cudagraph_capture_sizes", "prefill_sizes")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
+
+    def buckets(
+        self,
+        platform: Platform,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        widths: tuple[int, ...],
+        *,
+        sections: tuple[str, ...] = (),
+    ) -> Buckets:
+        """Return the step shapes of one replica under these limits; sizes that were not given are the platform's.
+
+        widths: numbers of tokens, besides 1, that a decode may have. sections: message sections that some steps with
+        prefill have in addition to the usual ones. Raises ConfigError for sizes beyond the limits.
+        """
+        decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
+        if decode is None:
+            decode = tuple(size for size in platform.decode_sizes if size < max_num_seqs)
+        if prefill is None:
+            prefill = tuple(size for size in platform.prefill_sizes if size < max_num_batched_tokens)
+        try:
+            return Buckets(max_num_seqs, max_num_batched_tokens, decode, prefill, widths, sections=sections)
+        except ValueError as error:
+            raise ConfigError("compilation_config", self, str(error)) from None
+
+
+def _mode(value: Any) -> Any:
+    """Return the number of a mode given by a name of CompilationMode or CompilationLevel, or as a member; another value
+    is returned unchanged.
+    """
+    if isinstance(value, str):
+        value = {mode.name: mode for kind in (CompilationLevel, CompilationMode) for mode in kind}.get(value, value)
+    return int(value) if isinstance(value, IntEnum) else value

@@ -1,0 +1,37 @@
+"""The option plugins: modules or files that register model families of a user's own. Nothing is imported here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.base.errors import ConfigError
+
+OPTION = "plugins"
+_MODULE = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)*")
+
+
+def read_plugins(value: Any) -> tuple[str, ...]:
+    """Return the option's value as a tuple of distinct names, files as absolute paths. value: one name or Path, or a
+    list of them. Raises ConfigError for others; nothing is looked up.
+    """
+    values = [value] if isinstance(value, str | Path) else value
+    if not isinstance(values, Sequence) or not all(isinstance(each, str | Path) for each in values):
+        raise ConfigError(OPTION, value, "a list of modules' names and of .py files")
+    return tuple(dict.fromkeys(_name_of(str(each)) for each in values))
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a plugin's name is that of a file rather than of a module."""
+    return name.endswith(".py") or "/" in name
+
+
+def _name_of(name: str) -> str:
+    """Return a file's absolute path, or a module's name. Raises ConfigError for a text that is neither."""
+    if is_file_name(name):
+        return str(Path(name).expanduser().absolute())
+    if not _MODULE.fullmatch(name):
+        raise ConfigError(OPTION, name, "the name of a module, such as my_models.own, or a .py file")
+    return name

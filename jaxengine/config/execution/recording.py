@@ -1,0 +1,137 @@
+"""Options that find what a device computes wrongly, and what it was asked. record_steps: an engine writes the inputs
+and results of its last steps to files, for `jaxengine replay`. kernel_proof: kernels are run beside plain XLA before
+the engine serves. record_trace: it writes when requests came and how long they were, for `jaxengine simulate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
+
+DETAILS = ("tokens", "layers")
+PROOFS = ("quick", "full", "off")
+# Options that a record has not: secrets, code to run, folders of a machine, and what does not decide what a step
+# computes.
+_LEFT_OUT = """
+    tokenizer tokenizer_revision skip_tokenizer_init download_dir hf_token plugins logits_processors chat_template
+    generation_config override_generation_config compile_cache_dir bundle bundle_key_file kernel_proof
+    kv_cache_scales
+    gpu_memory_utilization
+    kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching enable_chunked_prefill
+    long_prefill_token_threshold scheduling_policy async_scheduling enforce_eager pipeline_parallel_size pipeline_layers
+    nnodes master_addr master_port cluster_key_file cluster_timeout structured_outputs_config pooler_config
+    speculative_config stream_interval sleep_idle_seconds fit profiler_config disable_log_stats record_steps
+    kv_events_config kv_cache_metrics kv_cache_metrics_sample
+    record_steps_limit record_steps_bytes record_trace default_seq_tokens steering_vectors allowed_media_domains
+    allowed_local_media_path media_loading_thread_count media_io_kwargs media_fetch_timeout media_proxy
+    max_media_bytes max_image_pixels max_media_pixels mm_processor_cache_gb mm_processor_cache_type
+    mm_shm_cache_max_object_size_mb
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """The fields of EngineConfig about recorded steps and requests, and the proof of kernels.
+
+    Attributes:
+      record_steps: a folder for the last steps, which `jaxengine replay` runs again on this or another machine; see
+        docs/troubleshooting.md. Steps wait for each other and for the disk. The folder holds what users sent and got.
+      record_steps_limit: steps to keep; the oldest makes room for the next.
+      record_steps_bytes: bytes that all of them may take; a step that is larger alone is left out.
+      record_steps_detail: "tokens" keeps inputs, pages written, logits and tokens; "layers" also the hidden states
+        after each layer, whose steps are compiled for that.
+      kernel_proof: at the first start on a kind of device, run the kernels beside plain XLA before serving, and replace
+        those that fail or are slower: "quick", those of the largest and smallest steps; "full", those of all steps,
+        with more mixes of lengths; "off", none. CPUs have no such kernels; see docs/troubleshooting.md.
+      record_trace: a new file for when each request came, how long it was and which prefixes it shares, for
+        `jaxengine simulate`; see docs/simulate.md. No text and no token ids. Where the file exists, a number follows.
+    """
+
+    record_steps: str | None = None
+    record_steps_limit: int = 16
+    record_steps_bytes: int = 1 << 30
+    record_steps_detail: str = "tokens"
+    kernel_proof: str = "quick"
+    record_trace: str | None = None
+
+
+def check_recording(options: RecordOptions) -> None:
+    """Raise ConfigError for values that are not allowed, and for details of recorded steps without record_steps."""
+    if options.kernel_proof not in PROOFS:
+        raise ConfigError("kernel_proof", options.kernel_proof, ", ".join(PROOFS))
+    for name, most in (("record_steps_limit", 10**8), ("record_steps_bytes", 2**60)):
+        if not 1 <= (value := getattr(options, name)) <= most:
+            raise ConfigError(name, value, f"1 to {most}")
+    if options.record_steps_detail not in DETAILS:
+        raise ConfigError("record_steps_detail", options.record_steps_detail, ", ".join(DETAILS))
+    if options.record_trace is not None and not Path(options.record_trace).name:
+        raise ConfigError("record_trace", options.record_trace, "the name of a new file")
+    if options.record_steps is None:
+        for name in ("record_steps_limit", "record_steps_bytes", "record_steps_detail"):
+            if (value := getattr(options, name)) != getattr(RecordOptions, name):
+                raise ConfigError.because(name, f"{name} is {value!r}, but nothing is recorded", "give record_steps")
+    elif not options.record_steps:
+        raise ConfigError("record_steps", options.record_steps, "the name of a folder")
+
+
+def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError for an engine whose steps cannot be recorded (of a pooling model, one with a tower, without
+    keys and values or with unequal pages; with adapters, drafts, processors, steering, trace replay, stages or nodes),
+    and for a folder, of steps or of the trace, that cannot be written.
+
+    options: of the engine.
+    """
+    if (trace := options["record_trace"]) is not None:
+        parent = Path(trace).expanduser().absolute().parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError("record_trace", trace, "a new file in a folder that can be written")
+        if model.pooler is not None:
+            problem = f"record_trace is given, but {model.architecture} pools and generates nothing"
+            raise ConfigError.because("record_trace", problem, "leave it out")
+    if (folder := options["record_steps"]) is None:
+        return
+    for why, is_so in (
+        (f"{model.architecture} pools and generates nothing", model.pooler is not None),
+        (f"{model.architecture} keeps no keys and values", not model.attending),
+        (
+            f"{model.architecture} takes images or sounds (language_model_only leaves them out)",
+            model.tower is not None,
+        ),
+        (f"layers of {model.architecture} keep pages of different sizes", not model.has_equal_pages),
+        ("enable_lora is given", options["enable_lora"]),
+        ("speculative_config is given", options["speculative_config"] is not None),
+        ("logits_processors are given", bool(options["logits_processors"])),
+        ("steer is given", options["steer"] is not None),
+        ("enable_trace_replay is given", options["enable_trace_replay"]),
+        ("pipeline_parallel_size is more than 1", options["pipeline_parallel_size"] > 1),
+        ("nnodes is more than 1", options["nnodes"] > 1),
+    ):
+        if is_so:
+            problem = f"record_steps is given, but {why}, which is not supported yet"
+            raise ConfigError.because("record_steps", problem, "leave one out")
+    path = Path(folder).expanduser()
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError("record_steps", folder, "a folder that can be written")
+
+
+def replayed_options(config: Any) -> dict[str, Any]:
+    """Return the options of a resolved config that decide what its steps compute, as plain JSON values."""
+    left_out = _LEFT_OUT.split()
+    names = (field.name for field in dataclasses.fields(config) if field.name not in left_out)
+    found = {name: getattr(config, name) for name in names}
+    return {name: dataclasses.asdict(each) if _is_record(each) else each for name, each in found.items()}
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

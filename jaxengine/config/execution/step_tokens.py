@@ -1,0 +1,38 @@
+"""The limit of tokens in a step, max_num_batched_tokens."""
+
+from __future__ import annotations
+
+from jaxengine.config.base.errors import ConfigError
+
+
+def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len: int, chunks: bool, chunk: int) -> int:
+    """Return max_num_batched_tokens: as given, otherwise `usual`, or more if the other options need it.
+
+    asked: the option; None if it is not given. chunks: enable_chunked_prefill; chunk: long_prefill_token_threshold.
+    Raises ConfigError for less than max_num_seqs, and without chunks for less than max_model_len or a threshold.
+    """
+    tokens = max(usual, max_num_seqs, 0 if chunks else max_model_len) if asked is None else asked
+    if tokens < max_num_seqs:
+        raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs, {max_num_seqs}")
+    if not chunks and tokens < max_model_len:
+        allowed = f"at least max_model_len, {max_model_len}, without chunked prefill"
+        raise ConfigError("max_num_batched_tokens", tokens, allowed)
+    if not chunks and chunk:
+        raise ConfigError("long_prefill_token_threshold", chunk, "0, without chunks")
+    return tokens
+
+
+def rank_tokens(tokens: int, asked: int | None, num_ranks: int, max_model_len: int, chunks: bool) -> int:
+    """Return the limit of tokens in a step of one of `num_ranks` replicas that split a batch of `tokens`: an equal
+    share, but without chunks at least a whole prompt (max_model_len).
+
+    asked: max_num_batched_tokens as given, or None; chunks: enable_chunked_prefill. Raises ConfigError if the number
+    was asked for and its share holds no whole prompt.
+    """
+    share = -(-tokens // num_ranks)
+    if chunks or share >= max_model_len:
+        return share
+    if asked is not None:
+        allowed = f"at least {num_ranks * max_model_len}: {num_ranks} ranks share a step, each with whole prompts"
+        raise ConfigError("max_num_batched_tokens", asked, allowed)
+    return max_model_len

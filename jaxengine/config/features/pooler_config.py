@@ -1,0 +1,155 @@
+"""vLLM's pooler_config: how a pooling model answers unless the request overrides it. Also the option hf_overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.values import plain
+from jaxengine.models.config.pooler import POOLING_TYPES
+
+POOLING_TASKS = ("embed", "classify")
+_TASKS = (*POOLING_TASKS, "token_embed", "token_classify")
+ROPE_OPTIONS = ("rope_scaling", "rope_theta")
+# Names that `settle_names` replaces.
+EARLIER = ("override_pooler_config", "task", *ROPE_OPTIONS)
+# vLLM's other fields, with the values that have no effect here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tok_pooling_type": ("ALL",),
+    "enable_chunked_processing": (False,),
+    "max_embed_len": (),
+    "logit_mean": (),
+    "logit_sigma": (),
+    "logit_bias": (),
+    "logit_scale": (),
+    "step_tag_id": (),
+    "returned_token_ids": (),
+}
+_EARLIER = {
+    "seq_pooling_type": "pooling_type",
+    "normalize": "use_activation",
+    "softmax": "use_activation",
+    "activation": "use_activation",
+}
+# Fields of config.json about pooling.
+POOLING_FIELDS = (
+    "num_labels",
+    "id2label",
+    "problem_type",
+    "classifier_from_token",
+    "method",
+    "is_original_qwen3_reranker",
+    "is_matryoshka",
+    "matryoshka_dimensions",
+)
+
+
+@dataclass(frozen=True)
+class PoolerConfig:
+    """Overrides of the checkpoint's pooling; None keeps the checkpoint's value.
+
+    Attributes:
+      task: "embed", "classify", "token_embed" or "token_classify": what requests get that name none.
+      pooling_type: "LAST", "MEAN" or "CLS".
+      use_activation: normalise embeddings, or turn scores into probabilities.
+      dimensions: leading dimensions of embeddings to keep; needs a Matryoshka model.
+    """
+
+    task: str | None = None
+    pooling_type: str | None = None
+    use_activation: bool | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self):
+        """Raise ConfigError, which names the field, for values that are not allowed."""
+        for name, allowed in (("task", _TASKS), ("pooling_type", POOLING_TYPES)):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ConfigError(f"pooler_config.{name}", value, ", ".join(allowed))
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise ConfigError("pooler_config.use_activation", self.use_activation, "True or False")
+        if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
+            raise ConfigError("pooler_config.dimensions", self.dimensions, "a whole number of at least 1")
+
+    @classmethod
+    def read(cls, value: Any) -> PoolerConfig | None:
+        """Return the config for a dict of vLLM's fields, of which earlier names are translated; None for None, a config
+        as it is. Raises ConfigError for unknown fields, fields given twice, and values that are not supported.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        name = "pooler_config"
+        if not isinstance(value, Mapping):
+            raise ConfigError(name, value, "a dict of its fields")
+        known, chosen = [field.name for field in fields(cls)], {}
+        for key, each in value.items():
+            key, each = _EARLIER.get(str(key), str(key)), plain(each)
+            if key in known:
+                if each is not None and chosen.setdefault(key, each) != each:
+                    problem = f"{name} has {key} twice, as {chosen[key]!r} and as {each!r}"
+                    raise ConfigError.because(name, problem, "give it once")
+            elif key not in _NEUTRAL:
+                raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
+            elif each is not None and each not in _NEUTRAL[key]:
+                neutral = " or ".join(map(repr, (None, *_NEUTRAL[key])))
+                problem = f"{name}.{key} is {each!r}, which is not supported yet"
+                raise ConfigError.because(name, problem, f"leave it at {neutral}")
+        return cls(**chosen)
+
+
+def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
+    """Return the dict of config.json's fields that the option hf_overrides gives, None for None; which fields exist is
+    checked against the model's files later. Raises ConfigError for what is not a dict with texts as keys.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError("hf_overrides", value, "a dict of fields of config.json")
+    if other := [name for name in value if not isinstance(name, str)]:
+        raise ConfigError("hf_overrides", other[0], "names of fields of config.json")
+    return value
+
+
+def settle_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with vLLM's earlier ones replaced by their successors: override_pooler_config and task by
+    pooler_config, runner and convert; rope_scaling and rope_theta by hf_overrides.
+
+    Raises ConfigError for an unknown task, and for an option that is given twice with different values.
+    """
+    settled = {name: value for name, value in options.items() if name not in EARLIER}
+    earlier = {"pooler_config": options.get("override_pooler_config"), **_read_task(options.get("task"))}
+    for name, value in earlier.items():
+        if value is not None and settled.setdefault(name, value) != value:
+            raise ConfigError.because(name, f"{name} is given twice", "leave out its earlier name")
+    ropes = {name: options[name] for name in ROPE_OPTIONS if options.get(name) is not None}
+    if not ropes:
+        return settled
+    overrides = settled.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        return settled  # refused where it is read
+    for name, value in ropes.items():
+        if overrides.get(name, value) != value:
+            raise ConfigError.because(name, f"{name} is given twice", "leave it out of hf_overrides")
+    return settled | {"hf_overrides": {**overrides, **ropes}}
+
+
+def _read_task(task: Any) -> dict[str, str]:
+    """Return `runner` and `convert`, as far as vLLM's earlier option `task` determines them; {} for None and "auto".
+    Raises ConfigError for an unknown task.
+    """
+    by_task: dict[str, dict[str, str]] = {
+        "auto": {},
+        "generate": {"runner": "generate"},
+        "embed": {"runner": "pooling", "convert": "embed"},
+        "embedding": {"runner": "pooling", "convert": "embed"},
+        "classify": {"runner": "pooling", "convert": "classify"},
+        "score": {"runner": "pooling"},
+        "reward": {"runner": "pooling"},
+    }
+    if task is None:
+        return {}
+    if not isinstance(task, str) or task not in by_task:
+        raise ConfigError("task", task, ", ".join(by_task))
+    return by_task[task]

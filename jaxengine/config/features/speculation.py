@@ -1,0 +1,279 @@
+"""vLLM's speculative_config: the source of drafts, and their number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.values import plain, whole_number
+
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
+    from jaxengine.models.config.readers.eagle3 import Eagle3Config
+
+NAME = "speculative_config"
+NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR = "ngram", "draft_model", "mtp", "eagle3", "grammar"
+METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR)
+# vLLM's earlier names of a method, one for each family.
+_ALIASES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "glm4_moe_lite_mtp": MTP}
+MAX_DRAFTS = 7
+MAX_LOOKUP = 32
+# Lookups of three tokens, then of two: longer ones rarely match, and single tokens predict little.
+_LOOKUP = (2, 3)
+# Widths of steps: tokens of a decode, the last one and drafts. Each width needs its own programs.
+_WIDTHS = (2, 4, 8)
+# Methods with their own checkpoint, and fields that only some methods have.
+STORED = (DRAFT_MODEL, EAGLE3)
+_OF_DRAFTER = ("model", "revision", "draft_tensor_parallel_size")
+_OF_METHODS = {
+    "prompt_lookup_max": (NGRAM,),
+    "prompt_lookup_min": (NGRAM,),
+    "streams": (EAGLE3,),
+    **dict.fromkeys(_OF_DRAFTER, STORED),
+}
+# Options of a flat form, and the field of each.
+FLAT = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "spec_model": "model",
+    "spec_method": "method",
+    "spec_tokens": "num_speculative_tokens",
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Drafts that each step may verify; output tokens are the same as without.
+
+    Attributes:
+      method: "ngram", which looks the last tokens up among earlier ones; "draft_model", a smaller model; "mtp", the
+        layer of the model's checkpoint that predicts the token after the next; "eagle3", a head with its own checkpoint
+        that reads the model's hidden states; or "grammar", which proposes only tokens that a grammar leaves no choice
+        of. The other methods do that, too.
+      num_speculative_tokens: limit of drafts of a request per step, 1 to 7.
+      prompt_lookup_max: most tokens that an n-gram lookup compares; prompt_lookup_min: fewest. One defaults to the
+        other; without either 3 and 2.
+      model: the draft model or head, named like the engine's `model`; revision: its revision on the hub.
+      draft_tensor_parallel_size: devices that split it; they are those of the model.
+      streams: numbers of layers after which an EAGLE-3 head reads hidden states, from its config.json; not an option.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    model: str | None = None
+    revision: str | None = None
+    draft_tensor_parallel_size: int | None = None
+    streams: tuple[int, ...] | None = field(default=None, repr=False)
+
+    @classmethod
+    def read(cls, value: Any) -> SpeculativeConfig | None:
+        """Return the config for a dict of vLLM's fields, or of another config's fields; None for None, a config as it
+        is. Raises ConfigError for unknown fields, fields that the method does not have, and values that are missing or
+        not allowed.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(NAME, value, "a dict of its fields")
+        known = [each.name for each in fields(cls)]
+        chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
+        if other := next((key for key in chosen if key not in known), None):
+            raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
+        method = _method(chosen.get("model"), chosen.get("method"))
+        other = next((name for name in chosen if method not in _OF_METHODS.get(name, METHODS)), None)
+        if other == "model" and chosen["model"] in (NGRAM, f"[{NGRAM}]"):
+            other = None
+        if other is not None:
+            problem = f"{NAME}.{other} is {chosen[other]!r}, and {method!r} has no {other}"
+            raise ConfigError.because(NAME, problem, f"leave it out, or give method={_OF_METHODS[other][0]!r}")
+        count = chosen.get("num_speculative_tokens")
+        if count is None:
+            problem = f"{NAME}.num_speculative_tokens is not given"
+            raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
+        own: dict[str, Any] = {name: chosen.get(name) for name in _OF_DRAFTER} if method in STORED else {}
+        limits = {"num_speculative_tokens": MAX_DRAFTS}
+        if method == NGRAM:
+            most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
+            least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
+            own = {"prompt_lookup_max": most, "prompt_lookup_min": least}
+            limits |= dict.fromkeys(own, MAX_LOOKUP)
+        if "streams" in chosen:
+            own["streams"] = _read_streams(chosen["streams"])
+        config = cls(method, count, **own)
+        for name, limit in limits.items():
+            given = getattr(config, name)
+            if type(given) is not int or not 1 <= given <= limit:
+                raise ConfigError(f"{NAME}.{name}", given, f"1 to {limit}")
+        if method == NGRAM and own["prompt_lookup_min"] > own["prompt_lookup_max"]:
+            allowed = f"at most prompt_lookup_max, {config.prompt_lookup_max}"
+            raise ConfigError(f"{NAME}.prompt_lookup_min", config.prompt_lookup_min, allowed)
+        for name in ("model", "revision"):
+            if not isinstance(getattr(config, name), str | None):
+                raise ConfigError(f"{NAME}.{name}", getattr(config, name), "a text")
+        return config
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model or head on the devices proposes the drafts."""
+        return self.method not in (NGRAM, GRAMMAR)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether drafts are proposed, besides those that a grammar leaves no alternative to."""
+        return self.method != GRAMMAR
+
+    def guides(self, num_stages: int, max_in_flight: int) -> bool:
+        """Whether proposed drafts get grammar masks: if they are made on the devices, and masks are computed while the
+        step is in flight.
+
+        num_stages: pipeline stages. max_in_flight: limit of steps in flight.
+        """
+        return self.guesses and num_stages == 1 and max_in_flight > 1
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the drafter reads the model's hidden states."""
+        return self.method in (MTP, EAGLE3)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of tokens, besides 1, that a decode may have in one step."""
+        return tuple(sorted({min(width, self.num_speculative_tokens + 1) for width in _WIDTHS}))
+
+
+def _read_streams(given: Any) -> tuple[int, ...]:
+    """Return the field `streams`, which another config's dict may have, as a tuple. Raises ConfigError for others than
+    a list of integers.
+    """
+    if not isinstance(given, list | tuple) or any(type(each) is not int for each in given):
+        raise ConfigError(f"{NAME}.streams", given, "whole numbers, or nothing: the head says them")
+    return tuple(given)
+
+
+def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the flat ones, including vLLM's earlier speculative_model, replaced by
+    speculative_config.
+
+    Raises ConfigError, whose param is the flat option, for one that is given twice or next to speculative_config, and
+    as SpeculativeConfig.read does.
+    """
+    flat = {name: options[name] for name in FLAT if options.get(name) is not None}
+    settled = {name: value for name, value in options.items() if name not in FLAT}
+    if not flat:
+        return settled
+    chosen: dict[str, Any] = {}
+    for name, value in flat.items():
+        if chosen.setdefault(FLAT[name], value) != value:
+            raise ConfigError.because(name, f"{NAME}.{FLAT[name]} is given twice", "give it once")
+    if settled.get(NAME) is not None:
+        raise ConfigError.because(
+            next(iter(flat)), f"{next(iter(flat))} is given together with {NAME}", f"give only {NAME}"
+        )
+    try:
+        return {**settled, NAME: SpeculativeConfig.read(chosen)}
+    except ConfigError as error:
+        error.param = next(iter(flat))  # what was given
+        raise
+
+
+def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError if drafts are asked for and cannot be verified: a model that pools or keeps states, several
+    nodes, steps of one token; for drafts by a model also stages, a tower, layers that free the keys it needs, another
+    split, and "mtp" without its layer. options: fields of EngineConfig by name.
+    """
+    if options[NAME] is None:
+        return
+
+    def refuse(why: str, advice: str = "leave it out") -> ConfigError:
+        return ConfigError.because(NAME, f"{NAME} is given, but {why}", advice)
+
+    if model.pooler is not None:
+        raise refuse(f"{model.architecture} pools and generates nothing")
+    if model.keeps_states:
+        raise refuse(f"{model.architecture} keeps states of sequences, which cannot be rolled back after a wrong draft")
+    if options["nnodes"] > 1:
+        raise refuse(f"nnodes is {options['nnodes']}, and an engine of several processes verifies no drafts yet")
+    if options["max_num_batched_tokens"] < 2:
+        raise refuse(f"max_num_batched_tokens is {options['max_num_batched_tokens']}, which leaves a step no draft")
+    chosen = options[NAME]
+    if not chosen.guesses and options["skip_tokenizer_init"]:
+        raise refuse(f"skip_tokenizer_init is set, and without a tokenizer no request has a {GRAMMAR}")
+    if not chosen.has_model:
+        return
+    if (stages := options["pipeline_parallel_size"]) > 1:
+        raise refuse(f"pipeline_parallel_size is {stages}, and {chosen.method} needs a single stage")
+    if chosen.method == MTP and not model.num_nextn_predict_layers:
+        raise refuse(f"num_nextn_predict_layers of this {model.architecture} is 0")
+    if model.tower is not None:
+        raise refuse(f"{model.architecture} takes images, and {chosen.method} does not", "limit each modality to 0")
+    hybrid = not options["disable_hybrid_kv_cache_manager"]
+    if hybrid and all(each.reach is not None for each in model.attention):
+        why = f"every layer of {model.architecture} frees keys that {chosen.method} needs"
+        raise refuse(why, "give disable_hybrid_kv_cache_manager, which keeps them, or leave it out")
+    if (size := chosen.draft_tensor_parallel_size) not in (None, options["tensor_parallel_size"]):
+        allowed = f"{options['tensor_parallel_size']}, tensor_parallel_size: the drafter is split like the model"
+        raise ConfigError(f"{NAME}.draft_tensor_parallel_size", size, allowed)
+
+
+def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if the model `draft` cannot propose drafts for `model`: another vocabulary, or it pools, has a
+    tower or keeps states.
+    """
+    if draft.vocab_size != model.vocab_size:
+        what = f"has a vocabulary of {draft.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
+    elif draft.pooler is not None:
+        what = "pools and generates nothing"
+    elif draft.tower is not None:
+        what = "takes images, and drafts are made from tokens alone"
+    elif draft.keeps_states:
+        what = "keeps states of sequences, which cannot be rolled back after a wrong draft"
+    else:
+        return
+    problem = f"{NAME}.model, a {draft.architecture}, {what}"
+    raise ConfigError.because(NAME, problem, "name a text model of the same vocabulary that keeps keys and values")
+
+
+def check_head(head: Eagle3Config, model: ModelConfig) -> None:
+    """Raise ConfigError for an EAGLE-3 head that was made for another model than `model`: another hidden size or
+    vocabulary, layers that are not there or not ascending, or a model with several hidden states a token.
+    """
+    last = model.num_layers
+    if head.target_size != model.hidden_size:
+        what = f"reads hidden states of {head.target_size} numbers, and {model.architecture} has {model.hidden_size}"
+    elif head.vocab_size != model.vocab_size:
+        what = f"has a vocabulary of {head.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
+    elif model.num_streams > 1:
+        what = f"reads one hidden state of a token, and {model.architecture} has {model.num_streams}"
+    elif list(head.streams) != sorted(set(head.streams)) or not 0 <= head.streams[0] <= head.streams[-1] <= last:
+        what = f"reads hidden states after {list(head.streams)} layers, and {model.architecture} has {last} layers"
+    else:
+        return
+    raise ConfigError.because(NAME, f"{NAME}.model, an EAGLE-3 head, {what}", "name one that was made for this model")
+
+
+def _method(model: Any, method: Any) -> str:
+    """Return the name of the drafting method: the given one; else, as in earlier vLLM versions, "ngram" for a model
+    named "[ngram]" and "draft_model" for another model.
+
+    model, method: as given, None for none. Raises ConfigError for an unknown method, none, and one whose model is
+    missing.
+    """
+    if method == "eagle":
+        problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"
+        raise ConfigError.because(NAME, problem, f"give an EAGLE-3 head of the model with method={EAGLE3!r}")
+    if model is not None and method is None:
+        method = NGRAM if model in (NGRAM, f"[{NGRAM}]") else DRAFT_MODEL
+    method = _ALIASES.get(method, method) if isinstance(method, str) else method
+    if method not in METHODS:
+        what = f"{NAME}.method is {method!r}" if method is not None else f"{NAME} has no method"
+        built = ", ".join(map(repr, METHODS))
+        raise ConfigError.because(
+            NAME, f"{what}, and built are {built}", f"give method={NGRAM!r}, or name a draft model"
+        )
+    if method in STORED and model is None:
+        raise ConfigError.because(NAME, f"{NAME}.method is {method!r} without a model", f"name it in {NAME}.model")
+    return method

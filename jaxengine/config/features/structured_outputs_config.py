@@ -1,0 +1,85 @@
+"""vLLM's structured_outputs_config: how structured outputs are read unless a request overrides it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.values import plain
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
+# vLLM's other fields, with the values that have no effect here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "disable_fallback": (False, True),  # there is one backend
+    "reasoning_parser": ("",),
+    "reasoning_parser_plugin": ("",),
+    "enable_in_reasoning": (False,),
+}
+_ADVICE = {"reasoning_parser": "give it to the server: jaxengine serve --reasoning-parser"}
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """Defaults for requests with a JSON schema. A request may switch each on, and disable_additional_properties off.
+
+    Attributes:
+      backend: one of vLLM's. The name changes nothing: grammars are llguidance's.
+      disable_any_whitespace: no white space between the parts of JSON, unless a request gives a pattern for it.
+      disable_additional_properties: objects have only the properties that their schema lists, unless it says otherwise
+        and if that is safe (jaxengine.requests.structured.closed_objects).
+      lenient: ignore keywords that no grammar can enforce, and read oneOf as anyOf, instead of refusing.
+    """
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
+    lenient: bool = False
+
+    def __post_init__(self):
+        """Raise ConfigError for values that are not allowed; log a backend other than "auto" and "guidance", which
+        changes nothing.
+        """
+        if self.backend not in BACKENDS:
+            raise ConfigError("structured_outputs_config.backend", self.backend, ", ".join(BACKENDS))
+        if self.backend not in ("auto", "guidance"):
+            name = "structured_outputs_config.backend"
+            logger.info("%s=%r changes nothing here: grammars are llguidance's", name, self.backend)
+        for name in self.switches():
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"structured_outputs_config.{name}", getattr(self, name), "True or False")
+
+    @classmethod
+    def switches(cls) -> tuple[str, ...]:
+        """Return the names of the boolean fields."""
+        return tuple(field.name for field in fields(cls) if field.name != "backend")
+
+    @classmethod
+    def read(cls, value: Any) -> StructuredOutputsConfig:
+        """Return the config for a dict of fields, vLLM's or ours, or None for the defaults. A config is returned as it
+        is. Raises ConfigError for unknown fields and values that are not supported.
+        """
+        if value is None or isinstance(value, cls):
+            return value or cls()
+        name = "structured_outputs_config"
+        if not isinstance(value, Mapping):
+            raise ConfigError(name, value, "a dict of its fields")
+        known = [field.name for field in fields(cls)]
+        chosen = {str(key): plain(each) for key, each in value.items()}
+        for key in [key for key in chosen if key not in known]:
+            if key not in _NEUTRAL:
+                raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
+            if (each := chosen.pop(key)) is not None and each not in _NEUTRAL[key]:
+                neutral = " or ".join(map(repr, _NEUTRAL[key]))
+                advice = _ADVICE.get(key, f"leave it at {neutral}")
+                raise ConfigError.because(name, f"{name}.{key} is {each!r}, which is not supported here", advice)
+        return cls(**chosen)
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Return the names of the boolean fields that are True."""
+        return tuple(name for name in self.switches() if getattr(self, name))

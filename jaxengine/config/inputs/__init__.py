@@ -1,0 +1,1 @@
+"""Options of what prompts hold: chat templates, pictures, videos, sounds, embeddings."""

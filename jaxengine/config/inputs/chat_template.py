@@ -1,0 +1,54 @@
+"""The option chat_template: a template or, as in vLLM, the name of a file that holds one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.base.errors import ConfigError
+
+_MAX_BYTES = 1 << 20
+_ADVICE = "give a template with {{ }} or {% %} in it, or the name of a file that holds one"
+
+
+def read_chat_template(value: Any) -> Any:
+    """Return the template: `value` itself if it contains template braces, otherwise the content of the file of that
+    name.
+
+    An empty text, and a value that is not text, is returned unchanged. Without this check a file name would be used as
+    a template, and every prompt would be that name. Raises ConfigError for a file that cannot be read or holds no
+    template.
+    """
+    if not isinstance(value, str) or not value or _is_template(value):
+        return value
+    try:
+        text = _read(Path(value).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:  # includes invalid file names and a missing home folder
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError.because(
+            "chat_template", f"chat_template {value[:200]!r} cannot be read ({why})", _ADVICE
+        ) from None
+    if not _is_template(text):
+        raise ConfigError.because(
+            "chat_template", f"the file of chat_template {value[:200]!r} holds no template", _ADVICE
+        )
+    return text
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, at most 1 MiB of UTF-8. Raises OSError; ValueError for a larger file, other bytes, and
+    anything but a regular file.
+    """
+    path.stat()  # raises OSError with the reason if there is none
+    if not path.is_file():
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+    return content.decode("utf-8-sig")  # drops a byte order mark, which would begin every prompt
+
+
+def _is_template(text: str) -> bool:
+    """Whether a text has template braces."""
+    return "{{" in text or "{%" in text

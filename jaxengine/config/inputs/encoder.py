@@ -1,0 +1,181 @@
+"""Options of the image encoder: how devices share its work, how much of it a step does, and its caches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.inputs.multimodal import AUDIO, IMAGE, VIDEO
+
+if TYPE_CHECKING:
+    from jaxengine.config.base.platforms import Platform
+    from jaxengine.models.config.model_config import ModelConfig
+    from jaxengine.models.config.tower import TowerConfig
+
+# Caches of preprocessed images; names as in vLLM's guide to optimisation.
+OFF, PROCESSOR, KEY_REPLICATED, SHARED_MEMORY = KINDS = ("off", "processor", "key-replicated", "shared memory")
+# What the API process (or the process that reads prompts) caches, and what the engine caches.
+_PLACES = {
+    OFF: ("nothing", "nothing"),
+    PROCESSOR: ("keys and values", "nothing"),
+    KEY_REPLICATED: ("keys", "keys and values"),
+    SHARED_MEMORY: ("keys, and values in shared memory", "nothing"),
+}
+CACHE_TYPES = ("lru", "shm")
+TP_MODES = ("weights", "data")
+_MAX = 2**20
+# Windows of sounds that a step encodes at most, where its tokens have room for as many.
+_WINDOWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """The fields of EngineConfig about the vision tower, which encodes images.
+
+    Attributes:
+      mm_encoder_tp_mode: "weights": tensor-parallel devices split the tower's weights; "data": each device has all
+        weights and encodes different images, with one exchange at the end.
+      disable_chunked_mm_input: schedule all tokens of an image in one step; always the case for models that attend to
+        images in both directions.
+      max_num_batched_encoder_tokens: limit of image embeddings that one step computes, rounded up to the smallest call
+        of the tower; no image may have more. None for the largest image that the model accepts and max_model_len has
+        room for.
+      encoder_cache_size: image embeddings that are kept on the devices, also for later requests with the same image.
+        None for twice the largest image, at least max_num_batched_tokens.
+      mm_processor_cache_gb: GiB of preprocessed images and videos to keep; 0 for none. With several API processes each
+        of them keeps this much.
+      mm_processor_cache_type: where a server with one API process keeps them: "lru" in the engine's process, with their
+        keys also in the API process; "shm" in memory that both share (Linux). Pixels are sent at most once.
+      mm_shm_cache_max_object_size_mb: MiB of the largest item in shared memory; a larger one is sent each time.
+    """
+
+    mm_encoder_tp_mode: str = "weights"
+    disable_chunked_mm_input: bool = False
+    max_num_batched_encoder_tokens: int | None = None
+    encoder_cache_size: int | None = None
+    mm_processor_cache_gb: float = 4
+    mm_processor_cache_type: str = "lru"
+    mm_shm_cache_max_object_size_mb: int = 128
+
+    @property
+    def mm_processor_cache_bytes(self) -> int:
+        """Return mm_processor_cache_gb in bytes."""
+        return int(self.mm_processor_cache_gb * 2**30)
+
+    def mm_cache_kind(self, num_api_processes: int) -> str:
+        """Return the cache to use, of KINDS. num_api_processes: processes besides the engine's; 0 if there is only one
+        process.
+        """
+        if not self.mm_processor_cache_bytes:
+            return OFF
+        if num_api_processes != 1:
+            return PROCESSOR
+        return SHARED_MEMORY if self.mm_processor_cache_type == "shm" else KEY_REPLICATED
+
+    def mm_cache_placement(self, num_api_processes: int) -> dict[str, Any]:
+        """Return the cache's name ("kind"), what an API process and the engine's keep in it, and the limit of all its
+        copies in bytes ("max_bytes").
+
+        num_api_processes: processes besides the engine's.
+        """
+        kind = self.mm_cache_kind(num_api_processes)
+        api, engine = _PLACES[kind]
+        count = max(1, num_api_processes) if kind == PROCESSOR else 1
+        size = count * self.mm_processor_cache_bytes
+        return {"kind": kind, "api_process": api, "engine": engine, "max_bytes": size}
+
+
+def check_encoder(options: EncoderOptions) -> None:
+    """Raise ConfigError, which names the option, for a mode or cache type that does not exist, numbers out of range,
+    and "shm" on a system without memfd_create.
+    """
+    if options.mm_encoder_tp_mode not in TP_MODES:
+        raise ConfigError("mm_encoder_tp_mode", options.mm_encoder_tp_mode, ", ".join(TP_MODES))
+    for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= _MAX:
+            raise ConfigError(name, value, f"1 to {_MAX}")
+    if not 0 <= options.mm_processor_cache_gb <= _MAX:
+        raise ConfigError("mm_processor_cache_gb", options.mm_processor_cache_gb, f"0 to {_MAX}")
+    if options.mm_processor_cache_type not in CACHE_TYPES:
+        raise ConfigError("mm_processor_cache_type", options.mm_processor_cache_type, ", ".join(CACHE_TYPES))
+    if options.mm_processor_cache_type == "shm" and not hasattr(os, "memfd_create"):
+        raise ConfigError("mm_processor_cache_type", "shm", "lru: this system has no memfd_create")
+    if not 1 <= options.mm_shm_cache_max_object_size_mb <= _MAX:
+        given = options.mm_shm_cache_max_object_size_mb
+        raise ConfigError("mm_shm_cache_max_object_size_mb", given, f"1 to {_MAX}")
+
+
+def settle_encoder(
+    chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    """Return num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of ResolvedConfig,
+    by name.
+
+    The result is empty without a tower. Raises ConfigError for several nodes, no chunked prefill, too small steps for
+    an item that may not be split, and, on a TPU, a tower whose items see themselves in both directions.
+
+    chosen: the other fields of ResolvedConfig, by name; platform: of the kernels. sizes: by modality, (embeddings,
+    patches) of the largest item
+      that requests may contain; at least one, unused without a tower.
+    """
+    tower = model.tower
+    if tower is None:
+        return {}
+    if tower.crosses:
+        from jaxengine.config.inputs.sounds import settle_sounds
+
+        return settle_sounds(chosen, model, platform)
+    encoded = [_most_encoded(chosen, each, sizes) for each in model.towers]
+    most_rows = max(rows for rows, _ in encoded)
+    whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]
+    modalities = [f"{AUDIO}=0" if each.hears else f"{IMAGE}=0,{VIDEO}=0" for each in model.towers]
+    blind = f"let it read text only: limit_mm_per_prompt {','.join(modalities)}"
+    # Decodes come first: they must leave room for a picture that is not split.
+    tokens = chosen["long_prefill_token_threshold"] or chosen["max_num_batched_tokens"]
+    least = chosen["max_num_seqs"] + most_rows if whole else 2
+    for name, wrong, advice in (
+        ("nnodes", chosen["nnodes"] > 1, "leave it 1"),
+        ("enable_chunked_prefill", not chosen["enable_chunked_prefill"], "leave it True"),
+        ("max_num_batched_tokens", chosen["max_num_batched_tokens"] < least, f"give at least {least}"),
+        ("long_prefill_token_threshold", whole and tokens < most_rows, f"give at least {most_rows}, or 0"),
+    ):
+        if wrong:
+            kind = "sounds" if tower.hears else "pictures"
+            problem = f"{name} is {chosen[name]}, which this model does not support with {kind}"
+            raise ConfigError.because(name, problem, f"{advice}, or {blind}")
+    if tower.attends_both_ways and platform.name == "tpu":
+        problem = f"{model.architecture} attends to images in both directions, which the TPU kernels do not"
+        raise ConfigError.because("limit_mm_per_prompt", problem, blind)
+    rows = chosen["encoder_cache_size"] or max(2 * most_rows, chosen["max_num_batched_tokens"])
+    most = [-(-patches // each.unit) * each.unit for each, (_, patches) in zip(model.towers, encoded, strict=True)]
+    limits = {"num_encoder_rows": rows, "max_encoder_patches": most[0], "max_sound_patches": sum(most[1:])}
+    return {**limits, "whole_pictures": whole, "uses_mrope": model.sees_places}
+
+
+def _most_encoded(
+    chosen: Mapping[str, Any], tower: TowerConfig, sizes: Mapping[str, tuple[int, int]]
+) -> tuple[int, int]:
+    """Return the most (embeddings, patches) that a step encodes with a tower. Raises ConfigError for a limit below one
+    window of a sound, and for a model of images whose sizes have sounds alone. chosen: fields of ResolvedConfig, by
+    name; sizes: by modality, (embeddings, patches) of the largest item.
+    """
+    asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
+    if tower.hears:
+        window = min(sizes[AUDIO][0], room)
+        for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
+            if chosen[name] is not None and chosen[name] < window:
+                raise ConfigError(name, chosen[name], f"at least {window}, the embeddings of one window of a sound")
+        most = chosen["max_num_batched_tokens"] if asked is None else asked
+        count = max(1, min(most // window, _WINDOWS if asked is None else most))
+        return window, count * tower.window
+    seen = [size for modality, size in sizes.items() if modality != AUDIO]
+    if not seen:
+        problem = "limit_mm_per_prompt leaves a model that takes images alone none"
+        raise ConfigError.because("limit_mm_per_prompt", problem, f"add {VIDEO}=0, to serve it without its tower")
+    most_rows = max(min(rows, room) for rows, _ in seen)
+    most_patches = max(min(patches, room * tower.merge) for _, patches in seen)
+    return (most_rows, most_patches) if asked is None else (min(most_rows, asked), asked * tower.merge)

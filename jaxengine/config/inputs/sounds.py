@@ -1,0 +1,53 @@
+"""Sizes and refusals of an engine whose model attends to sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxengine.config.base.platforms import Platform
+    from jaxengine.models.config.model_config import ModelConfig
+
+# Sounds that one step encodes at most: on a CPU one takes longer than its request's steps.
+_TOGETHER = {"cpu": 1}
+_USUALLY_TOGETHER = 4
+
+
+def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platform) -> dict[str, Any]:
+    """Return num_encoder_rows, max_encoder_patches and attends_to_sounds of ResolvedConfig, by name.
+
+    Each slot can have a sound of its own; encoder_cache_size gives another number. A step encodes at most
+    max_num_batched_encoder_tokens sounds, 1 on CPUs and 4 elsewhere if that is None. chosen: the other fields of
+    ResolvedConfig, by name; model: with a tower of sounds; platform: of the kernels. Raises ConfigError for stages,
+    nodes, adapters, drafts, logits processors, embeddings, a tower split by items, and another KV dtype than the
+    model's.
+    """
+    tower = model.tower
+    assert tower is not None
+    for name, wrong, advice in (
+        ("pipeline_parallel_size", chosen["pipeline_parallel_size"] > 1, "leave it 1"),
+        ("nnodes", chosen["nnodes"] > 1, "leave it 1"),
+        ("enable_lora", chosen["enable_lora"], "leave it out"),
+        ("speculative_config", chosen["speculative_config"] is not None, "leave it out"),
+        ("logits_processors", bool(chosen["logits_processors"]), "leave them out"),
+        ("enable_mm_embeds", chosen["enable_mm_embeds"], "leave it out"),
+        ("mm_encoder_tp_mode", chosen["mm_encoder_tp_mode"] != "weights", "leave it 'weights'"),
+        ("kv_cache_dtype", chosen["kv_cache_dtype"] != chosen["dtype"], "leave it 'auto'"),
+    ):
+        if wrong:
+            problem = (
+                f"{name} is {chosen[name]!r}, which {model.architecture}, which attends to sounds, does not support"
+            )
+            raise ConfigError.because(name, problem, advice)
+    asked = chosen["max_num_batched_encoder_tokens"]
+    together = _TOGETHER.get(platform.name, _USUALLY_TOGETHER) if asked is None else asked
+    together = min(together, chosen["max_num_seqs"])
+    rows = chosen["encoder_cache_size"] or chosen["max_num_seqs"]
+    return {
+        "num_encoder_rows": rows,
+        "max_encoder_patches": together * tower.unit,
+        "attends_to_sounds": True,
+    }

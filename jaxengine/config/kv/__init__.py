@@ -1,0 +1,1 @@
+"""Options of the KV cache: dtypes, tiers, transfers, events, prefixes."""

@@ -1,0 +1,35 @@
+"""Engine options of models whose layers keep a key for each block of tokens (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_compressed(options: Mapping[str, Any], model: ModelConfig, platform: str) -> dict[str, Any]:
+    """Return no options to change; raise ConfigError for pages that the model's compressed keys cannot have: of codes,
+    of a size that does not fit its blocks, or, on a TPU, of several sizes.
+
+    options: of the engine, with all defaults filled in. platform: of the kernels.
+    """
+    keys = [layer.compressed for layer in model.attention if layer.compressed is not None]
+    rates, size = sorted({each.rate for each in keys if each.rate is not None}), options["block_size"]
+    if not rates:
+        return {}
+    if (dtype := options["kv_cache_dtype"]) not in _DTYPES:
+        allowed = f"auto, float32 or bfloat16 for {model.architecture}, whose compressed keys are kept in no codes"
+        raise ConfigError("kv_cache_dtype", dtype, allowed)
+    if unfit := [rate for rate in rates if size % rate and rate % size]:
+        allowed = f"a multiple or a divisor of the {unfit[0]} tokens of which {model.architecture} keeps one key"
+        raise ConfigError("block_size", size, allowed)
+    if platform == "tpu" and len({tuple(each.page_sizes(size).items()) for each in keys if each.rate}) > 1:
+        problem = f"{model.architecture} keeps pages of several sizes, which the layout of TPUs cannot mix"
+        raise ConfigError.because("model", problem, "serve it on a CPU or a GPU")
+    return {}

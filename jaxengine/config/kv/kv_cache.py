@@ -1,0 +1,76 @@
+"""Storage of keys and values: the values of kv_cache_dtype, and where scales come from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.models.kernel_rows import PLATFORMS as KERNELS
+
+if TYPE_CHECKING:
+    from jaxengine.models.config.model_config import ModelConfig
+
+# vLLM's names, and the dtypes' own.
+_CODES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "int8": "int8",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e5m2": "float8_e5m2",
+}
+# vLLM's names for a scale per token and KV head.
+_PER_TOKEN = ("int8_per_token_head", "fp8_per_token_head")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", *_CODES, *_PER_TOKEN)
+AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
+
+
+def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
+    """Return the name of the pool's dtype, as in jaxengine.models.cache.KVSpec.
+
+    name: value of kv_cache_dtype. quantization: of the checkpoint, None for none. dtype: of the model. platform: of the
+    kernels that read the pool. Raises ConfigError for codes that these kernels do not read.
+    """
+    if name in _PER_TOKEN and not KERNELS[platform].reads_token_scales:
+        codes = ", ".join(each for each in KV_CACHE_DTYPES if each not in _PER_TOKEN)
+        allowed = f"{codes} on {platform}, whose attention kernels read no scales of single tokens"
+        raise ConfigError("kv_cache_dtype", name, allowed)
+    if name == "auto":
+        return getattr(quantization, "kv_dtype", None) or dtype
+    return _CODES.get(name, name)
+
+
+def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: int | None) -> None:
+    """Raise ConfigError if the model's layers differ in a way in which they cannot keep these codes: for scales per
+    token in the size of pages, for other codes in the number of KV heads; or if it has no keys and values at all.
+
+    name: value of kv_cache_dtype. kv_cache_dtype: the pool's dtype that `kv_dtype` returned for it. num_bytes: value of
+    kv_cache_memory_bytes.
+    """
+    if not model.attending:
+        for option, value, allowed in (("kv_cache_dtype", name, AUTO), ("kv_cache_memory_bytes", num_bytes, None)):
+            if value != allowed:
+                raise ConfigError(option, value, f"{allowed!r}: {model.architecture} keeps no keys and values")
+    if name in _PER_TOKEN and not model.has_equal_pages:
+        allowed = f"another one for {model.architecture}, whose layers keep pages of different sizes"
+        raise ConfigError("kv_cache_dtype", name, allowed)
+    if kv_cache_dtype in _CODES.values() and not model.has_equal_heads:
+        allowed = f"auto, float32 or bfloat16 for {model.architecture}, whose layers differ in their number of KV heads"
+        raise ConfigError("kv_cache_dtype", name, allowed)
+
+
+def is_coded(kv_cache_dtype: str) -> bool:
+    """Whether pages of this kv_cache_dtype, the option's value, hold codes whose scales are fixed per layer and KV
+    head.
+    """
+    return kv_cache_dtype in _CODES
+
+
+def check_scales(kv_cache_dtype: str, scales: str) -> None:
+    """Raise ConfigError if kv_cache_scales (`scales`) is given for keys and values that are not codes, or that have a
+    scale per token.
+    """
+    if scales != AUTO and not is_coded(kv_cache_dtype):
+        own = "takes them from each token" if kv_cache_dtype in _PER_TOKEN else "has no scales"
+        allowed = f"{AUTO!r} where kv_cache_dtype is {kv_cache_dtype!r}, which {own}"
+        raise ConfigError("kv_cache_scales", scales, allowed)

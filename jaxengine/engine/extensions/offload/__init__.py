@@ -1,0 +1,1 @@
+"""Pages that leave the devices and come back: when they are due, stores and loads."""

@@ -1,0 +1,276 @@
+"""Pages outside of the devices: moves them between the devices, host memory and a folder, and lets requests wait for
+them.
+
+The engine's thread only dispatches copies and takes those that are done. One thread waits for copies to the host,
+others read files and send pages to the devices, and the folder has a thread that writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
+from jaxengine.engine.extensions.offload.page_loads import Loading, PageLoads
+from jaxengine.engine.extensions.offload.page_stores import OffloadStats, PageStores, Tiers
+from jaxengine.engine.in_flight import InFlight
+from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.stats.metric_types import Counter, Gauge, Histogram, Metric
+from jaxengine.runner.extensions.offload import PageMover
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.weights.weight_update import checksums
+from jaxengine.scheduler.base.request import Request
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.extensions.offload import NAME
+from jaxengine.scheduler.extensions.offload import Offload as Orders
+from jaxengine.tiers.disk import DiskTier
+from jaxengine.tiers.host import LRU, HostTier
+
+logger = logging.getLogger(__name__)
+
+# Period at which an idle engine takes copies that have arrived.
+_REST_SECONDS = 0.02
+
+
+class Offload(LoopExtension):
+    """Loop extension with the tiers.
+
+    Attributes:
+      tiers, stats: stored pages, and counts.
+      mover: copies pages. stores: copies on their way to the host.
+      done: loads that the last `poll` ended.
+      generation: number of times that the pools had forgotten their pages when host memory was last cleared for it.
+      orders: scheduler extension with the pages to be copied and loaded; once attached.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        """Allocate host memory for pages, open the folder, and start the threads. Raises ConfigError for an option that
+        cannot be used.
+        """
+        config = runner.config
+        self.mover: PageMover = runner.extension(NAME)
+        self.done: list[Loading] = []
+        self._runner = runner
+        transfer = config.kv_transfer_config
+        host = HostTier(config.kv_offloading_bytes, LRU if transfer is None else transfer.eviction_policy)
+        if host.capacity < self.mover.page_bytes:
+            name, size = transfer and "kv_transfer_config", f"{self.mover.page_bytes} bytes, one page at least"
+            problem = f"{host.capacity} bytes hold no page"
+            raise ConfigError.because(name or "kv_offloading_size", problem, f"give {size}")
+        self.tiers, self.stats = Tiers(host, _open_disk(self, config)), OffloadStats()
+        self._disk = self.tiers.disk
+        self._something = threading.Event()
+        self._loads = PageLoads(self.mover, self._something)
+        self.stores = PageStores(self.mover, self.tiers, self.stats, self._something, is_bounded=not runner.on_cpu)
+        self.generation = 0
+
+    def attach(self, loop: Loop) -> None:
+        """Store the engine's parts, and give the scheduler the tiers as its store."""
+        super().attach(loop)
+        self.orders: Orders = loop.scheduler.extension(NAME)
+        self.orders.store = self.tiers
+        self._most_decodes = loop.scheduler.config.max_num_seqs
+
+    def poll(self) -> Events:
+        """Store copies that have arrived, write pages that have come into the pools, and set `done`; return the
+        requests of those loads as ready.
+        """
+        if self.done:
+            self.done = []
+        orders = self.orders
+        if not (self._something.is_set() or orders.is_due or self.generation != orders.num_forgotten):
+            return NO_EVENTS  # as in most steps
+        self._something.clear()
+        self._check_generation()
+        self._save()
+        self.stores.keep()
+        self._install()
+        self.done = self._loads.take_done()
+        for each in self.done:
+            self._finish_load(each)
+        return Events(ready=[each.load.request for each in self.done]) if self.done else NO_EVENTS
+
+    def before_forward(self, step: ScheduledStep) -> None:
+        """Dispatch copies of the pages that leave the pools, which the step may overwrite."""
+        if self.orders.is_due:
+            self._save()
+
+    def after_forward(self, step: InFlight | None) -> Events:
+        """Dispatch copies of the pages that the step has filled, and begin the loads that the scheduler has ordered."""
+        if self.orders.is_due:
+            self._save(filled=True)
+        if loads := self.orders.loads:
+            for load in loads:
+                self._loads.start(load, {key: self.tiers.find(key) for key in load.keys}, self.generation)
+            self.orders.loads = []
+        return NO_EVENTS
+
+    def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
+        """Measure for the tiers the rate of computing tokens, in steps with more tokens than decodes alone have."""
+        if step.step.num_tokens > self._most_decodes:  # hardly a step of decodes alone
+            self.tiers.computing.observe(step.step.num_tokens, step.seconds)
+
+    def ended(self, request: Request) -> None:
+        """End the request's orders, and dispatch copies of the pages that it has filled."""
+        self.orders.ended(request)
+        self._save(filled=True)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until a copy or a part of a load has come, `seconds` at most; return False at once without loads."""
+        if not self._loads.is_busy:
+            return False
+        self._something.wait(seconds)
+        return True
+
+    def rest(self) -> float:
+        """Store copies that have arrived; return in how many seconds to call again, inf if none is on its way."""
+        self._check_generation()
+        self.stores.keep()
+        return _REST_SECONDS if self.stores.is_busy else float("inf")
+
+    def shutdown(self) -> None:
+        """End the threads, after all pages copied from the devices are written to the folder."""
+        self.stores.shutdown()
+        self._loads.shutdown()
+        self.stores.keep()
+        if self._disk is not None:
+            self._disk.shutdown()
+
+    def flush(self, seconds: float = 30.0) -> bool:
+        """Wait until all copies dispatched so far are stored, for `seconds` at most; return whether they are."""
+        end = time.monotonic() + seconds
+        self._check_generation()
+        self.stores.flush(end)
+        disk = self.tiers.disk
+        return not self.stores.is_busy and (disk is None or disk.flush(max(0.0, end - time.monotonic())))
+
+    @property
+    def utilities(self) -> dict[str, Any]:
+        return {"flush_kv_offload": self.flush}
+
+    def metrics(self) -> Iterator[Metric | Histogram]:
+        orders, tiers = self.orders, self.tiers
+        for way in ("load", "store"):
+            yield Counter(f"vllm:kv_offload_{way}_bytes", self.stats.bytes[way])
+            yield Counter(f"vllm:kv_offload_{way}_time", self.stats.seconds[way])
+            yield self.stats.sizes[way].metric(f"vllm:kv_offload_{way}_size")
+            yield Counter(f"jaxengine:kv_offload_{way}_pages", self.stats.counts[way])
+        yield Counter("jaxengine:kv_offload_dropped_pages", self.stats.num_dropped)
+        yield Counter("vllm:external_prefix_cache_queries", orders.num_queries)
+        yield Counter("vllm:external_prefix_cache_hits", orders.num_hits)
+        for mode, count in orders.num_by_mode.items():
+            yield Counter("jaxengine:num_preemptions_by_mode", count, {"mode": mode})
+        yield Gauge("vllm:kv_offload_cpu_cache_usage_perc", tiers.host.num_bytes / tiers.host.capacity)
+        if tiers.disk is not None:
+            yield Gauge("jaxengine:kv_offload_disk_bytes", tiers.disk.num_bytes)
+            yield Counter("jaxengine:kv_offload_disk_bad_files", tiers.disk.num_bad)
+            yield Counter("jaxengine:kv_offload_disk_failed_writes", tiers.disk.num_failed)
+
+    def status(self) -> dict[str, Any]:
+        """Return bytes and blocks of the tiers, bytes moved, and prefix tokens looked up and found, as plain JSON."""
+        host, disk = self.tiers.host, self.tiers.disk
+        stored = {"host_bytes": host.num_bytes, "host_capacity": host.capacity, "host_blocks": len(host)}
+        if disk is not None:
+            stored |= {"disk_bytes": disk.num_bytes, "disk_blocks": len(disk), "disk_bad_files": disk.num_bad}
+        moved = {f"{way}_bytes": self.stats.bytes[way] for way in ("load", "store")}
+        return {"kv_offload": stored | moved | {"hits": self.orders.num_hits, "queries": self.orders.num_queries}}
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the weights and the layout of pages, on which their content depends in addition to their keys: 32
+        hexadecimal digits. The first use reads all weights. Raises as `checksums` does.
+        """
+        start = time.monotonic()
+        weights = sorted(checksums(self._runner).items())
+        found = hashlib.sha256(repr((1, weights, self.mover.describe())).encode()).hexdigest()[:32]
+        logger.info("pages are those of %s; weights were read for this name in %.1f s", found, time.monotonic() - start)
+        return found
+
+    def save(self, rank: int, pages: dict[bytes, int], states: dict[bytes, int]) -> None:
+        """Dispatch copies of pages and snapshots of replica `rank`, by key, as they are now; those beyond the room of
+        `stores` are dropped.
+        """
+        orders = self.orders.ranks[rank]
+        orders.pages.filled.update(pages)
+        orders.states.filled.update(states)
+        self._save(filled=True)
+
+    def _save(self, filled: bool = False) -> None:
+        """Dispatch copies of the pages that leave the pools, and empty those orders. filled: also of pages that the
+        newest step has filled. Gives up the folder if the engine's weights are no longer those of its name.
+        """
+        if not self.orders.is_own:
+            self.tiers.disk = None
+        if filled:
+            self.orders.is_due = False
+        for states in (False, True):
+            ranks = []
+            for rank in self.orders.ranks:
+                orders = rank.states if states else rank.pages
+                due = orders.leaving | (orders.filled if filled else {})
+                orders.leaving.clear()
+                if filled:
+                    orders.filled.clear()
+                ranks.append([(key, row) for key, row in due.items() if key not in self.tiers.arriving])
+            if any(ranks):
+                self.stores.send(ranks, states)
+
+    def _install(self) -> None:
+        """Allocate pages and snapshots for the parts of loads that are on the devices, and dispatch their writing; drop
+        parts of loads that began before the pools forgot their pages.
+        """
+        for loading, coming, size in self._loads.take_parts():
+            if loading.generation != self.generation:
+                continue
+            rank = self.orders.ranks[coming.rank]
+            if coming.size:
+                entries = rank.take(coming.keys, loading.load.pages)
+            else:
+                snapshot = rank.take_state(coming.keys[0])
+                entries = [] if snapshot is None else [(coming.keys[0], snapshot)]
+            self._save()  # copies of the earlier content of these pages come first
+            if entries:
+                self.mover.install(coming, entries)
+            loading.num_found += len(entries)
+            self.stats.count("load", len(entries), size, 0.0)
+
+    def _finish_load(self, loading: Loading) -> None:
+        """Count a load whose last part has been installed, and log its error."""
+        if (error := loading.error) is not None:
+            logger.error("pages could not be brought back; they are computed: %s", error)
+        seconds = time.monotonic() - loading.start
+        self.stats.seconds["load"] += seconds
+        if loading.num_found:
+            self.tiers.loading.observe(loading.num_found, seconds)
+
+    def _check_generation(self) -> None:
+        """Clear host memory if the pools have forgotten their pages since the last call."""
+        if self.generation != self.orders.num_forgotten:
+            self.generation = self.orders.num_forgotten
+            self.tiers.host.clear()
+            self.tiers.arriving.clear()
+
+
+def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
+    """Return the tier of the folder of the option, in a subfolder named by `identity`; None without the option.
+
+    Raises ConfigError for a folder that cannot be made.
+    """
+    folder, size = config.kv_offloading_folder, config.kv_offloading_disk_size
+    if folder is None:
+        return None
+    try:
+        capacity = None if size is None else int(size * (1 << 30))
+        disk = DiskTier(folder / offload.identity, capacity, offload.mover.block_bytes)
+    except OSError as error:
+        problem = f"kv_offloading_path {str(folder)!r} cannot be used: {error}"
+        raise ConfigError.because("kv_offloading_path", problem, "name another folder") from None
+    logger.info("%s has %d pages of this model", disk.folder, len(disk))
+    return disk

@@ -1,0 +1,190 @@
+"""Store outside of the devices, and pages and states on their way there.
+
+A thread waits for copies to the host; the engine's thread dispatches them and takes those that are done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+from jaxengine.engine.extensions.offload.page_loads import Block, Place
+from jaxengine.engine.stats.stats import Histogram
+from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, PageMover
+from jaxengine.tiers.disk import DiskTier
+from jaxengine.tiers.host import HostTier
+
+# Upper bounds of the bytes of a transfer, as vLLM has them.
+_SIZE_BOUNDS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
+# Weight of a new measurement in the mean of a rate.
+_WEIGHT = 0.2
+
+
+class Rate:
+    """Mean of measured rates, in which later ones count more.
+
+    Attributes:
+      value: amount per second; None before the first measurement.
+    """
+
+    def __init__(self) -> None:
+        """Begin without measurements."""
+        self.value: float | None = None
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """Add a measurement; one that took no time is left out."""
+        if seconds > 0:
+            new = amount / seconds
+            self.value = new if self.value is None else (1 - _WEIGHT) * self.value + _WEIGHT * new
+
+
+class Tiers:
+    """Host memory and a folder as one store (jaxengine.scheduler.extensions.offload.Store). For the engine's thread.
+
+    Attributes:
+      host: host memory.
+      disk: folder; None without one, or once the engine's weights are no longer those in the folder's name.
+      arriving: keys on their way to the host, with the copy that brings them.
+      elsewhere: keys that other engines have, with the stores to read them from.
+      loading, computing: stored pages brought back and tokens computed per second.
+    """
+
+    def __init__(self, host: HostTier, disk: DiskTier | None):
+        """Begin without keys on their way. disk: None for no folder."""
+        self.host, self.disk = host, disk
+        self.arriving: dict[bytes, Future[dict[bytes, np.ndarray]]] = {}
+        self.elsewhere: dict[bytes, list[Place]] = {}
+        self.loading, self.computing = Rate(), Rate()
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a key is stored, on its way to host memory, or at another engine."""
+        is_here = key in self.host or key in self.arriving or (self.disk is not None and key in self.disk)
+        return is_here or key in self.elsewhere
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep what host memory has, or will get, under these keys, until `unpin`; each call counts."""
+        self.host.pin(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Take back one `pin` of these keys."""
+        self.host.unpin(keys)
+
+    def drop(self, key: bytes) -> None:
+        """Remove a key from host memory and the folder; a copy of it that is on its way is not stored."""
+        self.arriving.pop(key, None)
+        self.host.drop(key)
+        if self.disk is not None:
+            self.disk.drop(key)
+
+    def pays(self, num_stored: int, num_tokens: int) -> bool:
+        """Return whether bringing back num_stored pages takes less time than computing num_tokens tokens, by the rates
+        so far; True while a rate has not been measured.
+        """
+        loading, computing = self.loading.value, self.computing.value
+        return loading is None or computing is None or num_stored / loading < num_tokens / computing
+
+    def find(self, key: bytes) -> Block:
+        """Return a key's content if host memory has it, else the copy that brings it there, else the store to read it
+        from: another engine that has what the folder lacks, or the folder, which may lack it; None without a store.
+        """
+        found = self.host.get(key)
+        if found is not None or (found := self.arriving.get(key)) is not None:
+            return found
+        is_elsewhere = key in self.elsewhere and (self.disk is None or key not in self.disk)
+        return self.elsewhere[key][-1] if is_elsewhere else self.disk
+
+
+class OffloadStats:
+    """Counts of moved pages and states.
+
+    Attributes:
+      counts, bytes, seconds: number, size and time of those moved, by way: "load" or "store".
+      sizes: histograms of the bytes of one transfer, by way.
+      num_dropped: number of those not copied for want of room.
+    """
+
+    def __init__(self) -> None:
+        """Begin without moves."""
+        self.counts = {"load": 0, "store": 0}
+        self.bytes = {"load": 0, "store": 0}
+        self.seconds = {"load": 0.0, "store": 0.0}
+        self.sizes = {"load": Histogram(_SIZE_BOUNDS), "store": Histogram(_SIZE_BOUNDS)}
+        self.num_dropped = 0
+
+    def count(self, way: str, number: int, size: int, seconds: float) -> None:
+        """Count pages and states moved. way: "load" or "store"; size: their bytes; seconds: the time that it took."""
+        self.counts[way] += number
+        self.bytes[way] += size
+        self.sizes[way].observe(size)
+        self.seconds[way] += seconds
+
+
+class PageStores:
+    """Copies to the host that have begun. Public methods are for the engine's thread."""
+
+    def __init__(
+        self, mover: PageMover, tiers: Tiers, stats: OffloadStats, something: threading.Event, *, is_bounded: bool
+    ):
+        """Start the thread. something: an event to set when a copy has arrived. is_bounded: copies hold memory of
+        devices, so that only MAX_LEAVING of the largest size may be on their way.
+        """
+        self._mover, self._tiers, self._stats, self._something = mover, tiers, stats, something
+        self._copies = ThreadPoolExecutor(1, "kv-copies")
+        self._leaving: deque[tuple[Leaving, Future[dict[bytes, np.ndarray]], float]] = deque()
+        self._max_leaving = MAX_LEAVING * SIZES[-1] if is_bounded else 1 << 30
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy is on its way."""
+        return bool(self._leaving)
+
+    @property
+    def room(self) -> int:
+        """Number of further pages and states that may be on their way to the host now."""
+        return max(0, self._max_leaving - sum(len(leaving.entries) for leaving, _, _ in self._leaving))
+
+    def send(self, ranks: list[list[tuple[bytes, int]]], states: bool) -> None:
+        """Dispatch copies of pages, or of snapshots if `states`; those beyond `room` are dropped.
+
+        ranks: for each replica, (key, page id or snapshot) of each; shortened in place to what is copied.
+        """
+        room = self.room
+        for index, own in enumerate(ranks):
+            ranks[index] = own[:room]
+            self._stats.num_dropped += len(own) - len(ranks[index])
+            room -= len(ranks[index])
+        for leaving in self._mover.save_states(ranks) if states else self._mover.save(ranks):
+            future = self._copies.submit(leaving.blocks)
+            future.add_done_callback(lambda _: self._something.set())
+            self._leaving.append((leaving, future, time.monotonic()))
+            self._tiers.arriving |= dict.fromkeys((key for key, _ in leaving.entries), future)
+
+    def keep(self) -> None:
+        """Store the copies that have arrived in host memory and the folder, in the order of their dispatch."""
+        while self._leaving and self._leaving[0][1].done():
+            leaving, future, start = self._leaving.popleft()
+            # Keys dropped meanwhile are left out, but not removed from the result, which a load may be about to read.
+            came = future.result().items()
+            blocks = {key: block for key, block in came if self._tiers.arriving.get(key) is future}
+            size = sum(block.nbytes for block in blocks.values())
+            self._stats.count("store", len(blocks), size, time.monotonic() - start)
+            for key, block in blocks.items():
+                del self._tiers.arriving[key]
+                self._tiers.host.put(key, block)
+                if self._tiers.disk is not None:
+                    self._tiers.disk.write(key, block)
+
+    def flush(self, end: float) -> None:
+        """Wait for the copies so far, until `end` in time.monotonic seconds at most, and store them."""
+        while self._leaving and time.monotonic() < end:
+            wait([self._leaving[0][1]], max(0.0, end - time.monotonic()))
+            self.keep()
+
+    def shutdown(self) -> None:
+        """Wait for the copies so far, and end the thread."""
+        self._copies.shutdown()

@@ -1,0 +1,1 @@
+"""Pooled results of requests and of tokens."""

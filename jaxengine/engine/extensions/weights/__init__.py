@@ -1,0 +1,1 @@
+"""New weights between two steps, pauses and sleep."""

@@ -1,0 +1,89 @@
+"""Pauses of several callers at once: steps continue when the last pause has been released."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from jaxengine.engine.extension import NO_EVENTS, Events, LoopExtension
+from jaxengine.engine.weight_types import PauseMode
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.request import FinishReason, Request
+from jaxengine.scheduler.extensions.intake import Intake
+
+
+class Pauses(LoopExtension):
+    """Loop extension that holds pauses by key. The key None is the operator's pause.
+
+    Attributes:
+      resumed: time.monotonic seconds at which the last pause ended.
+    """
+
+    def __init__(self) -> None:
+        """Begin without pauses."""
+        self._intake = Intake()
+        self._aborts = False
+        # By key, the mode of each pause for the requests that it found: "keep" once it is complete.
+        self._pauses: dict[Any, PauseMode] = {}
+        self.resumed = time.monotonic()
+
+    def hold(self, key: Any, mode: PauseMode) -> None:
+        """Begin a pause, in addition to others, that `release` with the same key ends. mode: see PauseMode."""
+        if mode != "keep":
+            self._intake.close(1 + max((each.arrival_index for each in self.loop.scheduler.requests), default=-1))
+            self._aborts |= mode == "abort"
+        self._pauses[key] = mode
+        self._apply()
+
+    def release(self, key: Any) -> None:
+        """End the pause of a key, complete or not; steps continue when no pause is left. Unknown keys are ignored."""
+        if key in self._pauses:
+            del self._pauses[key]
+            self._apply()
+
+    def _apply(self) -> None:
+        """Pause the scheduler if there are pauses and none waits for requests to end, else let it run. If no pause
+        is left, admit new requests again and set `resumed`; abort none if no pause aborts.
+        """
+        modes = self._pauses.values()
+        self.loop.scheduler.paused = bool(modes) and all(mode == "keep" for mode in modes)
+        self._aborts = self._aborts and "abort" in modes
+        if not modes:
+            self._intake.open()
+            self.resumed = time.monotonic()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any pause has not been released, the operator's, a weight update's or that of a sleep."""
+        return bool(self._pauses)
+
+    def settle(self, key: Any = None) -> bool:
+        """Return whether the pause is complete: no step is in flight, and no pause still waits for requests to end.
+
+        Returns at once. Act on True before another call that may begin a pause. key: the one given to `hold`. Raises
+        RequestError if its pause has been ended meanwhile.
+        """
+        if key not in self._pauses:
+            raise RequestError("the pause has been ended before it was complete; request it again", param="mode")
+        if self.loop.in_flight or not (self.loop.scheduler.paused or not self._earlier()):
+            return False
+        self._pauses = dict.fromkeys(self._pauses, "keep")
+        self._apply()
+        return True
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no step is in flight and none may begin."""
+        return self.loop.scheduler.paused and not self.loop.in_flight
+
+    def poll(self) -> Events:
+        """Return, once after the begin of a pause of mode "abort", the requests that it ends."""
+        if not self._aborts:
+            return NO_EVENTS
+        self._aborts = False
+        return Events(ended=[(request, FinishReason.ABORT, None) for request in self._earlier()])
+
+    def _earlier(self) -> list[Request]:
+        """Return the unfinished requests that a pause lets run to their end."""
+        first = self._intake.first
+        return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]

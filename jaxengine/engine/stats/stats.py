@@ -1,0 +1,291 @@
+"""Counts of an engine's steps and requests. Metric names are in `metrics.py`.
+
+Events are counted where they happen, on the engine's thread: a few array operations a step for all running requests,
+and Python objects only for requests that begin or end.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from jaxengine.engine.stats import metric_types
+from jaxengine.scheduler.base.request import NOT_FINITE, FinishReason, Request
+from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
+from jaxengine.scheduler.batches.buckets import Bucket
+from jaxengine.scheduler.rank import Rank
+
+# Upper bounds as vLLM has them, seconds, so that its dashboards fit.
+FIRST_TOKEN_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
+    *(40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BOUNDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTION_BOUNDS = (0, 1, 2, 5, 10, 20, 50)
+
+
+def bounds_up_to(most: int) -> tuple[int, ...]:
+    """Return the histogram bounds 1, 2, 5, 10, 20, 50, ... that are at most `most`."""
+    steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= most)
+
+
+class Histogram:
+    """Counts of observations by upper bound.
+
+    Attributes:
+      bounds: upper bounds, ascending; a value equal to a bound counts under it.
+      counts: i64[len(bounds) + 1], not cumulative; the last counts values above all bounds.
+      sum: of all observed values.
+    """
+
+    def __init__(self, bounds: Sequence[float]):
+        """Begin without observations. bounds: at least one."""
+        self.bounds = tuple(bounds)
+        self.counts = np.zeros(len(bounds) + 1, np.int64)
+        self.sum = 0.0
+        self._bounds = np.array(bounds, np.float64)
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: np.ndarray) -> None:
+        """Count observations. values: f64[n] with n > 0."""
+        # The tokens of a step mostly came after nearly equal intervals: one bucket has them all.
+        lowest, highest = bisect.bisect_left(self.bounds, values.min()), bisect.bisect_left(self.bounds, values.max())
+        if lowest == highest:
+            self.counts[lowest] += len(values)
+        else:
+            self.counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self.counts))
+        self.sum += float(values.sum())
+
+    def metric(self, name: str, labels: Mapping[str, str] | None = None) -> metric_types.Histogram:
+        """Return the counts as a metric."""
+        totals = accumulate(self.counts.tolist())
+        buckets = dict(zip((*(str(float(bound)) for bound in self.bounds), "+Inf"), totals, strict=True))
+        return metric_types.Histogram(name, buckets, self.sum, buckets["+Inf"], labels or {})
+
+
+class Recent:
+    """Ring of the latest observed values, for percentiles of recent work."""
+
+    def __init__(self, size: int):
+        """Begin without values. size: number of values that are held."""
+        self._values = np.zeros(size)
+        self._count = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Add values f64[n], latest last, in place of the oldest ones; of more than `size` values, keep the latest."""
+        size, first = len(self._values), self._count % len(self._values)
+        values = values[-size:]
+        fits = min(len(values), size - first)
+        self._values[first : first + fits] = values[:fits]
+        self._values[: len(values) - fits] = values[fits:]
+        self._count += len(values)
+
+    def percentiles(self, *shares: float) -> list[float | None]:
+        """Return percentiles of the held values. shares: percentages from 0 to 100. Returns None for each if no value
+        is held.
+        """
+        held = self._values[: min(self._count, len(self._values))]
+        return [float(value) for value in np.percentile(held, shares)] if len(held) else [None] * len(shares)
+
+
+@dataclass
+class BucketUse:
+    """Use of one compiled shape.
+
+    Attributes:
+      num_steps: steps of the shape.
+      num_tokens, num_padding_tokens: their real and padding tokens over all replicas.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_padding_tokens: int = 0
+
+
+@dataclass
+class StepStats:
+    """Counts of steps over the engine's life.
+
+    Attributes:
+      buckets: uses of each compiled shape.
+      num_steps: steps dispatched; num_tokens, num_padding_tokens: their real and padding tokens.
+      schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
+      idle_seconds: time with unfinished requests in which the device had nothing to do, as far as the host sees: from
+        the moment it knew that the device was done until the next step was dispatched.
+      num_generated_tokens: tokens that callers got; tokens sampled after the end of a text are not counted.
+      _num_undelivered_tokens: counted tokens that callers did not get, still to be subtracted from later counts.
+      page_slots_used, page_slots_empty: token slots of pages held by running requests, summed over steps.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_padding_tokens: int = 0
+    num_generated_tokens: int = 0
+    schedule_seconds: float = 0.0
+    dispatch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    update_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    page_slots_used: int = 0
+    page_slots_empty: int = 0
+    buckets: dict[Bucket, BucketUse] = field(default_factory=dict)
+    _num_undelivered_tokens: int = 0
+
+    def count_step(self, step: ScheduledStep, bucket: Bucket, ranks: Sequence[Rank]) -> None:
+        """Count a dispatched step. bucket: its compiled shape; ranks: all replicas, whose used and empty page slots are
+        added.
+        """
+        padding = bucket.num_tokens * len(step.batches) - step.num_tokens
+        for counts in (self, self.buckets[bucket]):
+            counts.num_steps += 1
+            counts.num_tokens += step.num_tokens
+            counts.num_padding_tokens += padding
+        for rank in ranks:
+            held, empty = rank.count_token_slots()
+            self.page_slots_used += held - empty
+            self.page_slots_empty += empty
+
+    def count_generated(self, num_tokens: int) -> None:
+        """Add generated tokens, less those that `count_undelivered` has taken back: the total never decreases."""
+        undelivered = min(num_tokens, self._num_undelivered_tokens)
+        self._num_undelivered_tokens -= undelivered
+        self.num_generated_tokens += num_tokens - undelivered
+
+    def count_undelivered(self, num_tokens: int) -> None:
+        """Take back tokens that were counted but came after their request's text had ended; later counts are reduced by
+        them.
+        """
+        self._num_undelivered_tokens += num_tokens
+
+
+@dataclass
+class RequestStats:
+    """Counts of requests. Each of a request's n outputs counts as one.
+
+    Attributes:
+      num_rejections: requests refused because too many waited.
+      num_corrupted: requests that ended because their logits were not finite.
+      num_prompt_tokens: tokens of completed prompts, including those found in the prefix cache.
+      num_cached_tokens: those of them that were found there when their requests were first admitted.
+      num_external_tokens: those of the cached ones that came from outside of the devices.
+      max_model_len: longest sequence of the engine, which bounds the histograms of tokens.
+      finished: number of requests that ended, by reason.
+      first_token, intervals, time_per_output_token, e2e, preprocessing, queue, prefill, decode, inference: histograms
+        of seconds; `metrics.HELP` says from when to when, under the names in `Metrics`.
+      prompt_tokens, generation_tokens, max_tokens, computed_tokens, preemptions, n: histograms of numbers of a request.
+      most_generated: histogram of the tokens of the longest among the n outputs of one call.
+      step_tokens: histogram of the tokens of a step.
+      recent_first_token, recent_intervals: latest times to first token, and between tokens, in seconds.
+    """
+
+    max_model_len: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    num_rejections: int = 0
+    num_corrupted: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def __post_init__(self):
+        """Make the histograms, whose bounds are constants or depend on max_model_len."""
+        lengths = bounds_up_to(self.max_model_len)
+        self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
+        self.intervals = Histogram(TOKEN_BOUNDS)
+        self.time_per_output_token = Histogram(TOKEN_BOUNDS)
+        self.e2e = Histogram(REQUEST_BOUNDS)
+        self.preprocessing = Histogram(FIRST_TOKEN_BOUNDS)
+        self.queue = Histogram(REQUEST_BOUNDS)
+        self.prefill = Histogram(REQUEST_BOUNDS)
+        self.decode = Histogram(REQUEST_BOUNDS)
+        self.inference = Histogram(REQUEST_BOUNDS)
+        self.prompt_tokens = Histogram(lengths)
+        self.generation_tokens = Histogram(lengths)
+        self.max_tokens = Histogram(lengths)
+        self.computed_tokens = Histogram(lengths)
+        self.preemptions = Histogram(PREEMPTION_BOUNDS)
+        self.n = Histogram(N_BOUNDS)
+        self.most_generated = Histogram(lengths)
+        # Outputs of calls with several: [number that have not ended, tokens of the longest that has], one list a call.
+        self._calls: dict[Request, list[int]] = {}
+        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
+        self.recent_first_token = Recent(1024)
+        self.recent_intervals = Recent(16384)
+
+    def observe_queued(self, requests: Sequence[Request]) -> None:
+        """Count a call by the requests of its n outputs."""
+        self.n.observe(len(requests))
+        if len(requests) > 1:
+            self._calls |= dict.fromkeys(requests, [len(requests), 0])
+
+    def observe_first_token(self, request: Request) -> None:
+        """Count a request whose first token came: its prompt tokens, and the seconds since its arrival."""
+        assert request.first_token_time is not None
+        seconds = request.first_token_time - request.arrival_time
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_cached_tokens += max(request.num_cached_tokens, 0)
+        self.num_external_tokens += request.num_external_tokens
+        self.first_token.observe(seconds)
+        self.recent_first_token.add(np.array([seconds]))
+
+    def observe_intervals(self, intervals: np.ndarray) -> None:
+        """Count the seconds between successive tokens of requests. intervals: f64[n]."""
+        if len(intervals):
+            self.intervals.observe_all(intervals)
+            self.recent_intervals.add(intervals)
+
+    def observe_tokens(self, result: StepResult) -> None:
+        """Count the token intervals and first tokens of a step's result."""
+        for intervals in result.intervals:
+            self.observe_intervals(intervals)
+        for request in result.first_tokens:
+            self.observe_first_token(request)
+
+    def observe_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> int:
+        """Count the end of a request as its caller saw it; return how many of its tokens the caller did not get.
+
+        reason, num_output: its finish reason and the number of tokens for the caller; None: the request's own. The
+        latency histograms leave out requests that never began to run.
+        """
+        reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
+        num_output = num_known if num_output is None else num_output
+        assert reason is not None and request.queued_time is not None and request.finished_time is not None
+        self.finished[reason] += 1
+        self.num_corrupted += request.stop_reason == NOT_FINITE
+        end = request.finished_time
+        self.prompt_tokens.observe(request.num_prompt_tokens)
+        self.generation_tokens.observe(num_output)
+        self.max_tokens.observe(request.max_tokens)
+        call = self._calls.pop(request, [1, 0])
+        call[:] = call[0] - 1, max(call[1], num_output)
+        if not call[0]:
+            self.most_generated.observe(call[1])
+        self.preemptions.observe(request.num_preemptions)
+        self.e2e.observe(end - request.arrival_time)
+        self.preprocessing.observe(request.queued_time - request.arrival_time)
+        began, first, last = request.first_scheduled_time, request.first_token_time, request.last_token_time
+        self.queue.observe((end if began is None else began) - request.queued_time)
+        if began is not None and first is not None:
+            self.prefill.observe(first - began)
+            self.computed_tokens.observe(request.num_prompt_tokens - max(request.num_cached_tokens, 0))
+            self.decode.observe(last - first)
+            self.inference.observe(last - began)
+            if num_output > 1:
+                self.time_per_output_token.observe((last - first) / (num_output - 1))
+        return num_known - num_output

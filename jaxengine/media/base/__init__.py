@@ -1,0 +1,1 @@
+"""What pictures, videos and sounds are to a processor, and the errors of reading them."""

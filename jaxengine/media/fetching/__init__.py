@@ -1,0 +1,1 @@
+"""Bytes of media from addresses, data URLs and uploads."""

@@ -1,0 +1,335 @@
+"""Reads data:, http(s): and file: addresses, as far as the operator allows it.
+
+Addresses come from untrusted clients and are followed from inside the server's network. So hosts must be listed in
+`allowed_media_domains`; a name is resolved once, to public addresses, and exactly these are connected to; redirects are
+not followed; bytes, time and slowness are limited while receiving.
+"""
+
+from __future__ import annotations
+
+import binascii
+import http.client
+import math
+import re
+import socket
+import ssl
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.inputs.multimodal import ANY_DOMAIN, MediaOptions
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.decoding.images import check_bytes, read_file
+from jaxengine.media.fetching import base64_pieces
+from jaxengine.media.fetching.addresses import is_address, is_public, look_up
+from jaxengine.version import __version__
+
+SCHEMES = "data:, http:, https: and file:"
+_PORTS = {"http": 80, "https": 443}
+_MAX_URL_CHARS = 8192
+_PIECE_BYTES = 64 << 10
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_DATA = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
+# A body must arrive at this rate, bytes per second, after the seconds of grace.
+_LEAST_RATE, _GRACE = 4096, 5.0
+# Characters that are sent unescaped after the host (RFC 3986); others are percent-encoded.
+_FORWARDED = "-._~!$&'()*+,;=:@/?%"
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of an address (`url`), in lower case; "" if it has none."""
+    found = _SCHEME.match(url)
+    return found[1].lower() if found else ""
+
+
+def fetch(url: str, options: MediaOptions) -> bytes:
+    """Fetch the address `url`, of the scheme data, http, https or file, and return its content. Blocks; the network for
+    at most options.media_fetch_timeout seconds.
+
+    Raises MediaError for an address that is not allowed, does not answer, or has too much content.
+    """
+    scheme = scheme_of(url)
+    if scheme == "data":
+        return read_data(url, options.max_media_bytes)
+    if scheme in _PORTS:
+        return _fetch_http(url, scheme, options)
+    if scheme == "file":
+        return _read_local(url, options)
+    shown = f"begins with {url[:20]!r}" if not scheme else f"has the scheme {scheme[:20]!r}"
+    raise MediaError(f"{shown}; allowed are addresses of {SCHEMES}")
+
+
+def check_source(url: str, options: MediaOptions) -> None:
+    """Raise MediaError for an address that may not be fetched by these options, without any network access.
+
+    The content of a data URL, the path of a file and the addresses of a host are only checked by `fetch`.
+    """
+    scheme = scheme_of(url)
+    if scheme in _PORTS:
+        _allowed_host(url, scheme, options)
+    elif scheme == "file":
+        _local_root(options)
+    elif scheme != "data":
+        fetch(url, options)
+
+
+def read_data(url: str, limit: int) -> bytes:
+    """Return the bytes of a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
+    head = _DATA.match(url)
+    if head is None:
+        raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")
+    is_base64 = head[1].rpartition(";")[2].strip().lower() == "base64"
+    # Three bytes are four base64 characters, or up to nine percent-encoded ones.
+    check_bytes((len(url) - head.end()) * 3 // 4 - 2 if is_base64 else (len(url) - head.end()) // 3, limit)
+    body = url[head.end() :]
+    try:
+        raw = urllib.parse.unquote_to_bytes(body) if "%" in body or not is_base64 else body.encode("ascii")
+        if is_base64:
+            raw = _from_base64(raw)
+    except (binascii.Error, UnicodeError):
+        raise MediaError(
+            "is not valid base64: data:image/png;base64, must be followed by A-Z, a-z, 0-9, + and /"
+        ) from None
+    check_bytes(len(raw), limit)
+    return raw
+
+
+def _from_base64(text: bytes) -> bytes:
+    """Return the bytes of base64 as found in URLs: white space is ignored, padding is optional. Raises
+    binascii.Error.
+    """
+    size = base64_pieces.PIECE_BYTES
+    text = b"".join([text[at : at + size].translate(None, b" \t\r\n\f") for at in range(0, len(text), size)])
+    return base64_pieces.decode(text + b"=" * (-len(text) % 4))
+
+
+def _read_local(url: str, options: MediaOptions) -> bytes:
+    """Read the file of a file: address. Raises MediaError for a host, query or fragment in it, a path outside of
+    options.allowed_local_media_path (links followed), a file that cannot be read, and more than max_media_bytes.
+    """
+    root = _local_root(options)
+    parts = urllib.parse.urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise MediaError("is not a local file; allowed is file:///folder/name")
+    try:
+        path = Path(urllib.parse.unquote(parts.path, errors="strict")).resolve()
+    except (OSError, RuntimeError, ValueError):  # invalid name, or circular links
+        path = None
+    if path is None or not path.is_relative_to(root):
+        raise MediaError("leads out of the folder from which files may be read (allowed_local_media_path)")
+    return read_file(path, options.max_media_bytes)
+
+
+def _local_root(options: MediaOptions) -> Path:
+    """Return the folder allowed_local_media_path, links resolved. Raises MediaError if it is not set."""
+    if not options.allowed_local_media_path:
+        raise MediaError("is a local file; none may be read, for allowed_local_media_path is not set")
+    return Path(options.allowed_local_media_path).resolve()
+
+
+def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, int, str]:
+    """Check that an http(s) address may be fetched, without looking up its host.
+
+    scheme: "http" or "https". Returns (host in ASCII without a dot at the end, port, percent-encoded path with query).
+    Raises MediaError for an invalid address, one with a user's name, and a host that options do not allow.
+    """
+    if len(url) > _MAX_URL_CHARS:
+        raise MediaError(f"has {len(url)} characters; allowed are {_MAX_URL_CHARS}")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname or "", parts.port or _PORTS[scheme]
+        host = host.rstrip(".").encode("idna").decode() if not host.isascii() else host.rstrip(".")
+    except ValueError:
+        host, port, parts = "", 0, None
+    if parts is None or not host or parts.username is not None or parts.password is not None:
+        raise MediaError("is not a valid web address; allowed is https://host/path")
+    domains = options.allowed_media_domains
+    if not domains:
+        raise MediaError("is an address on the web; none may be fetched, for allowed_media_domains is not set")
+    if ANY_DOMAIN not in domains and host not in domains:
+        raise MediaError("is on a host from which nothing may be fetched (allowed_media_domains)")
+    path = parts.path or "/"
+    return host, port, urllib.parse.quote(f"{path}?{parts.query}" if parts.query else path, safe=_FORWARDED)
+
+
+def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
+    """Fetch an http or https address (`scheme`); return the body. Blocks for at most options.media_fetch_timeout
+    seconds, and closes the connection. Raises MediaError for every failure: a forbidden or unknown host, a timeout, too
+    slow a server, a status other than 200, and too much content.
+    """
+    host, port, path = _allowed_host(url, scheme, options)
+    until = time.monotonic() + options.media_fetch_timeout
+    connection: http.client.HTTPConnection | None = None
+    try:
+        sock = _connect(host, port, options, until)
+        # The connection exists already: http.client must not open one.
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = sock
+        if scheme == "https":
+            connection.sock = sock = _secured(sock, host)
+        connection.request("GET", path, headers=_headers(host, port, scheme))
+        response = connection.getresponse()
+        sock.hurry()
+        return _body(response, options.max_media_bytes)
+    except TimeoutError:
+        if time.monotonic() < until:
+            raise MediaError(f"arrives too slowly; allowed are {_LEAST_RATE} bytes a second and more") from None
+        raise MediaError(f"takes longer than {options.media_fetch_timeout:g} seconds (media_fetch_timeout)") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(f"cannot be fetched ({type(error).__name__})") from None
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
+    """Return the headers of the request for a host; the port is named unless it is the scheme's own."""
+    named = f"[{host}]" if ":" in host else host
+    return {
+        "Host": named if port == _PORTS[scheme] else f"{named}:{port}",
+        "User-Agent": f"jaxengine/{__version__}",
+        "Accept": "image/*, video/*, audio/*",
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }
+
+
+def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
+    """Read the body of a response, to its end, and return it. Raises MediaError for a status other than 200, a
+    compressed body, more than `limit` bytes, and fewer than announced.
+    """
+    if 300 <= response.status < 400:
+        raise MediaError(f"is a redirect (status {response.status}); give the address of the file itself")
+    if response.status != 200:
+        raise MediaError(f"is answered with status {response.status}")
+    if (response.getheader("Content-Encoding") or "identity").lower() != "identity":
+        raise MediaError("is sent compressed, which was not requested")
+    announced, data = response.length, bytearray()
+    check_bytes(announced or 0, limit)
+    while piece := response.read(_PIECE_BYTES):
+        data += piece
+        check_bytes(len(data), limit)
+    if announced is not None and len(data) < announced:
+        raise MediaError(f"ends after {len(data)} of {announced} bytes")
+    return bytes(data)
+
+
+def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
+    """Connect to the first of the host's addresses that answers; all must be public, or the host an address that
+    options.allowed_media_domains lists itself.
+
+    until: deadline by time.monotonic, also of later reads. Raises MediaError for a host that is unknown or not allowed,
+    OSError if none answers, TimeoutError.
+    """
+    named = host in options.allowed_media_domains and is_address(host)
+    found = look_up(host, port, until)
+    # All of them: a name with both public and private addresses is suspicious.
+    if not named and not all(is_public(str(address[0])) for *_, address in found):
+        raise MediaError("is on a host with a private address, which is not contacted")
+    error: OSError | None = None
+    proxy = _proxy(options, until)
+    for family, kind, protocol, _, address in found:
+        sock: _Socket | None = None
+        try:
+            sock = _Socket(family, kind, protocol) if proxy is None else _Socket(*proxy[:3])
+            sock.until = until
+            sock.settimeout(sock.left())
+            if proxy is None:
+                sock.connect(address)
+            else:
+                sock.connect(proxy[4])
+                _tunnel(sock, str(address[0]), port)
+            return sock
+        except (OSError, MediaError) as failure:
+            if sock is not None:
+                sock.close()
+            if isinstance(failure, (TimeoutError, MediaError)):
+                raise
+            error = failure
+    raise error or MediaError("is on an unknown host")
+
+
+def _proxy(options: MediaOptions, until: float) -> Any:
+    """Return the first address of options.media_proxy, as `look_up` does; None without one. until: deadline by
+    time.monotonic. Raises MediaError for an unknown host, TimeoutError.
+    """
+    if not options.media_proxy:
+        return None
+    parts = urllib.parse.urlsplit(options.media_proxy)
+    try:
+        return look_up(parts.hostname or "", parts.port or _PORTS["http"], until)[0]
+    except MediaError:
+        raise MediaError("is reached through a proxy (media_proxy), which is on an unknown host") from None
+
+
+def _tunnel(sock: _Socket, address: str, port: int) -> None:
+    """Ask the proxy that a socket is connected to for a connection to an IP address and port (RFC 9110, 9.3.6), and
+    wait for the answer.
+
+    Raises MediaError for another status than 200 and for no HTTP; OSError, and TimeoutError after the deadline of the
+    socket.
+    """
+    target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
+    head, byte = bytearray(), bytearray(1)
+    while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows is the tunnel's
+        if len(head) > _MAX_URL_CHARS or not sock.recv_into(byte):
+            raise MediaError("is not reached: the proxy (media_proxy) gives no answer of HTTP")
+        head += byte
+    status = head.split(None, 2)[1:2]
+    if status != [b"200"]:
+        raise MediaError("is not reached: the proxy (media_proxy) refuses to connect")
+
+
+class _Timed:
+    """Mixin for sockets with one deadline for all reads, and a least rate from the call of `hurry` on.
+
+    until: the deadline, by time.monotonic.
+    """
+
+    until = 0.0
+    _hurried_at = math.inf
+    _received = 0
+
+    def hurry(self) -> None:
+        """Start to require a minimum rate: from now on the deadline grows with the bytes received, up to `until`."""
+        self._hurried_at, self._received = time.monotonic(), 0
+
+    def left(self) -> float:
+        """Return the seconds until the deadline. Raises TimeoutError if it has passed."""
+        until = min(self.until, self._hurried_at + _GRACE + self._received / _LEAST_RATE)
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def recv_into(self, *args: Any, **options: Any) -> int:
+        """Receive as a socket does, within the deadline. Raises TimeoutError after it."""
+        self.settimeout(self.left())  # pyright: ignore[reportAttributeAccessIssue]
+        count = super().recv_into(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        self._received += count
+        return count
+
+
+class _Socket(_Timed, socket.socket):
+    pass
+
+
+class _TlsSocket(_Timed, ssl.SSLSocket):
+    pass
+
+
+def _secured(sock: _Socket, host: str) -> _TlsSocket:
+    """Return the connection `sock` wrapped in TLS, its certificate verified for `host`; the deadline stays.
+
+    Raises OSError, of which ssl.SSLError and TimeoutError are some.
+    """
+    context = ssl.create_default_context()
+    context.sslsocket_class = _TlsSocket
+    sock.settimeout(sock.left())
+    secured: Any = context.wrap_socket(sock, server_hostname=host)
+    secured.until = sock.until
+    return secured

@@ -1,0 +1,140 @@
+"""Finds where an image's file ends, so that bytes after it need not be kept.
+
+Decoders ignore such bytes, and so do hashes of pixels. Of a file that cannot be followed to its end, all bytes count.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+from collections.abc import Callable
+
+from jaxengine.media.base.errors import MediaError
+from jaxengine.media.decoding.file_types import image_type
+from jaxengine.media.fetching.base64_pieces import PIECE_BYTES
+from jaxengine.media.fetching.fetch import read_data
+
+# Blocks of a file to follow. Images have fewer; a file of empty blocks would take seconds.
+_MOST_BLOCKS = 200_000
+# Bytes to encode at a time, a multiple of three.
+_ENCODED_BYTES = PIECE_BYTES // 4 * 3
+# In a scan of a JPEG: a marker other than a stuffed zero, a restart and a fill byte.
+_NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+
+
+def picture_end(data: bytes) -> int:
+    """Return the number of bytes that belong to the image at the beginning of `data`.
+
+    All of them if it is no image, is of a type whose end is not looked for (TIFF), or cannot be followed to its end.
+    """
+    find = _ENDS.get(image_type(data) or "")
+    try:
+        end = None if find is None else find(data)
+    except (IndexError, struct.error):  # it is cut off
+        end = None
+    return len(data) if end is None else min(end, len(data))
+
+
+def trimmed_url(url: str) -> str:
+    """Return a data URL of the same image without white space and without bytes after the image's end; `url` itself if
+    it has neither.
+
+    Another address, and data that is no image, is returned unchanged.
+    """
+    if url[:5].lower() != "data:":
+        return url
+    try:
+        data = read_data(url, len(url))
+    except MediaError:
+        return url
+    end, kind = picture_end(data), image_type(data)
+    if kind is None:
+        return url
+    pieces = [base64.b64encode(data[at : min(at + _ENCODED_BYTES, end)]) for at in range(0, end, _ENCODED_BYTES)]
+    short = f"data:image/{kind.lower()};base64,{b''.join(pieces).decode()}"
+    return short if end < len(data) or len(short) < len(url) else url
+
+
+def _png(data: bytes) -> int | None:
+    """Return the position in `data` after the block IEND; None if it is too far. Raises struct.error if it is
+    cut off.
+    """
+    at = 8
+    for _ in range(_MOST_BLOCKS):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        at += 12 + length
+        if kind == b"IEND":
+            return at
+    return None
+
+
+def _jpeg(data: bytes) -> int | None:
+    """Return the position in `data` after the end marker; None without one. Raises struct.error or IndexError if it is
+    cut off.
+    """
+    at = 2
+    for _ in range(_MOST_BLOCKS):
+        marker = _NEXT_MARKER.search(data, at)
+        if marker is None:
+            return None
+        kind, at = data[marker.start() + 1], marker.end()
+        if kind == 0xD9:
+            return at
+        if kind != 0x01:
+            at += struct.unpack_from(">H", data, at)[0]
+    return None
+
+
+def _webp(data: bytes) -> int:
+    """Return the length that the RIFF header of `data` announces. Raises struct.error if it is cut off."""
+    (size,) = struct.unpack_from("<I", data, 4)
+    return 8 + size + size % 2
+
+
+def _gif(data: bytes) -> int | None:
+    """Return the position in `data` after the trailer; None for an unknown block or too many. Raises IndexError if it
+    is cut off.
+    """
+    at, in_block = 13 + _gif_table(data[10]), False
+    for _ in range(_MOST_BLOCKS):
+        if in_block:  # a length and so many bytes; a block ends with an empty piece
+            in_block = data[at] != 0
+            at += 1 + data[at]
+        elif data[at] == 0x3B:
+            return at + 1
+        elif data[at] == 0x21:
+            at, in_block = at + 2, True
+        elif data[at] == 0x2C:
+            at, in_block = at + 11 + _gif_table(data[at + 9]), True
+        else:
+            return None
+    return None
+
+
+def _gif_table(flags: int) -> int:
+    """Return the size in bytes of the colour table that these flags announce."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def _bmp(data: bytes) -> int | None:
+    """Return the position in `data` after the pixels of an uncompressed BMP; None for other headers and compressions.
+    Raises struct.error if the header is cut off.
+    """
+    first, header = struct.unpack_from("<II", data, 10)
+    if header < 40:
+        return None
+    width, height, _, bits, compression = struct.unpack_from("<iiHHI", data, 18)
+    if compression not in (0, 3) or width < 1:
+        return None
+    return first + (width * bits + 31) // 32 * 4 * abs(height)
+
+
+# By type, the function data -> length of the file at its beginning; None or an error if it is cut off or damaged.
+_ENDS: dict[str, Callable[[bytes], int | None]] = {
+    "PNG": _png,
+    "JPEG": _jpeg,
+    "WebP": _webp,
+    "GIF": _gif,
+    "BMP": _bmp,
+}

@@ -1,0 +1,1 @@
+"""Parsers of reasoning, by the form that models write it in."""

@@ -1,0 +1,120 @@
+"""Reasoning of gpt-oss, the messages of the channel analysis. Bodies of messages to the user are content.
+
+A message that calls a function stays content as written, for the tool parser. Messages of one kind are separated by a
+line break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from jaxengine.parsers.scan.call_start import CallStarts
+from jaxengine.parsers.scan.events import ContentDelta, Event, ReasoningDelta, ReasoningParser
+from jaxengine.parsers.scan.harmony import (
+    CHANNEL,
+    END,
+    MESSAGE,
+    START,
+    STOP_WORDS,
+    Body,
+    End,
+    HarmonyReader,
+    Header,
+    Part,
+)
+
+
+class HarmonyFormat:
+    """registry.ReasoningFormat of gpt-oss."""
+
+    special_tokens = True
+    # Calls are separate messages before the one that may be constrained.
+    holds_calls = True
+    stop_words = STOP_WORDS
+
+    def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
+        """Create the parser of one output that follows `prompt` and continues the answer `continued`; see
+        registry.ReasoningFormat.open.
+        """
+        return HarmonyReasoningParser(() if calls is None else calls.functions)
+
+    def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
+        """Return reasoning_end of structured_outputs, the channel name and <|message|> of the answer, between which the
+        model may write a constraint; {} for a continued answer; the prompt does not matter. See
+        registry.ReasoningFormat.waits_for.
+        """
+        return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
+
+    def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
+        """Return the fields of stop_after for such an output; None for a continued answer. Calls and remarks before
+        them are not the answer. See registry.ReasoningFormat.answers_after.
+        """
+        return self.waits_for(prompt, continued) or None
+
+    def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
+        """Return the fields of thinking_words, of which only a first message of the channel analysis is limited: what
+        ends and begins reasoning, and the text that closes it.
+
+        None for an output that continues a given answer, the text `continued`; the prompt does not matter.
+        """
+        if continued:
+            return None
+        final = f"{CHANNEL}final"
+        return {
+            "reasoning_end": ((final, MESSAGE), (f"{CHANNEL}commentary",)),
+            "reasoning_begin": f"{CHANNEL}analysis{MESSAGE}",
+            "closing": f"{END}{START}assistant{final}{MESSAGE}",
+        }
+
+
+class HarmonyReasoningParser:
+    """Splitter of one output into reasoning and content. functions: names of the request's functions."""
+
+    late_ends = ()
+
+    def __init__(self, functions: Collection[str]) -> None:
+        self._functions = functions
+        self._reader = HarmonyReader()
+        self._header: Header | None = None
+        self._is_call = False
+        self._said: set[type] = set()
+
+    def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output; return the events that are certain by now."""
+        return self._events(self._reader.feed(text))
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back."""
+        return self._events(self._reader.finish())
+
+    def _events(self, parts: list[Part]) -> list[Event]:
+        """Return the events of these parts, adjacent ones of one kind merged, empty ones left out."""
+        events = [event for part in parts if (event := self._event(part)).text]
+        joined: list[Event] = []
+        for event in events:
+            if joined and type(joined[-1]) is type(event):
+                joined[-1] = type(event)(joined[-1].text + event.text)  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                joined.append(event)
+        return joined
+
+    def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
+        """Return the event of one part, and remember the message it belongs to, with an empty text for a part that is
+        not part of any message's text.
+        """
+        if isinstance(part, Header):
+            self._header, self._is_call = part, part.function(self._functions) is not None
+            if self._is_call:
+                return ContentDelta(part.text)
+            kind = ContentDelta if part.is_said else ReasoningDelta
+            again = kind in self._said
+            self._said.add(kind)
+            return kind("\n" if again else "")
+        header = self._header
+        if isinstance(part, End):
+            self._header = None
+            return ContentDelta(part.word if header is not None and self._is_call else "")
+        if isinstance(part, Body) and header is not None and not self._is_call and not header.is_said:
+            return ReasoningDelta(part.text)
+        return ContentDelta(part.text)

@@ -1,0 +1,313 @@
+"""Parser of reasoning between <think> ... </think>, or other words, at the beginning of an output.
+
+The opening word may be in the prompt already. Later occurrences belong to the answer.
+
+A model may call a tool without the word that ends its reasoning. As in vLLM the beginning of a call ends the reasoning:
+waiting for an end word would hold the call back until the output ends. Unlike vLLM, which takes any opening word of a
+call for one, it must be the beginning of a call of a function that the request has, so reasoning may speak of calls. An
+end word after the call is removed, see message.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.parsers.scan.call_start import CallStarts
+from jaxengine.parsers.scan.events import ContentDelta, Event, ReasoningDelta, ReasoningParser
+from jaxengine.parsers.scan.markers import Marker, Opening
+
+# Characters at the end of a prompt in which the words around reasoning are searched.
+_TAIL_CHARS = 1000
+
+
+@dataclass(frozen=True)
+class ThinkFormat:
+    """registry.ReasoningFormat of a model that encloses reasoning in fixed words.
+
+    Attributes:
+      begins, ends: words around reasoning, and alternative spellings; the model writes the first one.
+      calls: words around calls that reasoning never mentions: such a word ends it, whatever follows.
+      answer: words around the answer, if there are any.
+      always: an output begins with reasoning, with or without the opening word in prompt or output.
+      shown: reasoning stays in the content, between <think> and the end word.
+      special_tokens: see registry.ReasoningFormat.
+    """
+
+    begins: tuple[str, ...] = ("<think>",)
+    ends: tuple[str, ...] = ("</think>",)
+    calls: tuple[str, ...] = ()
+    answer: tuple[str, str] | None = None
+    always: bool = False
+    shown: bool = False
+    special_tokens: bool = False
+
+    holds_calls = False
+    stop_words = ()
+
+    def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
+        """Create the parser of one output that follows `prompt` and continues the answer `continued`, "" for a new one.
+
+        calls: calls that end reasoning; None: no call does.
+        """
+        inside = bool(self._begins_inside(prompt, continued))
+        if self.shown:
+            # The beginning of a continued answer has the word already, or should not have it.
+            return ShownParser(self.begins[0] if inside and not continued else "")
+        parser = ThinkParser(self, inside, calls)
+        return parser if self.answer is None else AnswerParser(parser, *self.answer)
+
+    def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
+        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`;
+        reasoning_begin is None if the output begins inside reasoning; {} if its reasoning is over.
+        """
+        inside = self._begins_inside(prompt, continued)
+        if inside is False:
+            return {}
+        # Calls that end the reasoning are not constrained either: no answer follows them.
+        return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
+
+    def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
+        """Return the fields of stop_after for such an output as in `open`: reasoning_end, and reasoning_begin, None if
+        it begins inside reasoning. Never None here: even after an end word in the prompt, an output may begin with an
+        opening word. calls: whether a parser of tool calls follows.
+        """
+        inside = self._begins_inside(prompt, continued)
+        ends = (*self.ends, *(self.calls if calls else ()))
+        return {"reasoning_end": ends, "reasoning_begin": None if inside else self.begins}
+
+    def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
+        """Return the fields of thinking_words for such an output as in `open`: reasoning_end, the end words and those
+        around calls; reasoning_begin, None if it begins inside reasoning; closing, the end word. Never None here:
+        reasoning may always be opened.
+        """
+        begin = None if self._begins_inside(prompt, continued) else self.begins[0]
+        return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": self.ends[0]}
+
+    def _begins_inside(self, prompt: str, continued: str) -> bool | None:
+        """Whether an output begins inside reasoning, by the words before it or else by `always`.
+
+        prompt, continued: the prompt, and the beginning of the answer after it, "" for a new answer. None: it does not,
+        but may open reasoning. False: reasoning has ended before it, or it continues an answer without reasoning.
+        """
+        for text, decides in ((continued, False), (prompt[-_TAIL_CHARS:].rstrip(), True)):
+            begun = max(_end_of_last(text, word) for word in self.begins)
+            ended = max(_end_of_last(text, word) for word in self.ends)
+            # A prompt may mention the words; only the one at its end counts.
+            if begun != ended and (not decides or max(begun, ended) == len(text)):
+                return begun > ended
+        return True if self.always else False if continued else None
+
+
+def _end_of_last(text: str, word: str) -> int:
+    """Return the position after the last occurrence of `word`; -1 without one."""
+    at = text.rfind(word)
+    return -1 if at < 0 else at + len(word)
+
+
+class ThinkParser:
+    """Splitter of one output into reasoning and content.
+
+    words, calls: what ends reasoning; calls None: no calls do. inside: the output begins with reasoning, with or
+    without opening word.
+    """
+
+    def __init__(self, words: ThinkFormat, inside: bool, calls: CallStarts | None):
+        self._inside = inside
+        self._kept = () if calls is None else words.calls
+        self._starts = [each for each in (() if calls is None else calls.words) if each[0] not in self._kept]
+        self._ends = words.ends
+        self._opening = Opening(*words.begins)
+        self._end = Marker(*words.ends, *self._kept, *dict.fromkeys(each[0] for each in self._starts))
+        # A word that may begin a call, and the text after it that decides.
+        self._word, self._call = "", Opening()
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._state = self._first
+        self.late_ends: tuple[str, ...] = ()
+
+    def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output; return the events that are certain by now."""
+        self._read(text)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back: reasoning, or content if no reasoning was
+        opened.
+        """
+        if self._state == self._first:
+            (self._reasoning if self._inside else self._content).append(self._opening.held)
+        elif self._state == self._thoughts:
+            self._reasoning.append(self._end.take())
+        elif self._state == self._after_word:
+            self._reasoning += [self._word, self._call.held]
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        """Return the events since the last call, and keep them no longer."""
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
+        return _events(reasoning, content)
+
+    def _read(self, text: str) -> None:
+        """Read a text from the current state on."""
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+
+    def _first(self, text: str, at: int) -> int:
+        """State at the output's start, where reasoning may be opened.
+
+        Reads `text` from the position `at`; returns the position after the last character read.
+        """
+        at, found = self._opening.read(text, at)
+        if found is not None:
+            self._state = self._thoughts if self._inside or found else self._answer
+        if found is False:
+            self._read(self._opening.held)  # it may also be the beginning of an end word
+        return at
+
+    def _thoughts(self, text: str, at: int) -> int:
+        """State in reasoning, up to a word that ends it (the answer follows) or may begin a call. Reads `text` from
+        `at`; returns the position after what it read.
+        """
+        plain, at, word = self._end.read(text, at)
+        self._reasoning.append(plain)
+        if word in self._ends:
+            self._state = self._answer
+        elif word in self._kept:
+            self._end_by_call(word)
+        elif word:
+            self._word, self._state = word, self._after_word
+            self._call = Opening(*(each[1:] for each in self._starts if each[0] == word))
+        return at
+
+    def _after_word(self, text: str, at: int) -> int:
+        """State after a word that ends the reasoning if a call of one of the functions begins with it.
+
+        Reads `text` from the position `at`; returns the position after the last character read.
+        """
+        at, found = self._call.read(text, at)
+        if found:
+            self._end_by_call(self._word + self._call.held)
+        elif found is False:
+            self._reasoning.append(self._word)
+            self._state = self._thoughts
+            self._read(self._call.held)
+        return at
+
+    def _end_by_call(self, text: str) -> None:
+        """End the reasoning by a call that begins with this text, which is content; an end word may still come."""
+        self._content.append(text)
+        self.late_ends, self._state = self._ends, self._answer
+
+    def _answer(self, text: str, at: int) -> int:
+        """State after reasoning: all text from `at` is content. Returns the end of the text."""
+        self._content.append(text[at:])
+        return len(text)
+
+
+class ShownParser:
+    """Parser that leaves reasoning in the content. before: the opening word if the prompt has it, which is prepended to
+    the output.
+    """
+
+    late_ends = ()
+
+    def __init__(self, before: str):
+        self._before = before
+
+    def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output; return the events that are certain by now. The first piece gets the opening word
+        in front.
+        """
+        before, self._before = self._before, ""
+        return _events("", before + text)
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back."""
+        return self.feed("")
+
+
+class AnswerParser:
+    """Parser that removes the words around an answer, together with a line break inside each.
+
+    Text after them is content, too, unless it is white space.
+    """
+
+    def __init__(self, inner: ReasoningParser, begin: str, end: str):
+        self._inner = inner
+        self._opening = Opening(begin)
+        self._end = Marker("\n" + end, end)
+        self._space: list[str] = []
+        self._state = self._before
+
+    @property
+    def late_ends(self) -> tuple[str, ...]:
+        """Return the inner parser's words that end reasoning, if a call has ended it without one of them; else ()."""
+        return self._inner.late_ends
+
+    def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output; return the events that are certain by now, without the words around the
+        answer.
+        """
+        return self._unwrap(self._inner.feed(text))
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back."""
+        events = self._unwrap(self._inner.finish())
+        held = self._opening.held if self._state == self._before else self._end.take()
+        return events + _events("", held)
+
+    def _unwrap(self, events: list[Event]) -> list[Event]:
+        """Return the events with the words around the answer removed from content."""
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                found += _events("", self._state(event.text))
+            else:
+                found.append(event)
+        return found
+
+    def _before(self, text: str) -> str:
+        """State before the word that begins the answer. Returns the content of `text` that is certain, "" while the
+        word may still come.
+        """
+        at, found = self._opening.read(text, 0)
+        if found is None:
+            return ""
+        self._state = self._first if found else self._rest
+        return self._first(text[at:]) if found else self._opening.held + text[at:]
+
+    def _first(self, text: str) -> str:
+        """State right after that word: drops a line break. Returns content, as the other states."""
+        if not text:
+            return ""
+        self._state = self._inside
+        return self._inside(text.removeprefix("\n"))
+
+    def _inside(self, text: str) -> str:
+        """State in the answer, up to the word that ends it. Returns content."""
+        plain, at, word = self._end.read(text, 0)
+        if not word:
+            return plain
+        self._state = self._after_answer
+        return plain + self._after_answer(text[at:])
+
+    def _after_answer(self, text: str) -> str:
+        """State after the answer: white space is held, and dropped if nothing follows. Returns content."""
+        self._space.append(text)
+        if not text or text.isspace():
+            return ""
+        self._state = self._rest
+        return "".join(self._space)
+
+    def _rest(self, text: str) -> str:
+        """State in which all text is content."""
+        return text
+
+
+def _events(reasoning: str, content: str) -> list[Event]:
+    """Return the events of these texts, none for an empty one."""
+    events = [ReasoningDelta(reasoning), ContentDelta(content)]
+    return [event for event in events if event.text]

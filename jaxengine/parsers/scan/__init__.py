@@ -1,0 +1,1 @@
+"""Scanners that several parsers use: markers, JSON, Python calls, typed text, events."""

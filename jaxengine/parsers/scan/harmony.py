@@ -1,0 +1,210 @@
+"""Reader of OpenAI's harmony format, which gpt-oss writes: messages with a channel and optionally a recipient.
+
+  <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+  <|message|>{...}<|call|>
+
+See https://cookbook.openai.com/articles/openai-harmony. This file splits the output into messages; tool_harmony and
+reasoning_harmony interpret them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jaxengine.parsers.scan.markers import Marker, Opening
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+# Words that end an answer. Without them some models would continue with an imagined result.
+STOP_WORDS = (CALL, RETURN)
+_MAX_HEADER = 512
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_FUNCTIONS = "functions."
+# Tools of gpt-oss's own, which it addresses without the prefix of functions.
+_OWN_TOOLS = ("python", "browser", "container")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Beginning of a message. text: the header as written, including <|message|>."""
+
+    text: str
+
+    @property
+    def channel(self) -> str:
+        """Name of the message's channel; "" for none."""
+        found = _CHANNEL_NAME.search(self.text)
+        return "" if found is None else found.group(1)
+
+    def function(self, functions: Collection[str]) -> str | None:
+        """Return the name of the function that the message calls, by its recipient; None for other messages.
+
+        A recipient "functions.NAME" calls NAME, even if the request has no such function, unless NAME is empty or not
+        printable. One without the prefix must be in `functions`, the names of the request's functions, and not be a
+        built-in tool of gpt-oss.
+        """
+        found = _RECIPIENT.search(self.text)
+        recipient = "" if found is None else found.group(1)
+        if recipient.startswith(_FUNCTIONS):
+            name = recipient.removeprefix(_FUNCTIONS)
+            return name if name and name.isprintable() else None
+        return recipient if recipient in functions and recipient.partition(".")[0] not in _OWN_TOOLS else None
+
+    @property
+    def is_said(self) -> bool:
+        """Whether the message is addressed to the user."""
+        return self.channel != "analysis" and _RECIPIENT.search(self.text) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Piece `text` of the current message's body."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End of the current message. word: the marker that ended it; "" if the next message or the end of the
+    output did.
+    """
+
+    word: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Piece `text` outside of any message."""
+
+    text: str
+
+
+Part = Header | Body | End | Outside
+
+
+class HarmonyReader:
+    """Splitter of one output, fed in pieces of any size, into parts; adjacent parts of one kind are not merged."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._opening = self._new_opening()
+        self._begin = Marker(START, CHANNEL)
+        self._message = Marker(MESSAGE, END, CALL, RETURN)
+        self._end = Marker(END, CALL, RETURN, START, CHANNEL)
+        self._header: list[str] = []
+        self._room = 0
+        self._state = self._first
+
+    def feed(self, text: str) -> list[Part]:
+        """Read a piece of the output; return the parts that are certain, once."""
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """End the output; return the parts of text that was held back; a header that is not complete is outside text,
+        an open body gets an End.
+        """
+        if self._state == self._first:
+            self._outside(self._opening.held)
+        elif self._state == self._between:
+            self._outside(self._begin.take())
+        elif self._state == self._in_header:
+            self._outside("".join(self._header) + self._message.take())
+        else:
+            self._body(self._end.take())
+            self._parts.append(End())
+        return self._take()
+
+    def _take(self) -> list[Part]:
+        """Return the parts since the last call, and keep them no longer."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    @staticmethod
+    def _new_opening() -> Opening:
+        """Return the search for the words that may begin a message whose <|start|>assistant is in the prompt."""
+        # Words that may begin a message whose <|start|>assistant is in the prompt.
+        return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
+
+    def _first(self, text: str, at: int) -> int:
+        """State at the output's start or after a message, where a message may begin without <|start|>.
+
+        Reads `text` from the position `at`; returns the position after the last character read.
+        """
+        at, found = self._opening.read(text, at)
+        if found is None:
+            return at
+        held, self._opening = self._opening.held, self._new_opening()
+        if found:
+            self._open(held)
+        else:
+            self._state = self._between
+            # The held text may begin a message in another way.
+            self._between(held, 0)
+        return at
+
+    def _between(self, text: str, at: int) -> int:
+        """State between messages: text up to a word that begins a message is outside. Reads `text` from `at`; returns
+        the position after what it read.
+        """
+        plain, at, word = self._begin.read(text, at)
+        self._outside(plain)
+        if word:
+            self._open(word)
+        return at
+
+    def _open(self, word: str) -> None:
+        """Enter a header that begins with this word."""
+        self._header, self._room, self._state = [word], _MAX_HEADER, self._in_header
+        if word.endswith(MESSAGE):
+            self._close_header()
+
+    def _close_header(self) -> None:
+        """Add the Header as read, and enter the body."""
+        self._parts.append(Header("".join(self._header)))
+        self._state = self._in_body
+
+    def _in_header(self, text: str, at: int) -> int:
+        """State in a header, up to <|message|>; a header that is cut off or too long is outside text. Reads `text` from
+        `at`; returns the position after what it read.
+        """
+        plain, read, word = self._message.read(text[at : at + self._room], 0)
+        self._header += [plain, word]
+        self._room -= read
+        if word == MESSAGE:
+            self._close_header()
+        elif word or not self._room:
+            self._outside("".join(self._header))
+            self._state = self._first if word else self._between
+            if not word:  # the held text may begin another one
+                self._between(self._message.take(), 0)
+        return at + read
+
+    def _in_body(self, text: str, at: int) -> int:
+        """State in a body, up to a word that ends the message or begins the next one. Reads `text` from `at`; returns
+        the position after what it read.
+        """
+        plain, at, word = self._end.read(text, at)
+        self._body(plain)
+        if word in (START, CHANNEL):
+            self._parts.append(End())
+            self._open(word)
+        elif word:
+            self._parts.append(End(word))
+            self._state = self._first
+        return at
+
+    def _body(self, text: str) -> None:
+        """Add a piece of the body, unless it is empty."""
+        if text:
+            self._parts.append(Body(text))
+
+    def _outside(self, text: str) -> None:
+        """Add text outside of messages, unless it is empty."""
+        if text:
+            self._parts.append(Outside(text))

@@ -1,0 +1,32 @@
+"""Base of parsers that are state machines, with a method per state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from jaxengine.parsers.scan.events import Collector, Event
+
+
+class StateParser:
+    """Common part of OutputParsers that are state machines.
+
+    Attributes:
+      _state: method of the current state; reads a text from a position and returns the new position.
+    """
+
+    _state: Callable[[str, int], int]
+
+    def __init__(self, new_id: Iterable[str]):
+        """Begin without events. new_id: yields ids, of which each call takes one as it starts."""
+        self._out = Collector(new_id)
+
+    def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output; return the events that are certain by now."""
+        self._read(text)
+        return self._out.take()
+
+    def _read(self, text: str) -> None:
+        """Read a text, which may have been held, from the current state on."""
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)

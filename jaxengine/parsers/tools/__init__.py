@@ -1,0 +1,1 @@
+"""Parsers of tool calls, by the form that models write them in."""

@@ -1,0 +1,104 @@
+"""Parser of tool calls of gpt-oss: messages to functions.NAME with JSON arguments, in OpenAI's harmony format.
+
+The model may omit the prefix of a function that the request has.
+
+Bodies of messages to the user are content. Other messages (reasoning, calls of built-in tools) are content as written;
+a preceding reasoning parser removes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from jaxengine.parsers.scan.call_grammar import CallGrammar, literal
+from jaxengine.parsers.scan.events import Collector, Event
+from jaxengine.parsers.scan.harmony import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    START,
+    Body,
+    HarmonyReader,
+    Header,
+    Outside,
+    Part,
+)
+
+
+def forced_grammar(calls: CallGrammar) -> Iterator[str]:
+    """Yield Lark rules of outputs that call one function, with the top rule `start`; reasoning may precede the call.
+
+    Raises ValueError for a vocabulary without harmony's tokens, and as calls.json does.
+    """
+    tokens = {word: calls.token_id(word) for word in (CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START)}
+    if None in tokens.values():
+        missing = next(word for word, token_id in tokens.items() if token_id is None)
+        raise ValueError(f"the model's vocabulary has no token {missing}, which its calls need")
+    call, channel, constrain, end, message, start = map(calls.word, tokens)
+    yield f'start: (thought {start} "assistant")? call'
+    yield f'thought: {channel} "analysis" {message} /(?s:.*)/ {end}'
+    said = f'{constrain} "json" {message}'
+    named = (f"{literal(f'{name} ')} {said} arguments_{at}" for at, name in enumerate(calls.functions))
+    yield f'call: {channel} "commentary to=functions." ({" | ".join(named)}) {call}'
+    yield from calls.arguments()
+
+
+class HarmonyToolParser:
+    """Parser of the calls of one output. functions: names of the request's functions."""
+
+    def __init__(self, new_id: Iterable[str], functions: Collection[str]):
+        self._out = Collector(new_id)
+        self._functions = functions
+        self._reader = HarmonyReader()
+        self._header = Header("")
+        self._function: str | None = None
+        self._is_blank = True
+
+    def feed(self, text: str) -> list[Event]:
+        """Read a piece of the output; return the events that are certain by now."""
+        self._read(self._reader.feed(text))
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back."""
+        self._read(self._reader.finish())
+        return self._out.finish()
+
+    def _read(self, parts: list[Part]) -> None:
+        """Pass parts of the output on as content or as calls."""
+        for part in parts:
+            if isinstance(part, Header):
+                self._begin(part)
+            elif isinstance(part, Outside):
+                self._out.content(part.text)
+            elif isinstance(part, Body):
+                self._add(part.text)
+            else:
+                self._end(part.word)
+
+    def _begin(self, header: Header) -> None:
+        """Begin a message: start its call, or write the header of one that is not addressed to the user as content."""
+        self._header, self._function, self._is_blank = header, header.function(self._functions), True
+        if self._function is not None:
+            self._out.start(self._function)
+        elif not header.is_said:
+            self._out.content(header.text)
+
+    def _add(self, text: str) -> None:
+        """Add a piece of a body, to the call's arguments or to the content."""
+        if self._function is None:
+            self._out.content(text)
+        else:
+            self._is_blank &= text.isspace()
+            self._out.arguments(text)
+
+    def _end(self, word: str) -> None:
+        """End a message: a call without arguments gets {}; the end word of one that is not addressed to the user is
+        content.
+        """
+        if self._function is not None:
+            self._out.arguments("{}" if self._is_blank else "")
+        elif not self._header.is_said:
+            self._out.content(word)

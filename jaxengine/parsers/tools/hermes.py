@@ -1,0 +1,138 @@
+"""Parser of tool calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+
+Other models use other words. The arguments may be called parameters, the closing word may be missing, and text may
+surround calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jaxengine.parsers.scan.call_grammar import CallGrammar, literal
+from jaxengine.parsers.scan.call_start import object_start
+from jaxengine.parsers.scan.events import Event
+from jaxengine.parsers.scan.json_call import JsonCall, Progress
+from jaxengine.parsers.scan.markers import Marker, Opening
+from jaxengine.parsers.scan.states import StateParser
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n") -> Iterator[str]:
+    """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call; space: text inside of the
+    words.
+
+    Raises as calls.json does.
+    """
+    between = f"{literal(space)} " if space else ""
+    yield "calls: " + calls.listed("call", "\n")
+    yield f"call: {calls.word(begin)} {between}({calls.objects('arguments')}) {between}{calls.word(end) if end else ''}"
+    yield from calls.arguments()
+
+
+def starts(name: str, begin: str = BEGIN) -> Iterator[tuple[str, ...]]:
+    """Yield the beginning of a call of the function `name`, `begin` and a JSON object; see CallStarts.words."""
+    yield (begin, *object_start(name))
+
+
+class HermesToolParser(StateParser):
+    """Parser of calls between two words. begin, end: the words; end "": none."""
+
+    def __init__(self, new_id: Iterable[str], begin: str = BEGIN, end: str = END):
+        super().__init__(new_id)
+        self._words = begin, end
+        # Without a closing word, arguments that are not valid JSON continue until the next call.
+        self._begin, self._end = Marker(begin), Marker(end or begin)
+        self._state = self._content
+        self._opening = Opening("{")
+        self._closing = Opening(end)
+        self._call = self._new_call()
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back: content, or the rest of a call's arguments."""
+        if self._state == self._content:
+            self._out.content(self._begin.take())
+        elif self._state == self._before_object:
+            self._out.content(self._words[0] + self._opening.held)
+        elif self._state == self._object:
+            self._reject()
+        elif self._state == self._after_object:
+            self._out.content(self._closing.held)
+        else:
+            self._out.arguments(self._end.take())
+        return self._out.finish()
+
+    def _content(self, text: str, at: int) -> int:
+        """State in content, up to the opening word. Reads `text` from `at`; returns the position after what it read."""
+        plain, at, found = self._begin.read(text, at)
+        self._out.content(plain)
+        if found:
+            self._open()
+        return at
+
+    def _open(self) -> None:
+        """Enter the state after the opening word."""
+        self._opening, self._call = Opening("{"), self._new_call()
+        self._state = self._before_object
+
+    def _before_object(self, text: str, at: int) -> int:
+        """State after the opening word, before the brace of a call; other text is content, with the word. Reads `text`
+        from `at`; returns the position after what it read.
+        """
+        at, found = self._opening.read(text, at)
+        if found:
+            self._call.read("{", 0)
+            self._state = self._object
+        elif found is False:
+            self._out.content(self._words[0] + self._opening.held)
+            self._state = self._content
+        return at
+
+    def _object(self, text: str, at: int) -> int:
+        """State in the object of a call; an object that is no call becomes content. Reads `text` from `at`; returns the
+        position after what it read.
+        """
+        at, progress = self._call.read(text, at)
+        if progress is Progress.REJECTED:
+            self._reject()
+            self._state = self._content
+        elif progress is Progress.BROKEN:
+            self._state = self._broken
+        elif progress is not Progress.MORE:
+            self._closing = Opening(self._words[1])
+            self._state = self._after_object if self._words[1] else self._content
+        return at
+
+    def _broken(self, text: str, at: int) -> int:
+        """State in arguments that are not valid JSON: they continue until the closing word, or the next call's word if
+        the format has none.
+
+        Reads `text` from the position `at`; returns the position after the last character read.
+        """
+        plain, at, found = self._end.read(text, at)
+        self._out.arguments(plain)
+        if found == self._words[0]:
+            self._open()
+        elif found:
+            self._state = self._content
+        return at
+
+    def _after_object(self, text: str, at: int) -> int:
+        """State after the object, where the closing word may follow. Reads `text` from `at`; returns the position after
+        what it read.
+        """
+        at, found = self._closing.read(text, at)
+        if found is not None:
+            self._state = self._content
+        if found is False:
+            self._content(self._closing.held, 0)  # the held text may be the beginning of another call
+        return at
+
+    def _reject(self) -> None:
+        """Write an object that is no call as content, with the opening word."""
+        if self._call.held:
+            self._out.content(self._words[0] + self._opening.held[:-1] + self._call.held)
+
+    def _new_call(self) -> JsonCall:
+        """Return a reader of the next object."""
+        return JsonCall(self._out, ("arguments", "parameters"), bare=True)

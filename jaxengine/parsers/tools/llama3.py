@@ -1,0 +1,137 @@
+"""Parser of tool calls of Llama 3: one or several {"name": ..., "parameters": {...}} anywhere in a text, or a list of
+them.
+
+<|python_tag|> may precede them, and white space with a semicolon or comma may separate them; neither is content then.
+An object that is not a call is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxengine.parsers.scan.call_grammar import CallGrammar, call_schema
+from jaxengine.parsers.scan.events import Event
+from jaxengine.parsers.scan.json_call import JsonCall, Progress
+from jaxengine.parsers.scan.json_call_list import JsonCallList
+from jaxengine.parsers.scan.states import StateParser
+from jaxengine.schema_references import SchemaDocument, moved, with_definitions
+
+_TAG = "<|python_tag|>"
+_KEYS = ("parameters", "arguments")
+_START = re.compile(r"[<{\[]")
+
+
+def grammar(calls: CallGrammar) -> Iterator[str]:
+    """Yield Lark rules for one or several calls, with the top rule `calls`, without text around them.
+
+    Raises UnresolvedError for a reference of a schema to nowhere, and as calls.json does.
+    """
+    yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
+    # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.
+    for at, (name, schema) in enumerate(calls.functions.items()):
+        definitions: dict[str, Any] = {}
+        document = SchemaDocument(schema)
+        call = call_schema(name, "parameters", moved(document.root, document, definitions))
+        yield f"call_{at}: {calls.json(with_definitions(call, definitions))}"
+    yield f"call: {' | '.join(f'call_{at}' for at in range(len(calls.functions)))}"
+
+
+class Llama3ToolParser(StateParser):
+    """Parser of JSON objects and lists that are calls, wherever they stand."""
+
+    def __init__(self, new_id: Iterable[str]):
+        super().__init__(new_id)
+        # A tag or a separator, which is content unless a call follows.
+        self._before: list[str] = []
+        self._may_separate = False
+        self._num_of_tag = 0
+        self._calls: JsonCall | JsonCallList = JsonCall(self._out, _KEYS)
+        self._state = self._content
+
+    def finish(self) -> list[Event]:
+        """End the output; return the events of text that was held back, as content."""
+        if self._state == self._tag:
+            self._out.content(_TAG[: self._num_of_tag])
+        elif self._state == self._gap:
+            self._out.content("".join(self._before))
+        elif self._state == self._reading:
+            self._release()
+        return self._out.finish()
+
+    def _content(self, text: str, at: int) -> int:
+        """State in content, up to a character that may begin a tag or a call. Reads `text` from `at`; returns the
+        position after what it read.
+        """
+        start = _START.search(text, at)
+        end = len(text) if start is None else start.start()
+        self._out.content(text[at:end])
+        if start is None:
+            return end
+        self._before = []
+        if start.group() == "<":
+            self._num_of_tag, self._state = 0, self._tag
+            return end
+        return self._open(text, end)
+
+    def _tag(self, text: str, at: int) -> int:
+        """State in what may be <|python_tag|>; reads one character. Reads `text` from `at`; returns the position after
+        what it read.
+        """
+        if text[at] != _TAG[self._num_of_tag]:
+            self._out.content(_TAG[: self._num_of_tag])
+            self._state = self._content
+            return at
+        self._num_of_tag += 1
+        if self._num_of_tag == len(_TAG):
+            self._before, self._may_separate, self._state = [_TAG], False, self._gap
+        return at + 1
+
+    def _gap(self, text: str, at: int) -> int:
+        """State after a tag or a call, up to the next call or content.
+
+        Reads the character of `text` at the position `at`; returns the new position, the same if it is content.
+        """
+        char = text[at]
+        if char in "{[":
+            return self._open(text, at)
+        if char.isspace() or (self._may_separate and char in ";,"):
+            self._before.append(char)
+            self._may_separate &= char.isspace()
+            return at + 1
+        self._out.content("".join(self._before))
+        self._state = self._content
+        return at
+
+    def _open(self, text: str, at: int) -> int:
+        """Begin to read the object or list whose bracket stands at `at`; return the position after the bracket."""
+        self._calls = JsonCall(self._out, _KEYS) if text[at] == "{" else JsonCallList(self._out, _KEYS, bare=False)
+        self._calls.read(text[at], 0)
+        self._state = self._reading
+        return at + 1
+
+    def _reading(self, text: str, at: int) -> int:
+        """State in an object or a list that may be a call. Reads `text` from `at`; returns the position after what it
+        read.
+        """
+        at, progress = self._calls.read(text, at)
+        if progress is Progress.BROKEN:
+            self._state = self._broken
+        elif progress is Progress.REJECTED:
+            self._release()
+            self._state = self._content
+        elif progress is not Progress.MORE:
+            self._before, self._may_separate, self._state = [], True, self._gap
+        return at
+
+    def _broken(self, text: str, at: int) -> int:
+        """State in arguments that are not valid JSON: all of the text from the position `at` on belongs to them, as
+        nothing marks their end. Returns the end of the text."""
+        self._out.arguments(text[at:])
+        return len(text)
+
+    def _release(self) -> None:
+        """Write text that is no call as content, with what is held before it."""
+        if self._calls.held:
+            self._out.content("".join(self._before) + self._calls.held)

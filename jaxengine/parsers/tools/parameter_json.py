@@ -1,0 +1,138 @@
+"""Writer of the arguments of one call as JSON, from parameters whose values are plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set as AbstractSet
+
+from jaxengine.parsers.scan.call_grammar import Schema
+from jaxengine.parsers.scan.events import Collector
+from jaxengine.parsers.scan.typed_text import as_json, types_of
+from jaxengine.schema_references import SchemaDocument, mapping
+
+_STRING = frozenset(("string",))
+_OBJECT = frozenset(("object",))
+# Parameters in which a model may put all arguments as an object, although the function has no parameter of that name.
+_WRAPPERS = ("arguments", "input")
+
+
+class ParameterJson:
+    """Writer of arguments to `out`: a string as it arrives, other values when complete.
+
+    schema: of the function's arguments, None if unknown. verbatim: a line break at the beginning of a value is part of
+    it; otherwise it belongs to the format, as does one at the end of the same value.
+    """
+
+    def __init__(self, out: Collector, schema: Schema | None, verbatim: bool):
+        """Write the opening brace."""
+        self._out = out
+        self._schema = SchemaDocument(schema)
+        rules = self._schema.applicable(self._schema.root)
+        self._properties = {name for each in rules for name in mapping(each.schema, "properties")}
+        self._verbatim = verbatim
+        self._names: set[str] = set()
+        # The value of a parameter that may be a wrapper around all arguments; None if there is none.
+        self._wrapped: str | None = None
+        self._types: frozenset[str] = frozenset()
+        self._value: list[str] = []
+        self._begins = self._own_line = self._is_wrapper = False
+        out.arguments("{")
+
+    @property
+    def may_be_next(self) -> AbstractSet[str] | None:
+        """Return the names of the function's other parameters; None if they are unknown."""
+        return self._properties - self._names if self._properties else None
+
+    def begin(self, name: str, types: frozenset[str] | None) -> None:
+        """Begin the parameter `name`: write its name, unless it may be a wrapper. types: JSON types that its value may
+        have; None for those of the schema.
+        """
+        self._spell_wrapped()
+        self._types = types_of(self._schema, name) if types is None else types
+        is_only = bool(self._properties) and name not in self._properties and not self._names
+        self._is_wrapper = is_only and name in _WRAPPERS
+        if not self._is_wrapper:
+            self._out.arguments(f"{self._name_json(name)}: " + ('"' if self._is_streamed else ""))
+        self._names.add(name)
+        self._value, self._begins, self._own_line = [], True, False
+
+    def add(self, text: str) -> None:
+        """Add text to the value. Line breaks at its end that may belong to the format are held."""
+        if not text:
+            return
+        if self._begins:
+            self._begins, self._own_line = False, text.startswith("\n") and not self._verbatim
+            text = text[self._own_line :]
+        self._value.append(text)
+        if self._is_streamed:
+            said = "".join(self._value)
+            now = _without_breaks(said, 2)
+            self._out.arguments(_escaped(now))
+            self._value = [said[len(now) :]]
+
+    def end_value(self, closed: bool) -> None:
+        """End the value, and write what is held of it.
+
+        closed: its own closing word came. If that word is missing, one more line break at the end of the text, which
+        the format has after the word, is not part of the value.
+        """
+        held = _without_breaks("".join(self._value), self._own_line + (not closed))
+        if self._is_wrapper:
+            self._wrapped = held
+        else:
+            self._out.arguments(_escaped(held) + '"' if self._is_streamed else as_json(held, self._types))
+
+    def end(self) -> None:
+        """End the arguments with the closing brace.
+
+        If the only parameter is a wrapper ("arguments" or "input", which the function lacks) and its value is an object
+        of parameters of the function, that object is emitted in its place.
+        """
+        if self._wrapped is not None:
+            inner = as_json(self._wrapped, _OBJECT)
+            if inner.startswith("{") and json.loads(inner).keys() <= self._properties:
+                self._wrapped = None
+                self._out.arguments(inner[1:-1])
+        self._spell_wrapped()
+        self._out.arguments("}")
+
+    def cut_name(self, name: str, is_complete: bool) -> None:
+        """End an output that ends in a parameter's name, or after it. is_complete: whether the name is complete.
+        Nothing is closed.
+        """
+        self._spell_wrapped()
+        self._out.arguments(self._name_json(name) if is_complete else self._name_json(name).removesuffix('"'))
+
+    def cut_value(self) -> None:
+        """End an output that ends in a parameter's value: write what is held, and close nothing."""
+        text = _without_breaks("".join(self._value), self._own_line)
+        if self._is_wrapper:
+            self._out.arguments(f"{json.dumps(*self._names)}: ")
+        self._out.arguments(_escaped(text) if self._is_streamed else text)
+
+    @property
+    def _is_streamed(self) -> bool:
+        """Whether the value is a string, which is written as it arrives."""
+        return self._types == _STRING and not self._is_wrapper
+
+    def _name_json(self, name: str) -> str:
+        """Return a parameter's name as a JSON key, after a comma unless it is the first."""
+        return f"{', ' if self._names else ''}{json.dumps(name, ensure_ascii=False)}"
+
+    def _spell_wrapped(self) -> None:
+        """Emit the value of a parameter that turned out to be no wrapper."""
+        if self._wrapped is not None:
+            self._out.arguments(f"{json.dumps(*self._names)}: {as_json(self._wrapped, self._types)}")
+            self._wrapped = None
+
+
+def _without_breaks(text: str, most: int) -> str:
+    """Remove up to `most` line breaks from the end of a text."""
+    for _ in range(most):
+        text = text.removesuffix("\n")
+    return text
+
+
+def _escaped(text: str) -> str:
+    """Escape text for use within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

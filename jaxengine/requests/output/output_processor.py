@@ -1,0 +1,420 @@
+"""Processing of outputs: turns token ids into callers' outputs, with text, stop strings and logprobs, and combines a
+request's n outputs.
+
+A request whose caller only waits for the end costs nothing before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxengine.engine.output import EngineOutput, PromptScores, TokenScores
+from jaxengine.requests.output.detokenizer import IncrementalDetokenizer
+from jaxengine.requests.output.flat_logprobs import FlatLogprobs
+from jaxengine.requests.output.found_rows import FoundRows
+from jaxengine.requests.output.outputs import (
+    SAMPLING_FIELDS,
+    CompletionOutput,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    position_logprobs,
+    sampling_columns,
+    weight_spans,
+)
+from jaxengine.requests.output.repetition_detector import STOP_REASON as REPETITION
+from jaxengine.requests.output.repetition_detector import RepetitionDetector
+from jaxengine.requests.params.repetition import RepetitionDetectionParams
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.request import FinishReason, Request
+from jaxengine.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxengine.requests.params.prepared import PreparedRequest
+
+# Range of request tags: a tag and the number of an API process share an int64.
+TAGS = 1 << 31
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One of a request's n outputs, while it grows.
+
+    Attributes:
+      group: the caller's request. index: number of the output in it. request: the engine's request that generates it.
+      detokenizer: None without texts. repetition: None if repetitions do not end the output.
+      token_ids: output tokens so far.
+      logprobs, masses: of each token, as far as requested: log-probabilities, and the numbers of return_sampling_mass.
+      cumulative_logprob: sum of the log-probabilities of the output tokens; 0 if none were requested.
+      num_sent: tokens that earlier outputs of a stream had.
+      found: rows that capabilities returned, by field of CompletionOutput.
+      finish_reason, stop_reason: as of CompletionOutput.
+    """
+
+    group: _Group
+    index: int
+    request: Request
+    detokenizer: IncrementalDetokenizer | None
+    repetition: RepetitionDetector | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    masses: list[np.ndarray] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_sent: int = 0
+    found: dict[str, FoundRows] = field(default_factory=dict)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def append(self, token_id: int) -> tuple[FinishReason, str] | None:
+        """Add a token, one that is not hidden also to the text; return (reason, stop reason) if it ends the output:
+        with the stop string that it completed, or for a repetition. None if it does not.
+        """
+        self.token_ids.append(token_id)
+        repeats = self.repetition is not None and self.repetition.append(token_id)
+        count, least = len(self.token_ids), self.group.params.min_tokens
+        if self.detokenizer is not None and not self._hides(token_id):
+            stop_string = self.detokenizer.append([token_id], check_stop=count > least)
+            if stop_string is not None:
+                return FinishReason.STOP, stop_string
+        # A token that ends the output in another way has that way's reason.
+        if repeats and least <= count < self.request.max_tokens and not self._is_stop_token(token_id):
+            return FinishReason.REPETITION, REPETITION
+        return None
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """End the output for these reasons: set them, settle its text and, if tokens were not reported step by step,
+        take them from the engine's request.
+        """
+        self.finish_reason, self.stop_reason = reason.value, stop_reason
+        if not self.request.per_step:
+            known = self.request.output_token_ids
+            self.token_ids = known[known >= 0].tolist()  # a negative id is not a token, but the way a row failed
+        if self.detokenizer is not None:
+            if not self.request.per_step:
+                hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])
+                self.detokenizer.append(self.token_ids[:-1] if hidden else self.token_ids)
+            self.detokenizer.finish()
+
+    def is_waiting(self, interval: int) -> bool:
+        """Whether its new tokens wait until there are `interval` of them, or as many as the request says. The first
+        and the last token do not wait.
+        """
+        interval = self.group.params.stream_interval or interval
+        return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
+
+    def output(self, kind: RequestOutputKind) -> CompletionOutput:
+        """Return the current output, as the output kind specifies (DELTA: what is new since the last call), and count
+        its tokens as sent.
+        """
+        first = self.num_sent if kind is RequestOutputKind.DELTA else 0
+        self.num_sent = len(self.token_ids)
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
+        scored = self.group.params.num_logprobs is not None
+        num_fed = len(self.group.prompt_token_ids) + len(self.token_ids) - 1
+        skipped = {"routed_experts": self.group.params.routed_experts_prompt_start}
+        versions, masses = self.request.weight_versions, self.group.params.return_sampling_mass
+        columns: dict[str, Any] = sampling_columns(self.masses[first:]) if masses else {}
+        for name, rows in self.found.items():
+            columns[name] = rows.take(num_fed - skipped.get(name, 0), kind is RequestOutputKind.DELTA)
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first:],
+            cumulative_logprob=self.cumulative_logprob if scored else None,
+            logprobs=self._logprobs(first) if scored else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            weight_versions=weight_spans(versions, len(self.token_ids)) if versions else None,
+            **columns,
+        )
+
+    def _logprobs(self, first: int) -> Sequence[PositionLogprobs]:
+        """Return the log-probabilities from token `first` on, in the form that the request asks for."""
+        found = self.logprobs[first:]
+        return FlatLogprobs.of(found) if self.group.params.flat_logprobs else found
+
+    def _hides(self, token_id: int) -> bool:
+        """Whether a token is left out: the stop token that ended the request, unless it is to be included."""
+        return self._is_stop_token(token_id) and not self.group.params.include_stop_str_in_output
+
+    def _is_stop_token(self, token_id: int) -> bool:
+        """Whether the request ended at a stop token, which this token is."""
+        request = self.request
+        ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
+        return ended and token_id in request.stop_token_ids
+
+
+@dataclass
+class _Group:
+    """A caller's request: its n sequences.
+
+    Attributes:
+      request_id, params: as given or chosen when it was prepared.
+      prompt: the text, if known.
+      prompt_token_ids: token ids of the prompt.
+      metrics: times of the request, filled in as it proceeds.
+      sequences: one for each of n outputs, ended ones included.
+      prompt_logprobs: of each prompt token, None where there is none yet; None unless requested.
+      flat_prompt_logprobs: the same as FlatLogprobs, made when first needed.
+      num_running: sequences that have not ended.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    metrics: RequestMetrics
+    sequences: list[_Sequence] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    flat_prompt_logprobs: FlatLogprobs[PositionLogprobs | None] | None = None
+    num_running: int = 0
+
+
+class OutputProcessor:
+    """Tracker of an engine's requests, by tags, that makes their outputs.
+
+    tokenizer: None for token ids only. stream_interval: tokens of an output that are sent together.
+
+    Attributes:
+      spans: (start, end, outputs) of the last calls of `process` with outputs, seconds of time.monotonic.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
+        self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
+        self._tokenizer, self._stream_interval = tokenizer, stream_interval
+        self._groups: dict[str, _Group] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._last_tag = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Start tracking the n requests of `prepared`, and set their tags, by which their tokens are found. Its params
+        must be SamplingParams.
+        """
+        request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
+        assert isinstance(params, SamplingParams)
+        prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
+        group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
+        if params.num_prompt_logprobs is not None:
+            group.prompt_logprobs = [None for _ in prompt_ids]
+        for index, request in enumerate(requests):
+            looked_for = params.repetition_detection
+            assert looked_for is None or isinstance(looked_for, RepetitionDetectionParams)
+            detector = None if looked_for is None else RepetitionDetector(looked_for)
+            sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids), detector)
+            group.sequences.append(sequence)
+            self._last_tag = (self._last_tag + 1) % TAGS
+            request.tag = self._last_tag
+            self._sequences[request.tag] = sequence
+        self._groups[request_id] = group
+
+    def running(self, request_id: str) -> list[Request]:
+        """Return those of a request's n sequences that have not ended; none for an unknown request."""
+        group = self._groups.get(request_id)
+        sequences = group.sequences if group is not None else []
+        return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]
+
+    def forget(self, request: Request) -> tuple[str | None, list[Request]]:
+        """Drop the caller's request to which `request` belongs, without an output.
+
+        Returns its id (None if it is not tracked), and those of its n sequences that had not ended.
+        """
+        sequence = self._sequences.get(request.tag)
+        if sequence is None:
+            return None, []
+        request_id = sequence.group.request_id
+        running = self.running(request_id)
+        for each in running:
+            del self._sequences[each.tag]
+        del self._groups[request_id]
+        return request_id, running
+
+    def process(
+        self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
+    ) -> list[RequestOutput]:
+        """Process the results of a step; return the outputs for callers: each new piece, or complete requests. Tokens
+        and results of requests that are not tracked, and token ids below 0, are ignored. Requests that have ended are
+        no longer tracked.
+
+        now: seconds of time.monotonic. stop: called for each request whose output ends because of its content, with the
+        reason, its stop_reason (the stop string, or that it repeats itself) and the number of its tokens so far; it
+        ends the request in the engine.
+        """
+        changed: dict[_Sequence, None] = {}
+        for request in step.first_tokens:
+            if (sequence := self._sequences.get(request.tag)) is not None:
+                metrics = sequence.group.metrics
+                metrics.first_token_time = metrics.first_token_time or now
+        for each in step.found:
+            if (sequence := self._sequences.get(each.request.tag)) is not None:
+                sequence.found.setdefault(each.name, FoundRows()).add(each.rows)
+        for prompt_scores in step.prompt_scores:
+            self._score_prompt(prompt_scores)
+        for emitted in step.emitted:
+            score_rows = dict(zip(emitted.scored.tolist(), range(len(emitted.scored)), strict=True))
+            tokens = zip(emitted.tags.tolist(), emitted.token_ids.tolist(), strict=True)
+            for index, (tag, token_id) in enumerate(tokens):
+                sequence = self._sequences.get(tag)
+                if sequence is None or token_id < 0:
+                    continue
+                if index in score_rows:
+                    assert emitted.scores is not None
+                    self._score(sequence, token_id, emitted.scores, score_rows[index])
+                if (end := sequence.append(token_id)) is not None:
+                    stop(sequence.request, *end, len(sequence.token_ids))
+                    self._end(sequence, *end)
+                changed[sequence] = None
+        for request in step.finished:
+            sequence = self._sequences.get(request.tag)
+            if sequence is not None:
+                assert request.finish_reason is not None
+                self._end(sequence, request.finish_reason, request.stop_reason)
+                changed[sequence] = None
+        outputs = self._outputs(list(changed), now)
+        if outputs:
+            self.spans.append((now, time.monotonic(), len(outputs)))
+        return outputs
+
+    def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
+        """Return the outputs for callers of these sequences, which changed at time `now`; set the times of their
+        requests, and forget requests that have ended. A stream gets one for each sequence that is not waiting for more
+        tokens; a request with FINAL_ONLY one with all n, at its end.
+        """
+        outputs = []
+        # Several of a request's n may have ended together: only the last of them reports that all have.
+        last_of = {sequence.group.request_id: sequence for sequence in changed}
+        for sequence in changed:
+            group = sequence.group
+            finished = not group.num_running and last_of[group.request_id] is sequence
+            metrics = group.metrics
+            metrics.last_token_time = now
+            metrics.queued_time = metrics.queued_time or sequence.request.queued_time
+            metrics.first_scheduled_time = metrics.first_scheduled_time or sequence.request.first_scheduled_time
+            if finished:
+                metrics.finished_time = now
+                metrics.num_preemptions = sum(each.request.num_preemptions for each in group.sequences)
+                self._groups.pop(group.request_id, None)
+            kind = group.params.output_kind
+            if kind is not RequestOutputKind.FINAL_ONLY:
+                if sequence.is_waiting(self._stream_interval):
+                    continue
+                outputs.append(self._output(group, [sequence.output(kind)], finished))
+            elif finished:
+                outputs.append(self._output(group, [each.output(kind) for each in group.sequences], True))
+        return outputs
+
+    def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+        """Return a RequestOutput of a group with the given completions. finished: whether all n have ended."""
+        cached = group.sequences[0].request.num_cached_tokens
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            outputs=completions,
+            finished=finished,
+            prompt_logprobs=self._prompt_logprobs(group),
+            metrics=group.metrics,
+            num_cached_tokens=cached if cached >= 0 else None,
+            kv_transfer_params=group.sequences[0].request.kv_transfer_params,
+        )
+
+    def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:
+        """Return the prompt's log-probabilities in the form that the request asks for, None unless requested. The flat
+        form is kept in the group.
+        """
+        if group.prompt_logprobs is None or not group.params.flat_logprobs:
+            return group.prompt_logprobs
+        if group.flat_prompt_logprobs is None:
+            group.flat_prompt_logprobs = FlatLogprobs.of(group.prompt_logprobs)
+        return group.flat_prompt_logprobs
+
+    def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Stop tracking a sequence, end its output for these reasons, and count one less as running. Raises KeyError if
+        it is not tracked.
+        """
+        del self._sequences[sequence.request.tag]
+        sequence.finish(reason, stop_reason)
+        sequence.group.num_running -= 1
+
+    def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+        """Return the detokenizer of one output, None for a request or an engine without texts. prompt_ids: of the
+        prompt, whose last 8 it needs.
+        """
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            stop=tuple(params.stop),
+            stop_after=params.stop_after,  # pyright: ignore[reportArgumentType]  # a dict was converted
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            prompt_tail_ids=prompt_ids[-8:],
+        )
+
+    def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
+        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence, add its own to the
+        sum, and append the numbers of return_sampling_mass if requested.
+        """
+        params = sequence.group.params
+        count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
+        assert count is not None
+        given = list(zip(given_ids, scores.given_logprobs[row, : len(given_ids)].tolist(), strict=True))
+        sequence.logprobs.append(self._position(token_id, scores, row, count, given))
+        sequence.cumulative_logprob += float(scores.logprobs[row])
+        if params.return_sampling_mass:
+            sequence.masses.append(scores.given_logprobs[row, -len(SAMPLING_FIELDS) :])
+
+    def _score_prompt(self, scores: PromptScores) -> None:
+        """Store the log-probabilities of a chunk of a prompt, from the first of the request's n sequences; those of
+        others and of unknown requests are dropped.
+        """
+        sequence = self._sequences.get(scores.request.tag)
+        if sequence is None or sequence.index != 0:
+            return
+        group, params = sequence.group, sequence.group.params
+        count, given_ids = params.num_prompt_logprobs, params.prompt_logprob_token_ids or ()
+        assert group.prompt_logprobs is not None and count is not None
+        group.flat_prompt_logprobs = None
+        first = len(params.logprob_token_ids or ())
+        for row in range(len(scores.scores.ranks)):
+            position = scores.first + row
+            token_id = group.prompt_token_ids[position]
+            own = scores.scores.given_logprobs[row, first : first + len(given_ids)].tolist()
+            entry = self._position(token_id, scores.scores, row, count, list(zip(given_ids, own, strict=True)))
+            group.prompt_logprobs[position] = entry
+
+    def _position(
+        self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
+    ) -> PositionLogprobs:
+        """Return the log-probabilities of the position that `row` of the scores has. count: likeliest tokens to list,
+        -1 for all; given: further (token id, logprob).
+        """
+        return position_logprobs(
+            token_id,
+            float(scores.logprobs[row]),
+            int(scores.ranks[row]),
+            scores.top_ids[row].tolist(),
+            scores.top_logprobs[row].tolist(),
+            count,
+            None if self._tokenizer is None else self._decode_one,
+            given,
+        )
+
+    def _decode_one(self, token_id: int) -> str:
+        """Return the text of one token, special ones included."""
+        assert self._tokenizer is not None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)

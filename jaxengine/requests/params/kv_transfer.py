@@ -1,0 +1,89 @@
+"""Checks of vLLM's kv_transfer_params, which sidecars pass from a prefilling engine's answer to a decoding engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxengine.config.kv.kv_transfer import MAX_PORT, is_host
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.kv_transfer import KVTransferParams
+
+NAME = "kv_transfer_params"
+_ID = re.compile(r"[A-Za-z0-9._:@-]{1,256}")
+_MAX_GROUPS, _MAX_COLUMNS = 64, 1 << 20
+
+
+def _is_id(value: Any) -> bool:
+    """Whether a value is an id of 1 to 256 letters, digits and . _ : @ -."""
+    return isinstance(value, str) and bool(_ID.fullmatch(value))
+
+
+def _are_columns(value: Any) -> bool:
+    """Whether a value is a list of lists of integers below _MAX_COLUMNS, one list for each of at most _MAX_GROUPS cache
+    groups.
+    """
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= _MAX_GROUPS
+        and all(isinstance(each, list | tuple) and len(each) <= _MAX_COLUMNS for each in value)
+        and all(type(column) is int and 0 <= column < _MAX_COLUMNS for each in value for column in each)
+    )
+
+
+def _is_whole(low: int, high: int) -> Callable[[Any], bool]:
+    """Return a check whether a value is an int from `low` to `high`, both included."""
+    return lambda value: type(value) is int and low <= value <= high
+
+
+# Field -> whether a value is allowed, and which are. None is, too.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "do_remote_decode": (lambda value: type(value) is bool, "true or false"),
+    "do_remote_prefill": (lambda value: type(value) is bool, "true or false"),
+    "remote_engine_id": (_is_id, "the id of an engine"),
+    "remote_request_id": (_is_id, "the id of a request"),
+    "remote_block_ids": (_are_columns, "a list of integers for each cache group, as the prefilling engine gave it"),
+    "remote_host": (is_host, "the name or address of a host"),
+    "remote_port": (_is_whole(1, MAX_PORT), f"an integer from 1 to {MAX_PORT}"),
+    "tp_size": (_is_whole(1, 1 << 20), "an integer from 1"),
+}
+_NEEDED = ("remote_engine_id", "remote_request_id", "remote_block_ids")
+
+
+def read_kv_transfer(value: Any) -> KVTransferParams | None:
+    """Return the record of a request's kv_transfer_params, None for none that ask for anything.
+
+    Raises RequestError, which names the field, for an unknown field, a value that is not allowed, do_remote_prefill
+    with do_remote_decode or without the ids and blocks that it needs, and one of host and port alone.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _refuse(NAME, value, "an object")
+    given = {}
+    for name, one in value.items():
+        if name not in _FIELDS:
+            allowed = ", ".join(_FIELDS)
+            problem = f"{NAME} has {show_value(name)}; allowed are {allowed}"
+            raise RequestError(problem, param=NAME, value=name)
+        is_allowed, allowed = _FIELDS[name]
+        if one is None:
+            continue
+        if not is_allowed(one):
+            raise _refuse(f"{NAME}.{name}", one, allowed)
+        given[name] = tuple(map(tuple, one)) if name == "remote_block_ids" else one
+    found = KVTransferParams(**given)
+    if found.do_remote_prefill and found.do_remote_decode:
+        raise _refuse(f"{NAME}.do_remote_decode", True, "false with do_remote_prefill")
+    for name in _NEEDED if found.do_remote_prefill else ():
+        if given.get(name) is None:
+            raise _refuse(f"{NAME}.{name}", None, f"{_FIELDS[name][1]}, with do_remote_prefill")
+    if found.do_remote_prefill and (found.remote_host is None) != (found.remote_port is None):
+        raise _refuse(f"{NAME}.remote_port", found.remote_port, "given where remote_host is, and only there")
+    return found if found.do_remote_prefill or found.do_remote_decode else None
+
+
+def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return the RequestError about the field `name`."""
+    return RequestError(f"{name} is {show_value(value)}; allowed is {allowed}", param=name, value=value)

@@ -1,0 +1,44 @@
+"""LoRARequest: the LoRA adapter of a request, in the Python API. Fields are vLLM's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.scheduler.base.errors import RequestError, show_value
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """LoRA adapter that a request uses: loaded at first use, and identified by its name afterwards.
+
+    Attributes:
+      lora_name: unique name.
+      lora_int_id: unique whole number, at least 1.
+      lora_path: folder saved by PEFT, on the engine's machine.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | os.PathLike[str]
+
+    @property
+    def path(self) -> str:
+        """Return lora_path as text. Raises RequestError if it is not a path."""
+        try:
+            return os.fspath(self.lora_path) or "."
+        except TypeError:
+            text = f"lora_path must be a path, got {show_value(self.lora_path)}"
+            raise RequestError(text, param="lora_path", value=self.lora_path) from None
+
+
+def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts, None for none, given one for all or a list. Raises RequestError
+    for other values, and for a list of another length.
+    """
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
+        text = f"lora_request must be one LoRARequest, or one or None for each of the {count} prompts"
+        raise RequestError(text, param="lora_request", value=given)
+    return each

@@ -1,0 +1,126 @@
+"""Options of a request other than its prompt and sampling: when it runs, and for whom; and those of a batch's prompts.
+
+All parts between caller and engine pass this record on unchanged. A new field is added here, with its rule, and where
+it takes effect.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
+
+MAX_CLIENT_LENGTH = 256
+# Range of the scheduler's columns and of messages between processes.
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
+SESSION = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# About thirty years, in seconds.
+MAX_TIMEOUT = 1e9
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How a request is scheduled. Checked when the request is prepared.
+
+    Attributes:
+      priority: smaller runs first, a 64-bit int; needs scheduling_policy="priority".
+      timeout: seconds after arrival at which the request is aborted; None for no limit.
+      client: name of the client; needs scheduling_policy="fair". None for all clients without a name.
+      arrival: time of arrival, in seconds of this machine's time.monotonic; default: when the options are created.
+      lora: name of a loaded adapter; needs enable_lora. None for the base model.
+      owner: whose request id it is, in a server with keys: owners may use the same ids. Empty for everybody else.
+      session: name of the conversation that it belongs to, of the owner's own; None for none. See docs/kv_offload.md.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+    client: str | None = None
+    arrival: float = field(default_factory=time.monotonic, compare=False)
+    lora: str | None = None
+    owner: str = ""
+    session: str | None = None
+
+    def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
+        """Raise RequestError for options that this engine does not support: invalid values, a priority (other than 0)
+        or a client that scheduling_policy does not use, or an adapter without enable_lora. The error names the field
+        and what is allowed.
+        """
+        if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
+            text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
+            raise _refuse("priority", self.priority, text)
+        timeout = self.timeout
+        if timeout is not None and not (
+            type(timeout) in (int, float) and (0 < timeout <= MAX_TIMEOUT or timeout == math.inf)
+        ):
+            text = f"timeout must be a number above 0, at most {MAX_TIMEOUT:.0f} seconds, got {show_value(timeout)}"
+            raise _refuse("timeout", timeout, text)
+        if self.priority and scheduling_policy != "priority":
+            text = f"priority is {self.priority}; it needs scheduling_policy='priority'"
+            raise _refuse("priority", self.priority, text)
+        if self.lora is not None and not (enable_lora and isinstance(self.lora, str)):
+            text = f"lora is {show_value(self.lora)}; it must be the name of an adapter, and needs enable_lora"
+            raise _refuse("lora", self.lora, text)
+        session = self.session
+        if session is not None and not (isinstance(session, str) and SESSION.fullmatch(session)):
+            text = f"session is {show_value(session)}; allowed are 1 to 128 letters, digits, '.', '_', ':' and '-'"
+            raise _refuse("session", session, text)
+        client = self.client
+        if client is None:
+            return
+        if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
+            allowed = f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters"
+            raise _refuse("client", client, f"client is {show_value(client)}; allowed is {allowed}")
+        if scheduling_policy != "fair":
+            raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
+
+
+def session_key(owner: str, session: str | None) -> str:
+    """Return the name of an owner's session in the engine, OWNER/SESSION; "" for None."""
+    return "" if session is None else f"{owner}/{session}"
+
+
+def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
+    """Return the options of each of `count` prompts. priority, client: for all or one per prompt, None for none.
+
+    loras: names of adapters, one per prompt. Raises RequestError if the number of priorities or clients is not `count`,
+    ValueError for that of loras.
+    """
+    priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
+    several = isinstance(client, Sequence) and not isinstance(client, str)
+    clients: list[Any] = list(client) if several else [client] * count
+    for name, values, given in (("priority", priorities, priority), ("client", clients, client)):
+        if len(values) != count:
+            raise _refuse(name, given, f"{name} has {len(values)} values for {count} prompts")
+    return [
+        RequestOptions(priority=rank, client=who, lora=lora)
+        for rank, who, lora in zip(priorities, clients, loras, strict=True)
+    ]
+
+
+def _refuse(name: str, value: Any, text: str) -> RequestError:
+    """Return the RequestError with this text about option `name`."""
+    return RequestError(text, param=name, value=value)
+
+
+def params_for(count: int, params: Any) -> list[SamplingParams]:
+    """Return copies of sampling parameters that request one output at the end: one for each of `count` prompts.
+
+    params: one for all, or one for each. Raises RequestError for another number of them. An entry that is no
+    SamplingParams is kept for the caller to refuse.
+    """
+    if isinstance(params, SamplingParams):
+        params = [params] * count
+    if not isinstance(params, Sequence) or len(params) != count:
+        raise RequestError(
+            f"sampling_params must be one SamplingParams or one for each of the {count} prompts",
+            param="sampling_params",
+            value=params,
+        )
+    final = RequestOutputKind.FINAL_ONLY
+    return [each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params]

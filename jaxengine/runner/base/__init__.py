@@ -1,0 +1,1 @@
+"""What programs, extensions and runner share: device state, program signatures, memory."""

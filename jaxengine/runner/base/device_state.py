@@ -1,0 +1,111 @@
+"""State that devices keep between steps besides the KV pool: a row for every slot.
+
+So the host sends only what changed. On a mesh each replica has rows of its own. Optional capabilities add sections
+(jaxengine.runner.base.extension). This module has no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine.sampling import state as sampling_state
+from jaxengine.sampling.state import SamplingState
+from jaxengine.sharding.collectives import num_shards, shard_index
+
+
+class SlotState(NamedTuple):
+    """State of the R = max_num_seqs slots of a stage; forward passes change it.
+
+    Attributes:
+      page_table: i32[G * R, W], of the cache groups one after the other, then of extensions that have page tables.
+      num_computed: i32[R], tokens whose KV is written.
+      sections: of extensions, by name.
+    """
+
+    page_table: jax.Array
+    num_computed: jax.Array
+    sections: dict[str, Any] = {}
+
+
+class TokenState(NamedTuple):
+    """State of the tokens sampled; the sampler changes it.
+
+    Attributes:
+      last_token: i32[R], the token sampled last.
+      token_counts: i32[R, V], token counts for penalties (jaxengine.sampling.state).
+      sections: of extensions, by name.
+    """
+
+    last_token: jax.Array
+    token_counts: jax.Array
+    sections: dict[str, Any] = {}
+
+
+class DeviceState(NamedTuple):
+    """All state kept between steps besides the KV pool.
+
+    Attributes:
+      slots: donated to each forward pass, which returns it changed.
+      tokens: donated to each sampler, which returns it changed; None in a stage that does not sample.
+      sampling: sampling parameters, which change between steps only; None in a stage that does not sample.
+    """
+
+    slots: SlotState
+    tokens: TokenState | None
+    sampling: SamplingState | None
+
+
+def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapping[str, Any]) -> SlotState:
+    """Return the initial state of unused slots.
+
+    num_slots: R. num_tables, num_columns: page tables of a slot, and columns of each. sections: initial arrays of
+    extensions.
+    """
+    return SlotState(
+        page_table=jnp.zeros((num_tables * num_slots, num_columns), jnp.int32),
+        num_computed=jnp.zeros(num_slots, jnp.int32),
+        sections=dict(sections),
+    )
+
+
+def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) -> TokenState:
+    """Return the initial token state of unused slots. vocab_size: of one device; sections: initial arrays of
+    extensions.
+    """
+    return TokenState(
+        last_token=jnp.zeros(num_slots, jnp.int32),
+        token_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+        sections=dict(sections),
+    )
+
+
+def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
+    """Convert slots i32[n] numbered over all replicas to this replica's own numbers; `num_slots`, the slots of a
+    replica, for those of others.
+    """
+    if num_shards("batch") == 1:
+        return slots
+    slots = slots - shard_index("batch") * num_slots
+    return jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
+
+
+def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
+    """Return the state with page-table entries i32[3, n] (row, column, page) written; rows outside of the table are
+    dropped.
+    """
+    rows, columns, pages = deltas
+    return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))
+
+
+def write_section(state: DeviceState, name: str, slots: jax.Array, values: jax.Array) -> DeviceState:
+    """Return the state with values i32[n] written into a section that is an array with a row for each slot.
+
+    slots: i32[n], numbered over all replicas.
+    """
+    own = own_slots(slots, state.slots.num_computed.shape[0])
+    section = sampling_state.write_slots(state.slots.sections[name], own, values)
+    return state._replace(slots=state.slots._replace(sections={**state.slots.sections, name: section}))

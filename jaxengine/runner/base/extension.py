@@ -1,0 +1,421 @@
+"""Protocol between the runner and optional capabilities: what a capability adds to the devices' work, in three classes.
+
+- `DeviceExtension`, one for each pipeline stage, declares what is compiled: sections of the device state, fields of the
+  message, inputs and outputs of forward passes, epilogues, state changes and further programs. It allocates nothing.
+- `StageExtension`, of a running stage, holds its arrays and runs its programs before and after forward passes.
+- `HostExtension` has the functions that the engine's loop calls, and is found by `ModelRunner.extension(name)`.
+
+A capability has the same name in every package that has a part of it. One that the engine was not started with is
+neither imported nor built nor called: jaxengine.runner.extensions.build has a row for each. Extensions handle rows and
+messages, never requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxengine.config.base.platforms import Platform
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.models.cache import Paged, State
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.runner.base.device_state import TokenState
+from jaxengine.runner.base.forward_pass import ForwardPass
+from jaxengine.runner.base.program import Program, shape_on
+from jaxengine.sampling.sampler import MoreScores
+from jaxengine.scheduler.batches.buckets import Bucket, Buckets
+from jaxengine.sharding.rules import logical_to_spec, part_bytes
+
+EVERYWHERE = PartitionSpec()
+RANKS = logical_to_spec(("batch",))
+
+# Shape, dtype and PartitionSpec of an argument.
+Shape = tuple[tuple[int, ...], Any, PartitionSpec]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Declaration of an array that devices keep between steps."""
+
+    shape: tuple[int, ...]  # of one device's part
+    dtype: Any  # of its elements
+    spec: PartitionSpec = RANKS  # how devices' parts form the array
+    fill: int = 0  # initial value of every element
+
+    def begin(self) -> jax.Array:
+        """Return one device's initial array, every element `fill`."""
+        return jnp.full(self.shape, self.fill, self.dtype) if self.fill else jnp.zeros(self.shape, self.dtype)
+
+
+class StateChange(NamedTuple):
+    """A program that the host runs between steps to change the state.
+
+    Attributes:
+      function: (DeviceState, arguments) -> DeviceState, the first donated.
+      arguments: their shapes, dtypes and PartitionSpecs.
+    """
+
+    function: Callable[..., Any]
+    arguments: Sequence[Shape]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Kind of program that runs after a forward pass, on the arrays that the pass has left.
+
+    Attributes:
+      make: makes its function, which takes `arguments` and returns the state in `changes`, then its output.
+      arguments: names of its arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or a
+        section of Forwarded.
+      changes: those arguments, fields of DeviceState, that it returns changed; they are donated.
+      output: class of the NamedTuple that it returns for the host, with arrays [replicas, ...].
+      size_of: maps a bucket to the size of the program that serves it, the number of rows of its arguments from
+        Forwarded; None for a bucket that it does not serve.
+      width: tokens of a row in the steps that it serves; logits have size * width positions.
+      ends: whether it is the last one of a step: no other epilogue can run after it.
+      of_model: as Program's.
+    """
+
+    make: Callable[[EpilogueSpec], Callable]
+    arguments: tuple[str, ...]
+    changes: tuple[str, ...]
+    output: Any
+    size_of: Callable[[Buckets, Bucket], int | None]
+    width: int = 1
+    ends: bool = False
+    of_model: bool = True
+
+    def sizes(self, buckets: Buckets) -> list[int]:
+        """Return the sizes in which it is compiled for these buckets, ascending."""
+        return sorted({size for bucket in buckets if (size := self.size_of(buckets, bucket)) is not None})
+
+
+@dataclass(frozen=True)
+class EpilogueSpec:
+    """Static facts from which the epilogues of a model are made, besides their sizes.
+
+    Attributes:
+      graph, params_tree: static parts of the model, for epilogues that need its weights.
+      max_logprobs, logprobs_mode: as EngineConfig's.
+      extensions: of the stage.
+    """
+
+    graph: nnx.GraphDef
+    params_tree: Any
+    max_logprobs: int
+    logprobs_mode: str
+    extensions: tuple[DeviceExtension, ...] = field(default=(), repr=False)
+
+    def process(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
+        """Return the function by which an extension changes logits inside samplers (jaxengine.sampling.sampler); None
+        if none does.
+        """
+        found = [each.process for each in self.extensions if each.process is not None]
+        return partial(found[0], tokens) if found else None
+
+    def replace(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
+        """Return the function by which an extension replaces sampled tokens (jaxengine.sampling.sampler); None if none
+        does.
+        """
+        found = [each.replace for each in self.extensions if each.replace is not None]
+        return partial(found[0], tokens) if found else None
+
+    @property
+    def more_scores(self) -> MoreScores | None:
+        """Return the further scores of sampled tokens that an extension computes in addition to logprobs; None if none
+        does.
+        """
+        found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
+        return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """Model, configuration and mesh that a stage's programs are made for; it makes their abstract arrays."""
+
+    model: CausalLM  # abstract, built for the mesh
+    config: ResolvedConfig  # resolved for the platform
+    platform: Platform  # whose kernels the programs use
+    mesh: Mesh  # of the stage
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """Buckets of the configuration: the closed set of step shapes."""
+        tower = self.model.config.tower
+        has_pictures = self.config.num_encoder_rows and not (tower is not None and tower.crosses)
+        return self.config.buckets(self.platform, sections=("pictures",) if has_pictures else ())
+
+    @cached_property
+    def groups(self) -> tuple[Paged | State, ...]:
+        """Cache groups of the whole model, each with the layers that this stage has of it."""
+        hybrid = not self.config.disable_hybrid_kv_cache_manager
+        return self.model.cache_groups(self.config.block_size, self.config.kv_cache_dtype, hybrid=hybrid)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of data-parallel replicas."""
+        return self.model.mesh.num_ranks
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of one replica."""
+        return self.config.max_num_seqs
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled in this stage: it is the last one of a model that generates."""
+        return self.model.stage.is_last and self.model.config.pooler is None
+
+    def shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
+        """Return an abstract array on the mesh, split as `spec` says (default: whole on every device)."""
+        return shape_on(self.mesh, shape, dtype, spec)
+
+    def rows(self, num_rows: int, dtype: Any, *more: int) -> Any:
+        """Return an abstract array [replicas * num_rows, *more], split by replica."""
+        return self.shape((self.num_ranks * num_rows, *more), dtype, RANKS)
+
+    def hidden(self, num_tokens: int, count: int = 1) -> Any:
+        """Return abstract hidden states [replicas * num_tokens, count * D]: those after `count` layers, joined."""
+        return self.rows(num_tokens, self.config.dtype, count * self.model.config.hidden_size)
+
+    def handed_over(self, num_tokens: int) -> Any:
+        """Return the abstract array [replicas * num_tokens, ...] that a stage passes to the next one: hidden states,
+        joined with the per-layer inputs of models that have them.
+        """
+        model = self.model.config
+        beside = model.num_layers * model.layer_input_size
+        return self.rows(num_tokens, self.config.dtype, model.stream_size + beside)
+
+
+class DeviceExtension:
+    """One capability in one stage: declaration of what is compiled for it. A method that is not overridden adds
+    nothing.
+
+    Attributes:
+      name: of the capability, the same in every package.
+      num_tables: number of page tables that it adds after those of the cache groups.
+      least_columns: least number of columns that it needs in a page table.
+      num_position_rows: sampler rows of a replica that it adds, after those of the slots, for positions of a step.
+      counts_slots: whether `memory` includes its section of SlotState.
+      description: static facts that its shapes do not show; part of the key of stored programs.
+      process: (TokenState, logits, slots, counts, features) -> logits, inside samplers; None for none.
+      replace: (TokenState, token_ids, slots, positions) -> token ids, inside samplers; None for none.
+      num_scores, score: as of jaxengine.sampling.sampler.MoreScores; None for none.
+    """
+
+    name: ClassVar[str]
+    num_tables = 0
+    least_columns = 0
+    num_position_rows = 0
+    counts_slots = False
+    description: str = ""
+    process: Callable[..., jax.Array] | None = None
+    replace: Callable[..., jax.Array] | None = None
+    num_scores = 0
+    score: Callable[..., jax.Array] | None = None
+
+    def __init__(self, shape: StageShape):
+        """Extend a stage of this shape."""
+        self.shape = shape
+
+    def slots(self) -> Any:
+        """Return its section of SlotState, which forward passes change: a pytree of Kept; None for none."""
+        return None
+
+    def tokens(self) -> Any:
+        """Return its section of TokenState, which samplers change: a pytree of Kept; None for none."""
+        return None
+
+    @property
+    def changes(self) -> Mapping[str, StateChange]:
+        """Return its state changes, by name."""
+        return {}
+
+    @property
+    def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return its epilogues that run in this stage, by name."""
+        return {}
+
+    def message(self, bucket: Bucket) -> tuple[int, ...] | None:
+        """Return the shape of its int32 field in a bucket's messages; None for no field."""
+        return None
+
+    def label(self, bucket: Bucket) -> str:
+        """Return text to add to the name of a bucket's forward pass if shapes do not show what the extension does
+        there; else "".
+        """
+        return ""
+
+    def given(self, bucket: Bucket) -> Any:
+        """Return the abstract arrays that a bucket's forward pass takes from it, besides the message; None for none."""
+        return None
+
+    def left(self, num_tokens: int, num_rows: int) -> Any:
+        """Return the abstract arrays that a forward pass leaves to epilogues for it; None for none. num_tokens,
+        num_rows: of one replica, the latter rows of logits.
+        """
+        return None
+
+    def leaves(self, bucket: Bucket) -> bool:
+        """Whether a bucket's forward pass leaves the arrays that `left` describes."""
+        return True
+
+    def row_section(self, num_rows: int, width: int) -> Any:
+        """Return its abstract section of SampledRows for steps of `num_rows` rows with `width` tokens to sample; None
+        for none.
+        """
+        return None
+
+    def programs(self, params: Sequence[Any]) -> Sequence[Program]:
+        """Return its programs that run in addition to forward passes. params: the model's leaves, arrays or shapes."""
+        return ()
+
+    def allocated(self) -> Mapping[str, Any]:
+        """Return abstract arrays, by purpose, that its StageExtension allocates, besides its sections of the state."""
+        return {}
+
+    def memory(self) -> Mapping[str, int]:
+        """Return bytes of one device, by purpose, of the arrays that its part of a stage holds besides weights and
+        workspace: those of `allocated`, unless overridden.
+        """
+        return {purpose: sum(map(part_bytes, jax.tree.leaves(own))) for purpose, own in self.allocated().items()}
+
+    # Traced.
+
+    def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
+        """Return the pass with token ids in place of each -1 of the message (a token that only the device knows); None
+        to leave them to others.
+        """
+        return None
+
+    def before_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with this extension's inputs of the model added."""
+        return step
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with what this extension keeps in its state, and leaves to epilogues, of the model's outputs:
+        step.hidden, and what layers have stored in its sections.
+        """
+        return step
+
+    def remember(
+        self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
+    ) -> TokenState:
+        """Return the state after an epilogue has chosen tokens: each is stored at its slot and position where is_kept
+        is true.
+
+        slot, position, token_ids, is_kept: i32 and bool arrays [rows], of one device.
+        """
+        return tokens
+
+    # At work.
+
+    def at_stage(self, stage: Any) -> StageExtension | None:
+        """Return its StageExtension for a StageRunner, before anything is compiled; None for none."""
+        return None
+
+    def on_host(self, runner: Any) -> HostExtension | None:
+        """Return its HostExtension for the ModelRunner whose first or last stage this is; None for none."""
+        return None
+
+
+def is_in_samplers(extension: DeviceExtension) -> bool:
+    """Whether samplers run code of the extension."""
+    hooks = extension.process, extension.replace, extension.score
+    return any(each is not None for each in hooks) or type(extension).remember is not DeviceExtension.remember
+
+
+class StageExtension:
+    """Part of a capability that works in a running stage: it holds arrays and runs programs. Sizes are bytes of one
+    device.
+
+    Attributes:
+      name: of the capability.
+      weight_bytes: bytes of its own weights, and of what it keeps for slots.
+      page_bytes: bytes that it keeps for each KV page.
+      models: abstract models whose weights it has; prefix: of their names in tables of weights.
+      reads_message: its programs before a forward pass read the message, which is then sent to the devices once for
+        all.
+    """
+
+    name: str
+    weight_bytes = 0
+    page_bytes = 0
+    models: Sequence[Any] = ()
+    prefix = ""
+    reads_message = False
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        """Return its own ExecutableCaches."""
+        return ()
+
+    @property
+    def program_bytes(self) -> int:
+        """Return the bytes that its compiled programs hold."""
+        return 0
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the workspace of its largest program, in bytes. Programs run before or after a forward pass, never
+        during one.
+        """
+        return 0
+
+    def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
+        """Estimate (program_bytes, workspace_bytes) before the number of pages is known. params: the model's leaves."""
+        return 0, 0
+
+    def plan_pool(self, num_pages: int) -> None:
+        """Store the number of KV pages, from which the shapes of its programs and arrays follow."""
+
+    def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
+        """Compile or load its programs that run before and after a bucket's forward pass.
+
+        params: the model's leaves.
+        """
+
+    def allocate(self) -> None:
+        """Allocate its arrays; called again after `release`."""
+
+    def release(self) -> None:
+        """Free the arrays whose content can be computed again."""
+
+    def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
+        """Dispatch its programs that precede a forward pass; return the arrays of `DeviceExtension.given`, None for
+        none.
+
+        params: the model's leaves. state: DeviceState before the step. message: the step's message, i32[replicas,
+        size].
+        """
+        return None
+
+    def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
+        """Dispatch its work between the newest forward pass and the epilogue `name`.
+
+        state: DeviceState before that epilogue. forwarded: Forwarded, what the pass has left.
+        """
+
+    def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:
+        """Dispatch its work that follows the sampling of the newest forward pass's tokens.
+
+        params: the model's leaves. state: DeviceState after the sampler. forwarded: Forwarded, what the pass has left.
+        """
+
+
+class HostExtension:
+    """Functions of a capability that the engine's loop calls."""
+
+    def __init__(self, runner: Any):
+        """Serve the extension on the host. runner: the ModelRunner."""
+        self.runner = runner
+
+    def warm_up(self) -> None:
+        """Run what takes longer the first time; called when everything is compiled and before anything is served."""

@@ -1,0 +1,125 @@
+"""ForwardPass: a forward pass during tracing, which extensions (jaxengine.runner.base.extension) change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxengine.models.cache import Cache, KVPages
+from jaxengine.models.forward_batch import ForwardBatch, StepLayout
+from jaxengine.runner.base.device_state import SlotState
+from jaxengine.scheduler.batches.buckets import Bucket
+
+
+class Rows(NamedTuple):
+    """Rows of the message, i32[S] each (StepLayout); padding rows have slot R, no tokens and sample nothing.
+
+    Attributes:
+      slot: the row's slot, R in padding.
+      index: the slot, for reading its state; in padding any slot.
+      num_scheduled: number of tokens in the step.
+      start: number of tokens computed before.
+      sample: above 0 where the row samples.
+      next_token: of rows after the decodes, the known token after the chunk, -1 if there is none.
+      told_start: `start` as the message has it, -1 where only the device has it.
+    """
+
+    slot: jax.Array
+    index: jax.Array
+    num_scheduled: jax.Array
+    start: jax.Array
+    sample: jax.Array
+    next_token: jax.Array
+    told_start: jax.Array
+
+
+class SampledRows(NamedTuple):
+    """Facts about the S rows of logits that the sampler gets.
+
+    Attributes:
+      slot: i32[S], R in padding.
+      position: i32[S], of the token to be sampled, the first one if a row may get several.
+      is_sampled: bool[S], rows that end at their last known token; the others' tokens are meaningless.
+      features: i32[1], union of what rows need, bits of jaxengine.scheduler.base.token_params.
+      sections: of extensions, by name.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    is_sampled: jax.Array
+    features: jax.Array
+    sections: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Static facts of a forward pass besides the model.
+
+    Attributes:
+      bucket, layout: shape of the step, and layout of its message.
+      page_size: tokens of a page.
+      groups: indices of the cache groups with pages whose tables are read.
+      num_logits: number of rows of logits, at least the layout's S.
+      samples: whether the pass computes logits.
+      extensions: the DeviceExtensions of the stage.
+    """
+
+    bucket: Bucket
+    layout: StepLayout
+    page_size: int
+    groups: Sequence[int]
+    num_logits: int
+    samples: bool
+    extensions: tuple[Any, ...] = ()
+
+
+class ForwardPass(NamedTuple):
+    """Forward pass during tracing, on one device. Extensions return it changed.
+
+    Attributes:
+      spec: static facts of the pass.
+      message: function from a field's name to the field.
+      rows: the rows of the message.
+      features: i32[], union of what the step's requests need.
+      token_row: i32[T], the row of each token; column: i32[T], number of tokens before it in that row.
+      is_token: bool[T], False for padding.
+      given: arrays that extensions provide for this pass, by name.
+      slots: the SlotState, which forward passes change.
+      last_token: i32[R], of TokenState; None if tokens are not sampled.
+      batch: the model's input.
+      cache: the caches that the model takes and returns.
+      sampled: the SampledRows, in a last stage.
+      hidden: the model's output, [T, D]; None before it has run.
+      left: arrays that extensions leave to epilogues, by name.
+    """
+
+    spec: StepSpec
+    message: Callable[[str], jax.Array]
+    features: jax.Array
+    rows: Rows
+    token_row: jax.Array
+    column: jax.Array
+    is_token: jax.Array
+    given: dict[str, Any]
+    slots: SlotState
+    last_token: jax.Array | None
+    batch: ForwardBatch
+    cache: KVPages | Cache | None = None
+    sampled: SampledRows | None = None
+    hidden: jax.Array | None = None
+    left: dict[str, Any] = {}
+
+    def with_section(self, name: str, section: Any) -> ForwardPass:
+        """Return the pass with this section added to its batch."""
+        return self._replace(batch=self.batch._replace(sections={**self.batch.sections, name: section}))
+
+    def with_state(self, name: str, section: Any) -> ForwardPass:
+        """Return the pass with this section of the slots' state replaced."""
+        return self._replace(slots=self.slots._replace(sections={**self.slots.sections, name: section}))
+
+    def leaving(self, name: str, section: Any) -> ForwardPass:
+        """Return the pass with this section added to what it leaves to epilogues."""
+        return self._replace(left={**self.left, name: section})

@@ -1,0 +1,1 @@
+"""Pooled results of a step: vectors of sequences, of tokens, of vocabularies."""

@@ -1,0 +1,149 @@
+"""Pooling: reduces the hidden states of each prompt, possibly over several steps, to one state and a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.models.config.pooler import CLS, LAST, MEAN, POOLED
+from jaxengine.models.forward_batch import ForwardBatch
+from jaxengine.models.layers.classify import pooled_result
+from jaxengine.runner.base.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension, Kept
+from jaxengine.runner.base.forward_pass import ForwardPass
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.runner.programs.step import pad_rows
+from jaxengine.sharding.collectives import stack_ranks
+
+NAME, POOL = "pooling", "pool"
+
+
+class PoolOutput(NamedTuple):
+    """Output of the pooling epilogue; only rows whose prompt ends in the step are meaningful.
+
+    Attributes:
+      token_ids: i32[replicas, S], POOLED, or -1 for a row with numbers that are not finite.
+      vectors: f32[replicas, S, N], the embedding or label scores.
+    """
+
+    token_ids: jax.Array
+    vectors: jax.Array
+
+
+class PoolingExtension(DeviceExtension):
+    """Device extension of pooling in the last stage of a pooling model.
+
+    Its section of SlotState is f32[R, D], what is kept of prompts between steps where every token counts (MEAN, CLS).
+    Forward passes leave the rows' pooled states, f32[S, D].
+    """
+
+    name = NAME
+
+    def slots(self) -> Any:
+        """Return f32[R, D] as a Kept where pooling needs every token (MEAN, CLS), in the last stage; else None."""
+        pooler, is_last = self.shape.model.config.pooler, self.shape.model.stage.is_last
+        if not (is_last and pooler is not None and pooler.reads_all):
+            return None
+        return Kept((self.shape.num_slots, self.shape.model.config.hidden_size), jnp.float32)
+
+    @property
+    def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return the pooling epilogue, which ends each step in place of a sampler."""
+        own = Epilogue(
+            make_pool,
+            arguments=("params", NAME),
+            changes=(),
+            output=PoolOutput,
+            size_of=lambda buckets, bucket: buckets.sample_size(bucket),
+            ends=True,
+        )
+        return {POOL: own}
+
+    def left(self, num_tokens: int, num_rows: int) -> Any:
+        return self.shape.rows(num_rows, np.float32, self.shape.model.config.hidden_size)
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        """Return the pass with the pooled states f32[S, D] left under NAME, and with the section updated; unchanged in
+        a stage that is not the last.
+        """
+        pooler, model = self.shape.model.config.pooler, self.shape.model
+        if not model.stage.is_last:
+            return step
+        assert pooler is not None and step.hidden is not None
+        kept, rows = step.slots.sections.get(NAME), step.rows
+        with jax.named_scope("pool"):
+            kept, pooled = pool_rows(pooler.pooling_type, kept, step.hidden, step.batch, rows.slot, rows.start)
+        step = step if kept is None else step.with_state(NAME, kept)
+        return step.leaving(NAME, pad_rows(step, pooled))
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return Pooler(runner)
+
+
+class Pooler(HostExtension):
+    """Host extension that runs the pooling epilogue and reads its vectors."""
+
+    def vectors(self, pending: PendingStep) -> np.ndarray:
+        """Return the vectors f32[replicas, rows, N] of the prompts that end in a step; waits for the step."""
+        vectors = pending.result("vectors")
+        assert vectors is not None
+        return vectors
+
+    def pool(self, pending: PendingStep) -> None:
+        """Dispatch the pooling epilogue of a step, in place of a sampler."""
+        self.runner.sample(pending)
+
+
+def make_pool(spec: EpilogueSpec) -> Callable:
+    """Make the epilogue that turns pooled states into vectors: (params: list of arrays, pooled states f32[S, D]) ->
+    (PoolOutput,), of all replicas. A row with a number that is not finite gets token -1.
+    """
+
+    def pool_prompts(params: list[jax.Array], hidden: jax.Array):
+        model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
+        with jax.named_scope("pool"):
+            vectors = pooled_result(model, hidden)
+        with jax.named_scope("results"):
+            token_ids = jnp.where(jnp.all(jnp.isfinite(vectors), axis=1), jnp.int32(POOLED), jnp.int32(-1))
+            return (PoolOutput(stack_ranks(token_ids), stack_ranks(vectors)),)
+
+    return pool_prompts
+
+
+def pool_rows(
+    pooling_type: str, kept: jax.Array | None, hidden: jax.Array, batch: ForwardBatch, slot: jax.Array, start: jax.Array
+) -> tuple[jax.Array | None, jax.Array]:
+    """Pool each row's prompt as far as it has been computed; return `kept` with the rows' new sums or first states, and
+    the pooled states f32[S, D].
+
+    Args:
+      batch: of the step; its rows say which tokens belong to which prompt.
+      pooling_type: LAST, MEAN or CLS.
+      kept: f32[R, D] per slot, the sum of the prompt's states so far (MEAN) or its first state (CLS); None with LAST.
+      hidden: [T, D] after the final norm.
+      slot, start: i32[S], the rows' slots (R in padding), and how many of their tokens were computed before. With MEAN
+        and CLS a prompt is computed from position 0, never after a cached prefix.
+    """
+    if pooling_type == LAST:
+        return None, hidden[batch.logits_indices].astype(jnp.float32)
+    assert kept is not None
+    cu_q_lens, kv_lens = batch.ragged[0].cu_q_lens, batch.ragged[0].kv_lens
+    num_seqs, begins = slot.shape[0], start[:, None] == 0
+    before = kept[jnp.minimum(slot, kept.shape[0] - 1)]
+    if pooling_type == CLS:
+        first = hidden[jnp.minimum(cu_q_lens[:-1], hidden.shape[0] - 1)].astype(jnp.float32)
+        pooled = now = jnp.where(begins, first, before)
+    else:
+        assert pooling_type == MEAN
+        token = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+        # Padding, which may hold NaN, goes to a row of its own that is left out.
+        row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all").astype(jnp.int32)
+        row = jnp.where(token < cu_q_lens[-1], row, num_seqs)
+        sums = jax.ops.segment_sum(hidden.astype(jnp.float32), row, num_seqs + 1, indices_are_sorted=True)[:num_seqs]
+        now = jnp.where(begins, sums, before + sums)
+        pooled = now / jnp.maximum(kv_lens, 1)[:, None].astype(jnp.float32)
+    return kept.at[slot].set(now, mode="drop"), pooled

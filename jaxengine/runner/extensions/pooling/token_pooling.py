@@ -1,0 +1,82 @@
+"""Token pooling: the rows that a pooling model gives for each token of a prompt, for requests that ask for them.
+
+They are an epilogue of their own, which runs in steps with such requests only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxengine.models.layers.token_results import token_results
+from jaxengine.runner.base.extension import DeviceExtension, Epilogue, EpilogueSpec, HostExtension
+from jaxengine.runner.base.forward_pass import ForwardPass
+from jaxengine.runner.programs.pending_step import PendingStep
+from jaxengine.sharding.collectives import stack_ranks
+
+NAME, POOL_TOKENS = "token_pooling", "pool_tokens"
+
+
+class TokenRows(NamedTuple):
+    """Output of the epilogue."""
+
+    rows: jax.Array  # f32[replicas, T, N], undefined in padding
+
+
+class TokenPoolingExtension(DeviceExtension):
+    """Device extension whose forward passes leave the hidden states of all tokens, [T, D], to the epilogue."""
+
+    name = NAME
+
+    @property
+    def epilogues(self) -> Mapping[str, Epilogue]:
+        """Return the epilogue that computes tokens' rows; its size is the bucket's number of tokens."""
+        own = Epilogue(
+            make_pool_tokens,
+            arguments=("params", NAME),
+            changes=(),
+            output=TokenRows,
+            size_of=lambda buckets, bucket: bucket.num_tokens,
+        )
+        return {POOL_TOKENS: own}
+
+    def left(self, num_tokens: int, num_rows: int) -> Any:
+        return self.shape.hidden(num_tokens)
+
+    def after_model(self, step: ForwardPass) -> ForwardPass:
+        assert step.hidden is not None
+        return step.leaving(NAME, step.hidden)
+
+    def on_host(self, runner: Any) -> HostExtension:
+        return TokenPooler(runner)
+
+
+class TokenPooler(HostExtension):
+    """Host extension that computes the rows of a step's tokens."""
+
+    def pool(self, pending: PendingStep) -> None:
+        """Dispatch the epilogue. To be called before the one that ends the step; the engine's other processes do the
+        same.
+        """
+        pending.outputs[POOL_TOKENS] = self.runner.run_epilogue(POOL_TOKENS, pending)
+
+    def rows(self, pending: PendingStep) -> np.ndarray:
+        """Return the rows of a step's tokens, f32[replicas, T, N]; waits for them. Raises KeyError without `pool`."""
+        return pending.output(POOL_TOKENS).rows
+
+
+def make_pool_tokens(spec: EpilogueSpec) -> Callable:
+    """Make the epilogue (params: list of arrays, hidden states [T, D]) -> (TokenRows,), of all replicas."""
+
+    def pool_tokens(params: list[jax.Array], hidden: jax.Array):
+        model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
+        with jax.named_scope("pool_tokens"):
+            rows = token_results(model, hidden)
+        with jax.named_scope("results"):
+            return (TokenRows(stack_ranks(rows)),)
+
+    return pool_tokens

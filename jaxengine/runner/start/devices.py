@@ -1,0 +1,331 @@
+"""Assignment of devices: the mesh of each pipeline stage, and each stage's weights loaded onto its mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.base.platforms import Platform
+from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.models.build import Build
+from jaxengine.models.causal_lm import CausalLM
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.config.tower import TOWER
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.registry import build_model, tensor_sizes
+from jaxengine.models.weights.adapters.pools import abstract_leaves, with_pools
+from jaxengine.models.weights.dummy import dummy_params
+from jaxengine.models.weights.formats.orbax import load_checkpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.runner.base.memory import MemoryPlan, plan_stages
+from jaxengine.runner.executables.cache import Place
+from jaxengine.runner.extensions.build import step_programs
+from jaxengine.runner.model_runner import Progress
+from jaxengine.runner.programs.step_programs import StepPrograms
+from jaxengine.runner.stage_runner import StageRunner, foreseen_needs
+from jaxengine.runner.start.bundles import executables_of
+from jaxengine.sharding.layout import MESH_AXES, MeshLayout
+from jaxengine.sharding.mesh import make_mesh
+from jaxengine.sharding.stages import Stage, devices_of_stages, split_layers, stages_of
+
+# What the first stage has before its layers, by the first part of a weight's path.
+BEFORE_LAYERS = ("embed", "layer_inputs")
+
+
+class SplitDraft(NamedTuple):
+    """Draft model or draft head of a stage before its weights are read."""
+
+    programs: Any  # DraftPrograms of its kind, whose `model` is abstract
+    source: ModelSource  # the open files of its weights
+
+
+class SplitStage(NamedTuple):
+    """Pipeline stage before its weights are read."""
+
+    programs: StepPrograms  # whose `model` is abstract
+    draft: SplitDraft | None  # None without a draft model or head that has weights
+
+    @property
+    def models(self) -> list[Any]:
+        """Abstract models whose weights it has: the stage's, and that of its draft."""
+        return [self.programs.model, *([] if self.draft is None else [self.draft.programs.model])]
+
+
+def choose_devices(
+    config: EngineConfig, devices: Sequence[Any] | None, mesh: Mesh | None
+) -> tuple[EngineConfig, list[Any]]:
+    """Return the config with the mesh's sizes filled in, and the devices that the engine uses, stage after stage.
+
+    Args:
+      devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
+        for `jax.devices()`.
+      mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used; None for
+        none.
+
+    Raises ConfigError for too few devices, for a mesh together with other options about devices, and for processes that
+    cannot have equal parts of every stage.
+    """
+    if mesh is not None:
+        said = (config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size)
+        if devices is not None or said != (1, 1, 1):
+            raise ConfigError("mesh", dict(mesh.shape), "no mesh beside devices or parallel sizes; it says both")
+        data, attn, model = mesh.devices.shape
+        config = replace(config, tensor_parallel_size=attn * model, data_parallel_size=data)
+        return config, list(mesh.devices.flat)
+    available = jax.devices() if devices is None else list(devices)
+    sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+    tensor, data, stages = (getattr(config, name) for name in sizes)
+    wanted = tensor * data * stages
+    if wanted > len(available):
+        largest = max(sizes, key=lambda name: getattr(config, name))
+        raise ConfigError(
+            largest,
+            getattr(config, largest),
+            f"parallel sizes whose product is at most {len(available)}, the number of devices; it is {wanted}",
+        )
+    return config, available[:wanted] if config.nnodes == 1 else _of_every_process(config, available, tensor * data)
+
+
+def _of_every_process(config: EngineConfig, available: Sequence[Any], stage_size: int) -> list[Any]:
+    """Return the first devices of each process, stage after stage, so that every stage has equally many of each
+    process.
+
+    stage_size: devices of one stage. Every process must take part in whatever is executed, and hidden states must not
+    cross between processes. Raises ConfigError if no such assignment exists.
+    """
+    by_process: dict[int, list[Any]] = {}
+    for device in available:
+        by_process.setdefault(device.process_index, []).append(device)
+    each, rest = divmod(stage_size, len(by_process))
+    least = min(map(len, by_process.values()))
+    if rest or each * config.pipeline_parallel_size > least:
+        allowed = (
+            f"sizes that give every pipeline stage equally many devices of each process: tensor_parallel_size * "
+            f"data_parallel_size, now {stage_size}, a multiple of nnodes, {len(by_process)}, and times "
+            f"pipeline_parallel_size at most {least * len(by_process)}"
+        )
+        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed)
+    stages = range(config.pipeline_parallel_size)
+    return [
+        device
+        for stage in stages
+        for devices in by_process.values()
+        for device in devices[stage * each : (stage + 1) * each]
+    ]
+
+
+def open_stages(
+    source: ModelSource,
+    config: ResolvedConfig,
+    platform: Platform,
+    devices: Sequence[Any],
+    mesh: Mesh | None,
+    *,
+    progress: Progress,
+) -> list[StageRunner]:
+    """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one.
+
+    Closes the source at the end, also on an error. devices: of all stages, stage after stage. mesh: in the engine's
+    axes, if the caller's mesh says how attention heads are split; else None. progress(done, total, what): called with
+    the bytes of weights loaded, those of all, and the tensor's name.
+
+    Raises ConfigError for a model that cannot be split in this way, ModelFileError for weights that do not fit, and the
+    errors of jaxengine.runner.extensions.drafts.open.open_drafting.
+    """
+    with ExitStack() as opened:
+        opened.callback(source.close)
+        layout = config.mesh_layout(source.config)
+        if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
+            raise ConfigError(
+                "mesh", dict(mesh.shape), f"{wanted} for a model of {source.config.num_kv_heads} kv heads"
+            )
+        meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
+        stages, place = split_stages(source, config, platform, layout, meshes), executables_of(config)
+        for draft in [stage.draft for stage in stages if stage.draft is not None]:
+            opened.callback(draft.source.close)
+        total = sum(size for stage in stages for model in stage.models for size in _sizes(model))
+        runners, done = [], 0
+        for stage in stages:
+            programs, own = stage.programs, []
+            params = load_weights(source, programs.model, programs.mesh, config, _part_of(progress, done, total))
+            params = with_pools(programs.model, params, programs.mesh)
+            done += sum(_sizes(programs.model))
+            if stage.draft is not None:
+                from jaxengine.runner.extensions.drafts.drafter import Drafter
+
+                draft, part = stage.draft, _part_of(progress, done, total)
+                weights = load_weights(draft.source, draft.programs.model, programs.mesh, config, part)
+                own = [Drafter(draft.programs, weights, place)]
+            runners.append(StageRunner(programs, params, place, own))
+        return runners
+
+
+def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
+    """Return the memory plan with which an engine starts on these devices; weights are neither read nor allocated.
+
+    Compiles or loads what start-up compiles before the pages are known. Closes a draft's own source; `source` stays
+    open. Raises as `open_stages`, and ConfigError where not even one request of max_model_len fits.
+    """
+    layout = config.mesh_layout(source.config)
+    meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
+    stages = split_stages(source, config, platform, layout, meshes)
+    for draft in [stage.draft for stage in stages if stage.draft is not None]:
+        if draft.source.path != source.path:  # else its weights are in the model's own files, which stay open
+            draft.source.close()
+    runners = [shape_runner(stage, config.compile_cache_dir) for stage in stages]
+    needs = foreseen_needs(runners, config)
+    shared = jax.local_device_count() if devices[0].platform == "cpu" else 0
+    windows = runners[0].programs.windows
+    return plan_stages(config, [stage.sizes for stage in runners], needs, windows=windows, shared=shared)
+
+
+def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
+    """Return a StageRunner with shapes in the place of weights, which compiles and cannot run. Its state changes are
+    compiled or loaded here.
+
+    place: of its programs, see ExecutableCache, whose ConfigError is raised.
+    """
+    mesh, own = stage.programs.mesh, []
+    if stage.draft is not None:
+        from jaxengine.runner.extensions.drafts.drafter import Drafter
+
+        leaves = [leaf for _, leaf in abstract_leaves(stage.draft.programs.model, mesh)]
+        own = [Drafter(stage.draft.programs, leaves, place)]
+    leaves = [leaf for _, leaf in abstract_leaves(stage.programs.model, mesh)]
+    return StageRunner(stage.programs, leaves, place, own)
+
+
+def split_stages(
+    source: ModelSource, config: ResolvedConfig, platform: Platform, layout: MeshLayout, meshes: Sequence[Any]
+) -> list[SplitStage]:
+    """Return the model's stages in order, before any weights are read. Nothing is allocated; a draft's source stays
+    open.
+
+    meshes: of each stage, with the axes of `layout`; abstract ones if nothing is to run. Raises as `open_stages`.
+    """
+    stages = choose_stages(source.config, config, layout)
+    models = [build_split(source.config, config, layout, stage) for stage in stages]
+    draft = None
+    if config.speculative_config is not None:
+        from jaxengine.runner.extensions.drafts.open import open_drafting
+
+        draft = open_drafting(source, config, layout)
+    found = []
+    for model, mesh in zip(models, meshes, strict=True):
+        programs = step_programs(model, config, platform, mesh)
+        # With drafts there is one stage.
+        own = None if draft is None else SplitDraft(draft.programs(draft.model, programs, config), draft.source)
+        found.append(SplitStage(programs, own))
+    return found
+
+
+def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
+    """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else so that the largest stage
+    has the fewest bytes. In the latter case a layer that takes another one's selection of keys is in the stage of that
+    one, unless there are more stages than such groups of layers.
+
+    Raises, for several stages without `pipeline_layers`, as `build_split` does, and ValueError for more stages than
+    layers.
+    """
+    if config.pipeline_layers is not None:
+        return stages_of(config.pipeline_layers)
+    if config.pipeline_parallel_size == 1:
+        return stages_of([model_config.num_layers])
+    whole = build_split(model_config, config, layout, Stage(0, model_config.num_layers))
+    sizes, before, after = [0] * model_config.num_layers, 0, 0
+    for param in declared_params(whole):
+        if param.layer is not None:
+            sizes[param.layer] += param.num_bytes
+        elif param.path[0] in BEFORE_LAYERS:
+            before += param.num_bytes
+            after += param.num_bytes if param.path[0] == "embed" and model_config.tie_word_embeddings else 0
+        else:
+            after += param.num_bytes
+    num_stages = config.pipeline_parallel_size
+    # A layer that takes another one's selection of keys stays with it, if there are stages enough.
+    first = [
+        layer for layer, each in enumerate(model_config.attention) if each.index is None or each.index.source is None
+    ]
+    ends = [*first[1:], len(sizes)]
+    if len(first) < num_stages:
+        first, ends = range(len(sizes)), range(1, len(sizes) + 1)
+    held = [sum(sizes[begin:end]) for begin, end in zip(first, ends, strict=True)]
+    split = split_layers(held, num_stages, before=before, after=after)
+    return stages_of([ends[stage.layers[-1]] - first[stage.layers[0]] for stage in split])
+
+
+def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
+    """Build the abstract model of one stage for a mesh layout.
+
+    Raises:
+      ConfigError: the mesh does not divide the model, with sizes that would; or the stage lacks something it must have:
+        the layers whose keys its other layers read, in the first stage all layers that add image features, or, with
+        kv_offloading_size, a layer with pages.
+      ModelFileError: the checkpoint stores the modules of one product in different formats.
+    """
+    parts = max([1, *(tower.num_parts for tower in model_config.towers)])
+    if not stage.is_first and stage.layers[0] < parts - 1:
+        # Embeddings are where they are encoded; hidden states alone go on to the next stage.
+        problem = f"the first {parts - 1} layers add parts of images, but the first stage has {stage.layers[0]}"
+        raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
+    if config.kv_offloading_bytes and not any(model_config.attention[layer].has_pages for layer in stage.layers):
+        problem = f"none of the layers {stage.layers[0]} to {stage.layers[-1]} of a stage has pages to keep elsewhere"
+        raise ConfigError.because("kv_offloading_size", problem, "leave it out, or choose stages by pipeline_layers")
+    for layer in stage.layers:
+        attention = model_config.attention[layer]
+        of_keys, of_choice = attention.kv_source, None if attention.index is None else attention.index.source
+        for source, what in ((of_keys, "keys and values"), (of_choice, "keys as selected by the indexer")):
+            if source is None or source in stage.layers:
+                continue
+            problem = f"layer {layer} attends to {what} of layer {source}, which is in an earlier stage"
+            raise ConfigError.because(
+                "pipeline_parallel_size", problem, "choose stages by pipeline_layers that keep both together"
+            )
+    try:
+        whole = () if config.mm_encoder_tp_mode == "weights" else (TOWER,)
+        options: dict[str, Any] = {"whole_parts": whole, "exact": config.rl_exact}
+        build = Build(config.dtype, layout, stage, lora=config.lora_spec, **options)
+        return build_model(model_config, build)
+    except ModelConfigError as error:
+        raise ModelFileError(config.model or "the embedded model", str(error)) from None
+    except ValueError as error:
+        sizes = tensor_sizes(
+            model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)
+        )
+        allowed = f"{', '.join(map(str, sizes))} for this model ({error})"
+        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed) from None
+
+
+def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
+    """Load the weights of an abstract model onto its mesh; returns an nnx.State.
+
+    They come from the source's files or from its folder in device layout; a source without weights gets random ones
+    from config's seed. progress(done, total, what): called with bytes. Raises ModelFileError, and ValueError if the
+    mesh does not split a folder's weight evenly.
+    """
+    if source.weights is None:
+        return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)
+    if isinstance(source.weights, Path):
+        params, size = load_checkpoint(source.weights, model, mesh=mesh), sum(_sizes(model))
+        progress(size, size, "all")
+        return params
+    return load_params(model, source.weights, mesh=mesh, progress=progress)
+
+
+def _sizes(model: CausalLM) -> list[int]:
+    """Return the bytes of each weight of an abstract model, over all devices."""
+    return [param.num_bytes for param in declared_params(model)]
+
+
+def _part_of(progress: Progress, before: int, total: int) -> Progress:
+    """Return a progress function for a part of the work that begins after `before` of `total`."""
+    return lambda done, _, what: progress(before + done, total, what)

@@ -1,0 +1,233 @@
+"""Proof of an engine's kernels before it compiles its steps, on a device and versions where that has not been done.
+
+The calls of kernels are those of the engine's own programs, found by tracing. Each is run on random inputs of its
+shapes beside plain XLA. A kernel that does not compile, fails, is wrong or is slower is not used by this engine: its
+operation runs as the next kind of its platform. Verdicts are kept beside the executables, so that the next start runs
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxengine.models.cache import platform_of, product_platform_of
+from jaxengine.models.kernel_proof import Call, Verdict, judge, judged_calls, recorded_calls, too_slow
+from jaxengine.models.kernel_rows import without_rows
+from jaxengine.runner.executables.cache import compile_program
+from jaxengine.runner.executables.verdicts import Verdicts
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.start.ends import ends_heard
+
+logger = logging.getLogger(__name__)
+
+Rows = frozenset[tuple[str, str]]
+Progress = Callable[[int, int, str], None]
+
+FULL = "full"
+# Seconds after which a proof counts as one that may hang. A compiler may take a minute.
+_LONG = 120.0
+# A process that ends in the middle of a proof may have been ended for another reason; hardly twice.
+_MOST_UNFINISHED = 2
+_UNFINISHED = "ended the process, or did not end: it was not finished when the process was"
+
+
+class _Proof(NamedTuple):
+    """State that the functions of a proof share.
+
+    Attributes:
+      verdicts: those known so far.
+      thorough: whether all mixes of lengths are run, not one.
+      timed: whether kernels are measured: not on a CPU, whose other load decides, and not by several processes, which
+        must come to the same verdicts.
+      device: the device that runs the kernels.
+      progress: as of `prove_kernels`.
+    """
+
+    verdicts: Verdicts
+    thorough: bool
+    timed: bool
+    device: Any
+    progress: Progress
+
+
+def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | None, progress: Progress) -> Rows:
+    """Return the rows of kernels, (operation, kind), that the engine must not use, and set them as `unused` of the
+    stages' caches, so that programs are compiled without them.
+
+    Runs on a device of this process whatever has no verdict yet. mode: "quick" proves the calls of the largest and the
+    smallest steps with one mix of lengths, "full" those of all steps with all mixes. directory: of the executables,
+    where verdicts are kept, too; None for the user's cache folder. progress: called with (done, total, what). Raises
+    ConfigError as ExecutableFiles does.
+    """
+    device = stages[0].programs.mesh.local_devices[0]
+    verdicts = Verdicts(directory, stages[0].executables.environment)
+    processes = {each.process_index for stage in stages for each in stage.programs.mesh.devices.flat}
+    timed = device.platform != "cpu" and len(processes) == 1
+    proof = _Proof(verdicts, mode == FULL, timed, device, progress)
+    engine = _digest(stages, mode)
+    unused: Rows = frozenset()
+    if (known := verdicts.calls_of(engine)) is not None:
+        unused = frozenset(_failed(known, verdicts))
+    else:
+        known = []
+        # What takes the place of a kernel may be another kernel, which then has its own proof.
+        while True:
+            with without_rows(unused):
+                calls = judged_calls(_calls(stages, proof))
+            _judge_all(calls, proof)
+            judged = verdicts.known()
+            known += [text for call in calls if (text := _text(call, proof)) in judged and text not in known]
+            failed = {row: why for row, why in _failed(known, verdicts).items() if row not in unused}
+            if not failed:
+                break
+            for row, why in failed.items():
+                _report(row, *why)
+            unused |= failed.keys()
+        verdicts.engine(engine, known)
+    for cache in [cache for stage in stages for cache in stage.caches]:
+        cache.unused = unused
+    if unused:
+        names = ", ".join(sorted(f"{op} ({kind})" for op, kind in unused))
+        logger.warning("kernels that failed their proof and are not used: %s", names)
+    return unused
+
+
+def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
+    """Return the calls of kernels in forward passes of each stage, of all buckets or of the largest and smallest, and
+    in extensions' programs; without repetitions.
+    """
+    platforms = {platform_of(proof.device), product_platform_of(proof.device)}
+    found: dict[str, Call] = {}
+    for stage in stages:
+        programs = stage.programs
+        buckets = list(programs.packer.buckets)
+        if not proof.thorough:
+            decodes = [bucket for bucket in buckets if bucket.num_tokens == bucket.num_seqs]
+            buckets = list(dict.fromkeys([max(buckets), max(decodes or buckets), min(buckets)]))
+        kv = programs.kv_shapes(programs.num_columns)
+        traced = [programs.forward(bucket, stage.params, kv) for bucket in buckets]
+        traced += [own for each in programs.extensions for own in each.programs(stage.params)]
+        for program in traced:
+            calls = recorded_calls(program.function, program.arguments, platforms)
+            found |= {call.text: call for call in calls}
+    return list(found.values())
+
+
+def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
+    """Judge the calls that have no verdict, and store the verdicts. A call whose proof was not finished twice fails;
+    further calls of a kernel that has failed are left out.
+    """
+    verdicts, unfinished = proof.verdicts, Counter(proof.verdicts.unfinished())
+    for call in calls:
+        if unfinished[text := _text(call, proof)] >= _MOST_UNFINISHED:
+            verdicts.end(text, Verdict(error=_UNFINISHED)._asdict())
+    known = verdicts.known()
+    failed = {call[:3] for call in calls if known.get(_text(call, proof), {}).get("error")}
+    start, proven = time.monotonic(), 0
+    for index, call in enumerate(calls):
+        proof.progress(index, len(calls), f"{call.op} ({call.kind})")
+        if (text := _text(call, proof)) in known or call[:3] in failed:
+            continue
+        verdicts.begin(text)
+        with ends_heard(partial(_forget_if_brief, text, verdicts, begin := time.monotonic())):
+            try:
+                verdict = _judged(call, proof)
+            except (KeyboardInterrupt, SystemExit):
+                _forget_if_brief(text, verdicts, begin)
+                raise
+        verdicts.end(text, verdict._asdict())
+        proven += 1
+        if verdict.error:
+            failed.add(call[:3])
+        if verdict.note:
+            logger.warning("the kernel of %s is used without a proof: %s", call.short, verdict.note)
+    proof.progress(len(calls), len(calls), "done")
+    if proven:
+        logger.info("%d calls of kernels were proven in %.0f s", proven, time.monotonic() - start)
+
+
+def _forget_if_brief(text: str, verdicts: Verdicts, begin: float) -> None:
+    """Forget that a proof has begun, as its process is being ended, unless it has taken so long that the kernel may be
+    the reason.
+
+    text: of the call. begin: when its proof began, by time.monotonic.
+    """
+    if time.monotonic() - begin < _LONG:
+        verdicts.forget(text)
+
+
+def _judged(call: Call, proof: _Proof) -> Verdict:
+    """Return the verdict of one call; after _LONG seconds, as with a kernel that hangs, log a warning and store that it
+    takes long.
+    """
+
+    def warn() -> None:
+        proof.verdicts.takes_long(_text(call, proof))
+        what = (
+            "proving the kernel of %s has taken %.0f s: if it hangs, end this process and start again; the next start "
+            "counts the kernel as failed and runs plain XLA in its place"
+        )
+        logger.warning(what, call.short, _LONG)
+
+    timer = threading.Timer(_LONG, warn)
+    timer.daemon = True
+    timer.start()
+    try:
+        compile_lowered = partial(compile_program, backend=proof.device.platform)
+        with jax.default_device(proof.device):
+            return judge(call, thorough=proof.thorough, timed=proof.timed, compile_lowered=compile_lowered)
+    finally:
+        timer.cancel()
+        timer.join()  # what it writes is written before the verdict, which ends it
+
+
+def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return the rows of calls that failed, or that take longer than plain XLA over all of an operation's calls, each
+    with a call and its error.
+    """
+    known = verdicts.known()
+    of_row: dict[tuple[str, str], list[tuple[str, Verdict]]] = {}
+    for text in texts:
+        op, _, rest = text.partition(" (")
+        of_row.setdefault((op, rest.partition(")")[0]), []).append((text, Verdict(**known.get(text, {}))))
+    failed = {}
+    for row, own in of_row.items():
+        wrong = [(text, verdict.error) for text, verdict in own if verdict.error]
+        if not wrong and (slow := too_slow(verdict for _, verdict in own)):
+            wrong = [(text, f"{slow}, over all shapes") for text, _ in own]
+        if wrong:
+            failed[row] = wrong[0]
+    return failed
+
+
+def _report(row: tuple[str, str], text: str, error: str) -> None:
+    """Log that a row (operation, kind) is not used. text: a call that failed; error: why."""
+    logger.error(
+        "the %s kernel of %s is replaced: it %s. Shapes: %s. Please report this with the file that "
+        "`jaxengine report` writes",
+        row[1],
+        row[0],
+        error,
+        text.partition("; ")[0].partition(": ")[2],
+    )
+
+
+def _text(call: Call, proof: _Proof) -> str:
+    """Return the text under which a call's verdict is kept."""
+    return f"{call.text}; {'all mixes' if proof.thorough else 'one mix'}"
+
+
+def _digest(stages: Sequence[StageRunner], mode: str) -> str:
+    """Return a digest of the facts that determine an engine's calls of kernels, apart from its environment."""
+    facts = [(each.programs.description, list(each.programs.packer.buckets), each.programs.num_columns,
+              each.programs.model.mesh, [own.name for own in each.programs.extensions]) for each in stages]  # fmt: skip
+    return hashlib.sha256(repr((mode, facts)).encode()).hexdigest()

@@ -1,0 +1,87 @@
+"""The memory of one device as one picture: a stacked bar with a legend, in SVG and in text.
+
+`jaxengine plan` draws what it expects, the status page and the log of a start what an engine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from jaxengine.runner.base.memory import MemoryPlan
+
+_WIDTH, _BAR, _ROW, _LEFT, _TOP = 900, 64, 24, 20, 60
+_COLOURS = (
+    "#1f5a99",
+    "#2f9e6e",
+    "#c7811f",
+    "#8a5bb5",
+    "#c2453d",
+    "#3fa7b8",
+    "#7b7f86",
+    "#b0a01f",
+    "#d07fa8",
+    "#5c7a2e",
+)
+_FREE = "#e6e8eb"
+_LETTERS, _COLUMNS = "abcdefghijklmnopqrstuvwxyz", 72
+LEFT = "left of the budget"
+
+
+def parts_of(plan: MemoryPlan) -> dict[str, int]:
+    """Return the bytes of a running engine's plan by purpose, without zeros, and the rest of its budget as LEFT, which
+    is negative for a plan beyond it.
+    """
+    return {purpose: size for purpose, size in plan.parts.items() if size} | {LEFT: plan.budget - plan.planned}
+
+
+def text_bar(parts: Mapping[str, int], total: int) -> str:
+    """Return two lines of text: a bar of `total` bytes with a letter for each part, and what the letters mean.
+
+    A part has a column for each 72nd of the total, at least one. LEFT has dots, and the rest of the total is blank.
+    parts: bytes by purpose; those without are not drawn.
+    """
+    drawn = {purpose: size for purpose, size in parts.items() if size > 0}
+    letters = dict(zip((each for each in drawn if each != LEFT), _LETTERS, strict=False)) | {LEFT: "."}
+    whole = max(total, sum(drawn.values()), 1)
+    bar = "".join(letters.get(each, "?") * max(1, round(_COLUMNS * size / whole)) for each, size in drawn.items())
+    meant = ", ".join(f"{letters.get(each, '?')} {each} {100 * size / whole:.1f} %" for each, size in drawn.items())
+    return f"  [{bar:<{_COLUMNS}}]\n  {meant}"
+
+
+def svg(title: str, parts: Mapping[str, int], total: int) -> str:
+    """Return an SVG image of a bar of `total` bytes, whose parts follow each other, with a legend, as text.
+
+    parts: bytes by purpose. LEFT is grey; the rest of the total, which the engine does not use, is empty.
+    """
+    scale = (_WIDTH - 2 * _LEFT) / max(total, sum(max(0, size) for size in parts.values()), 1)
+    shapes, legend, at = [], [], float(_LEFT)
+    for index, (purpose, size) in enumerate(parts.items()):
+        colour = _FREE if purpose == LEFT else _COLOURS[index % len(_COLOURS)]
+        width, text = max(0, size) * scale, f"{purpose}: {size / 2**30:,.3f} GiB ({100 * size / max(1, total):.1f} %)"
+        shapes.append(
+            f'<rect x="{at:.2f}" y="{_TOP}" width="{width:.2f}" height="{_BAR}" fill="{colour}" data-bytes="{size}">'
+            f"<title>{escape(text)}</title></rect>"
+        )
+        row = _TOP + _BAR + 36 + index * _ROW
+        legend.append(
+            f'<rect x="{_LEFT}" y="{row - 12}" width="14" height="14" fill="{colour}" stroke="#999"/>'
+            f'<text x="{_LEFT + 24}" y="{row}">{escape(text)}</text>'
+        )
+        at += width
+    height = _TOP + _BAR + 36 + len(parts) * _ROW
+    frame = f'<rect x="{_LEFT}" y="{_TOP}" width="{total * scale:.2f}" height="{_BAR}" fill="none" stroke="#333"/>'
+    heading = f'<text x="{_LEFT}" y="36" font-size="18" font-weight="bold">{escape(title)}</text>'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+            f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="14">',
+            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+            heading,
+            *shapes,
+            frame,
+            *legend,
+            "</svg>",
+            "",
+        ]
+    )

@@ -1,0 +1,222 @@
+"""From a configuration to a ModelRunner: open the model, settle open options, load weights, compile steps.
+
+Every process of an engine does this; host 0 then schedules, and the others execute what it sends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxengine.checkpoint.custom_models import has_custom_class
+from jaxengine.checkpoint.model_source import ModelSource, open_model
+from jaxengine.config.base.lengths import AUTO_LENGTH
+from jaxengine.config.base.platforms import PLATFORMS, Platform
+from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.kv.kv_cache import is_coded
+from jaxengine.models.cache import platform_of, product_platform_of
+from jaxengine.models.kernel_rows import has_kernels, plain_operations, why_no_kernels, without_rows
+from jaxengine.runner.base.card import claim_card
+from jaxengine.runner.base.memory import TooLong
+from jaxengine.runner.extensions.settle import item_sizes, settled
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.peers import ALONE, Peers
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.start.bundles import with_bundle
+from jaxengine.runner.start.devices import choose_devices, open_stages, plan_shapes
+from jaxengine.runner.start.kv_scales import known_scales, measure, scales_of
+from jaxengine.runner.start.mesh_axes import engine_mesh
+
+logger = logging.getLogger(__name__)
+
+
+class OpenedModel(NamedTuple):
+    """Settled facts of an engine before anything is loaded."""
+
+    source: ModelSource  # open
+    config: ResolvedConfig  # resolved for the source and the devices
+    platform: Platform  # whose kernels the devices run
+    devices: Sequence[Any]  # of all stages, stage after stage
+    mesh: (
+        Mesh | None
+    )  # in the engine's axes, if the caller's mesh says how tensor parallelism is split into attn and model
+
+
+def open_resolved(
+    config: EngineConfig,
+    devices: Sequence[Any] | None = None,
+    mesh: Mesh | None = None,
+    mesh_axes: Mapping[str, str] | None = None,
+) -> OpenedModel:
+    """Open the model of a config and settle options that the config leaves open; loads no weights. The source stays
+    open. Called before jax looks for devices, it claims the share of a CUDA card that the engine needs (`claim_card`).
+
+    devices: candidates; None for `jax.devices()`. mesh: a user's own, in place of devices and parallel sizes.
+    mesh_axes: maps its axes to "data", "tensor", "attn" or "model"; None if these are their names.
+
+    Raises ConfigError, ModelConfigError or ModelFileError, and DefaultModelMissing if no model is named and the default
+    one is not installed.
+    """
+    if mesh is None and mesh_axes is not None:
+        raise ConfigError("mesh_axes", mesh_axes, "None without a mesh")
+    is_exact = False
+    if mesh is not None:
+        mesh, is_exact = engine_mesh(mesh, mesh_axes)
+    claim_card(config.gpu_memory_utilization or PLATFORMS["gpu"].memory_utilization)
+    config, devices = choose_devices(config, devices, mesh)
+    platform = PLATFORMS[kernel_platform(devices[0])]
+    source, resolved = resolve_model(config, platform)
+    if config.max_model_len == AUTO_LENGTH:
+        source, resolved = _with_longest(config, OpenedModel(source, resolved, platform, devices, None))
+    if config.bundle is not None:
+        with source.closing_on_error():
+            resolved = with_bundle(source, resolved, devices)
+    return OpenedModel(source, resolved, platform, devices, mesh if is_exact else None)
+
+
+def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, ResolvedConfig]:
+    """Open the model of a config and fill in what the config leaves open. Raises as `open_resolved`."""
+    source, config = settle_model(config, platform)
+    with source.closing_on_error():
+        return source, config.resolved(source.config, platform, item_sizes(source, config))
+
+
+def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSource, ResolvedConfig]:
+    """Return the opened model and its config with the longest max_model_len whose pages fit, at most the model's own
+    context; reads no weights.
+
+    Compiles what start-up compiles before the pages are known. Raises ConfigError where no page fits.
+    """
+    source, resolved = opened.source, opened.config
+    while True:
+        try:
+            with source.closing_on_error():
+                plan_shapes(source, resolved, opened.platform, opened.devices)
+            break
+        except TooLong as error:
+            if error.fits < 2:
+                raise
+            # A shorter page table takes less memory: what fits now is never less than error.fits.
+            source, resolved = resolve_model(replace(config, max_model_len=error.fits), opened.platform)
+    logger.info("max_model_len is %d, the longest that fits", resolved.max_model_len)
+    return source, resolved
+
+
+def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, EngineConfig]:
+    """Open the model of a config for the kernels of a platform, and settle what depends on the model's files.
+
+    No devices are needed. The source stays open. Raises as `open_resolved`.
+    """
+    source = open_model(config, keep_tables=platform.keeps_tables)
+    with source.closing_on_error():
+        config = settled(config, source)
+    # What was downloaded is here now: code that gets this config needs neither the hub nor the token.
+    tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
+    config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
+    if has_custom_class(source.config):  # compiled steps are named after our sources, which do not include its class
+        config = replace(config, compile_cache_dir="")
+    return source, config
+
+
+def load_runner(
+    source: ModelSource,
+    config: ResolvedConfig,
+    platform: Platform,
+    devices: Sequence[Any],
+    mesh: Mesh | None,
+    *,
+    peers: Peers = ALONE,
+) -> ModelRunner:
+    """Load the weights, prove kernels, compile, and return the runner; closes the source, also on an error. Every
+    process of an engine does this. Scales of a pool of codes that `known_scales` lacks are measured on random
+    tokens.
+
+    source, config, platform, devices, mesh: from `open_resolved`. peers: the engine's other processes; ALONE for none.
+
+    Raises ConfigError for sizes or memory that do not fit, and where several processes would have to measure scales;
+    ModelFileError for weights that do not fit.
+    """
+    show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
+    with source.closing_on_error():
+        scales = known_scales(source, config) if coded else None
+        if coded and scales is None and peers is not ALONE:
+            problem = "kv_cache_scales are not in the checkpoint, and several processes measure none"
+            advice = "give a file that `jaxengine calibrate` wrote, or unit"
+            raise ConfigError.because("kv_cache_scales", problem, advice)
+    with ProgressBar("Loading weights", "B", show) as bar:
+        stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
+    unused = proven(stages, config, platform, show)
+    if coded:
+        if scales is None:
+            logger.info("measuring scales of keys and values on random tokens")
+            scales = scales_of(measure(stages, config, platform), config.kv_cache_dtype)
+        for stage in stages:
+            stage.kv_scales = scales
+    with ProgressBar("Loading steps", "step", show) as bar, without_rows(unused):
+        for cache in [cache for stage in stages for cache in stage.caches]:
+            cache.on_compile = partial(bar.rename, "Compiling steps")
+        return ModelRunner(stages, config, progress=bar.update, peers=peers)
+
+
+def proven(
+    stages: Sequence[StageRunner], config: ResolvedConfig, platform: Platform, show: bool
+) -> frozenset[tuple[str, str]]:
+    """Prove the kernels of the stages' programs, unless kernel_proof is "off" or the platform has none; return the rows
+    (operation, kind) that programs are to be compiled without.
+
+    show: whether to show progress.
+    """
+    platforms = {platform.name, product_platform_of(stages[0].programs.mesh.local_devices[0])}
+    if config.kernel_proof == "off" or not any(map(has_kernels, platforms)):
+        return frozenset()
+    from jaxengine.runner.start.kernel_proof import prove_kernels
+
+    with ProgressBar("Proving kernels", "kernel", show) as bar:
+        return prove_kernels(stages, config.kernel_proof, config.compile_cache_dir, bar.update)
+
+
+class ProgressBar:
+    """Progress bar for (done, total, what) calls, a context manager; shows nothing unless `show`."""
+
+    def __init__(self, title: str, unit: str, show: bool):
+        """Show the bar. unit: "B" for bytes, which get prefixes such as M."""
+        self._bar = tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=not show)
+
+    def __enter__(self) -> ProgressBar:
+        """Return the bar."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the bar."""
+        self._bar.close()
+
+    def rename(self, title: str) -> None:
+        """Change the title."""
+        self._bar.set_description_str(title)
+
+    def update(self, done: int, total: int, what: str) -> None:
+        """Show that `done` of `total` units are done, and the name of the current one."""
+        self._bar.total = total
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+
+def kernel_platform(device: Any) -> str:
+    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Warns about a GPU without kernels
+    ("gpu_xla").
+    """
+    platform = platform_of(device)
+    if platform == "gpu_xla":
+        logger.warning(
+            "no kernels for %s on %s (%s): plain XLA runs instead, slower than on a card with kernels",
+            plain_operations(device.compute_capability),
+            device.device_kind,
+            why_no_kernels(device.compute_capability),
+        )
+    return platform

@@ -1,0 +1,1 @@
+"""New weights for a running engine, and weights and pools that leave the devices."""

@@ -1,0 +1,104 @@
+"""Device memory of a sleeping engine: weights and pools are freed and restored, compiled programs stay.
+
+A freed array leaves a description, so that its replacement can be checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxengine.models.lora import declared_pools
+from jaxengine.models.weights.huge_pages import HugePages
+from jaxengine.runner.base.memory import return_free_memory
+from jaxengine.runner.model_runner import ModelRunner
+
+
+class Absent(NamedTuple):
+    """Description of a freed array, with fields as jax.Array's; it can be restored if copies are kept (`host`)."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    format: Any  # layout on the devices, and sharding
+    sharding: Any
+    # Copies of its parts by device, None if none are kept. Devices with equal parts have one copy.
+    host: list[tuple[Any, np.ndarray]] | None = None
+
+    def restored(self, memory: HugePages | None) -> jax.Array:
+        """Return the array, on its devices again, from its copies in `host`, which must not be None. memory: huge pages
+        for devices that share the host's memory; None for none.
+        """
+        assert self.host is not None
+        parts = [jax.device_put(part if memory is None else memory.copy(part), device) for device, part in self.host]
+        array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=self.dtype)
+        return array if array.format == self.format else jax.device_put(array, self.format)
+
+
+def release_weights(runner: ModelRunner, *, keep: bool) -> None:
+    """Free the weights' memory on the devices: each leaf of the stages becomes an Absent.
+
+    keep: copies stay in host memory; those of adapters always do. If weights are absent already and have copies,
+    keep=False drops the copies. Arrays to which other code, such as a trainer, has references keep their memory.
+    """
+    for stage in runner.stages:
+        adapters = {pool.index for pool in declared_pools(stage.programs.model)}
+        for index in range(len(stage.params)):
+            stage.params[index] = _absent(stage.params[index], keep or index in adapters)
+    return_free_memory()
+
+
+def restore_weights(runner: ModelRunner) -> bool:
+    """Put the weights back on the devices, and wait for that. Returns False, with nothing changed, if host memory lacks
+    copies of some: these must be replaced first.
+
+    Raises jax's RuntimeError if memory cannot be allocated; weights that are on the devices by then stay there.
+    """
+    params = (each for stage in runner.stages for each in stage.params)
+    if any(isinstance(each, Absent) and each.host is None for each in params):
+        return False
+    memory = HugePages() if runner.on_cpu else None
+    for stage in runner.stages:
+        for index, each in enumerate(stage.params):
+            if isinstance(each, Absent):  # whose copies are given up once the array is there
+                stage.params[index] = jax.block_until_ready(each.restored(memory))
+    return True
+
+
+def are_present(runner: ModelRunner) -> bool:
+    """Whether all weights are on the devices."""
+    return not any(isinstance(each, Absent) for stage in runner.stages for each in stage.params)
+
+
+def release_pools(runner: ModelRunner) -> None:
+    """Free the memory of keys and values, and of extensions' arrays whose content can be computed again."""
+    for stage in runner.stages:
+        stage.release_pools()
+    return_free_memory()
+
+
+def allocate_pools(runner: ModelRunner) -> None:
+    """Allocate what `release_pools` freed again, empty. Raises jax's RuntimeError if memory cannot be allocated."""
+    for stage in runner.stages:
+        stage.allocate_pools()
+
+
+def _absent(array: Any, keep: bool) -> Absent:
+    """Return the description of an array, or of one that is absent already, with copies of its parts if `keep`."""
+    if isinstance(array, Absent):
+        return array if keep else array._replace(host=None)
+    host = _parts(array) if keep else None
+    return Absent(array.shape, array.dtype, array.format, array.sharding, host)
+
+
+def _parts(array: Any) -> list[tuple[Any, np.ndarray]]:
+    """Return copies of an array's parts in host memory, by device; devices with equal parts share one copy."""
+    copies: dict[tuple[tuple[Any, Any], ...], np.ndarray] = {}
+    parts = []
+    for shard in array.addressable_shards:
+        bounds = tuple((each.start, each.stop) for each in shard.index)
+        if bounds not in copies:
+            copies[bounds] = np.array(shard.data)
+        parts.append((shard.device, copies[bounds]))
+    return parts

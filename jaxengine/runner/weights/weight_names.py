@@ -1,0 +1,215 @@
+"""Conversion of a trainer's tensor names and shapes to those of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxengine.models.weights.formats.arrays import as_array, fault_of, is_in_pieces, on_host, read_slice
+from jaxengine.scheduler.base.errors import RequestError, show_value
+
+# Whose weights are replaced: the model's, or those of its draft model.
+Target = Literal["model", "draft"]
+# Faults that the text of an error names.
+MAX_SHOWN = 10
+_LONGEST_SHOWN = 200
+_LAYER = "{layer}"
+
+
+class WeightUpdateError(RequestError):
+    """Error of new weights that do not fit. The engine continues with its present weights.
+
+    Attributes:
+      faults: (tensor, what is wrong) of every faulty tensor: missing, unknown, given twice, of a wrong shape or kind.
+    """
+
+    def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()):
+        super().__init__(message, param="params")
+        self.faults = [*faults]
+
+    @classmethod
+    def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
+        """Return the error for at least one fault; its message names the first ones, of each kind as many as of the
+        others.
+        """
+        seen = Counter[str]()
+        numbers = [seen.update([text]) or seen[text] for _, text in faults]
+        first = sorted(range(len(faults)), key=numbers.__getitem__)[:MAX_SHOWN]
+        shown = "; ".join(f"{_shown(faults[index][0])}: {faults[index][1]}" for index in first)
+        more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
+        return cls(f"the weights stay as they are: {shown}{more}", faults)
+
+
+@dataclass(frozen=True)
+class ScannedLayers:
+    """Rule for tensors of several layers in one array, as trainers that scan over layers store them.
+
+    Attributes:
+      name: Hugging Face name of a layer's tensor, with "{layer}" for the layer's number.
+      axis: axis of the array that counts the layers.
+      layers: layer number of each index along it; None for 0, 1, 2, ...
+      axes: transposition of a layer's array, after `axis` has been removed; None to keep the order.
+      function: applied to a layer's array after that; None for none.
+    """
+
+    name: str
+    axis: int = 0
+    layers: Sequence[int] | None = None
+    axes: Sequence[int] | None = None
+    function: Callable[[Any], Any] | None = None
+
+    def split(self, source: str, array: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the tensor, in host memory, of each layer.
+
+        source: the array's name, for messages. Raises WeightUpdateError if `array` is no array, the name lacks
+        "{layer}", or the number of layers differs; ValueError for `axes` that do not fit, and whatever `function`
+        raises.
+        """
+        if _LAYER not in self.name:
+            raise WeightUpdateError.of([(source, f"is split into {self.name}, which must have {_LAYER} in it")])
+        if (fault := fault_of(array)) is not None:
+            raise WeightUpdateError.of([(source, fault)])
+        shape = tuple(array.shape)
+        count = shape[self.axis] if -len(shape) <= self.axis < len(shape) else 0
+        layers = range(count) if self.layers is None else self.layers
+        if not count or len(layers) != count:
+            text = f"must have {len(layers) or 'the'} layers along axis {self.axis}, got shape {shape}"
+            raise WeightUpdateError.of([(source, text)])
+        for number, layer in zip(layers, self._layers_of(array, count), strict=True):
+            layer = layer if self.axes is None else np.transpose(layer, tuple(self.axes))
+            yield self.name.replace(_LAYER, str(number)), layer if self.function is None else self.function(layer)
+
+    def _layers_of(self, array: Any, count: int) -> Iterator[np.ndarray]:
+        """Yield each layer's array. From an array split over devices, only that layer is copied to host memory at a
+        time.
+        """
+        axis = self.axis % len(array.shape)
+        if is_in_pieces(array):
+            for number in range(count):
+                layer = read_slice(array, (*(slice(None),) * axis, slice(number, number + 1)))
+                yield np.squeeze(layer, axis)
+        else:
+            yield from np.moveaxis(on_host(array), axis, 0)
+
+
+# Parts of names that wrappers of modules add: torch.compile, FSDP, activation checkpointing, PEFT; and prefixes of all.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+_PREFIXES = ("module.", "base_model.model.")  # DistributedDataParallel, PEFT
+
+
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without what PyTorch's and PEFT's wrappers of modules add to it."""
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def with_names(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors under the names that `name_of` maps theirs to, without holding on to them."""
+    for name, array in tensors:
+        held = [array]
+        del array  # who takes a tensor may be its only holder
+        yield name_of(name), held.pop()
+
+
+def _shown(name: str) -> str:
+    """Return a tensor's name for a message: quoted and cut if it is long or has characters that do not print."""
+    return name if name.isprintable() and len(name) <= _LONGEST_SHOWN else show_value(name)
+
+
+# A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
+Renamed = (
+    str
+    | tuple[str, Sequence[int] | None]
+    | tuple[str, Sequence[int] | None, Callable[[Any], Any] | None]
+    | ScannedLayers
+)
+
+
+def check_chunk_bytes(chunk_bytes: Any) -> None:
+    """Raise RequestError unless chunk_bytes is None or a number of bytes."""
+    if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
+        text = f"chunk_bytes is {show_value(chunk_bytes)}; allowed: None, and integers from 1"
+        raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
+
+
+def check_mapping(mapping: Any) -> None:
+    """Raise RequestError unless `mapping` is None or has, for each name, a Renamed."""
+    allowed = "a mapping from names to a Hugging Face name, (name, axes or None, function or None) or ScannedLayers"
+    if mapping is not None and not isinstance(mapping, Mapping):
+        text = f"mapping must be {allowed}, got {show_value(mapping)}"
+        raise RequestError(text, param="mapping", value=mapping)
+    for name, rule in (mapping or {}).items():
+        if not (isinstance(rule, str | ScannedLayers) or _is_changed(rule)):
+            text = f"mapping has {show_value(rule)} for {show_value(name)}; allowed: {allowed}"
+            raise RequestError(text, param="mapping", value=rule)
+
+
+def _is_changed(rule: Any) -> bool:
+    """Whether a rule is (name, axes or None) or (name, axes or None, function or None)."""
+    if not (isinstance(rule, tuple | list) and len(rule) in (2, 3) and isinstance(rule[0], str)):
+        return False
+    axes = rule[1]
+    listed = isinstance(axes, Sequence | np.ndarray) and all(isinstance(axis, int | np.integer) for axis in axes)
+    ordered = axes is None or listed
+    return ordered and (len(rule) == 2 or rule[2] is None or callable(rule[2]))
+
+
+def renamed(
+    pairs: Iterable[Any], mapping: Mapping[str, Renamed], *, donate: bool = False, lazily: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yield (Hugging Face name, array) for pairs of a trainer's names and arrays.
+
+    pairs: (name, array); names that `mapping` lacks are kept. donate: a jax array that is yielded in converted form is
+    deleted. lazily: of an array that is split by layers, one layer is made at a time, and with `donate` the array is
+    deleted after the last one. Raises WeightUpdateError for an item that is no pair, for axes that do not fit, after
+    all has been yielded for names of `mapping` that did not come, and as ScannedLayers.split does. Errors of functions
+    in `mapping` are raised.
+    """
+    unused = set(mapping)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise WeightUpdateError(f"params must be pairs of a name and an array, got {str(pair)[:100]}")
+        name, array = pair[0], as_array(pair[1])
+        unused.discard(name)
+        rule = mapping.get(name, name)
+        if lazily and isinstance(rule, ScannedLayers):
+            yield from rule.split(name, array)
+            if donate and isinstance(array, jax.Array):
+                array.delete()
+            del array, pair
+            continue
+        if isinstance(rule, str):
+            new = [(rule, array)]
+        else:
+            new = [*rule.split(name, array)] if isinstance(rule, ScannedLayers) else [_changed(rule, array)]
+        if donate and isinstance(array, jax.Array) and all(each is not array for _, each in new):
+            new = [(target, np.array(each) if isinstance(each, np.ndarray) else each) for target, each in new]
+            jax.block_until_ready([each for _, each in new if isinstance(each, jax.Array)])
+            array.delete()
+        del array, pair  # who takes a tensor may be its only holder
+        while new:
+            yield new.pop(0)
+    if unused:
+        raise WeightUpdateError.of([(name, "is named by mapping and not in params") for name in sorted(unused)])
+
+
+def _changed(rule: tuple[Any, ...], array: Any) -> tuple[str, Any]:
+    """Return (name, array) by a rule (name, axes, function): transposed in host memory, then given to the function.
+
+    Raises WeightUpdateError for axes that do not fit.
+    """
+    axes, function = rule[1], rule[2] if len(rule) == 3 else None
+    if axes is not None:
+        try:
+            array = np.transpose(on_host(array), tuple(axes))
+        except ValueError:
+            text = f"mapping orders its axes {tuple(axes)}, and its shape is {np.shape(array)}"
+            raise WeightUpdateError.of([(rule[0], text)]) from None
+    return rule[0], array if function is None else function(array)

@@ -1,0 +1,500 @@
+"""New weights for a running engine: read, checked and placed in addition to the old ones, then put in their place.
+
+Nothing of the engine changes before `put`, so faulty new weights leave the old ones at work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.checkpoint.gguf_weights import is_gguf, open_gguf_weights
+from jaxengine.models.params.declare import declared_params
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.weights.adapters.pools import abstract_leaves
+from jaxengine.models.weights.formats.arrays import ArraySource, FiniteSource, Taken, fault_of, on_host
+from jaxengine.models.weights.formats.orbax import LAYOUT_FILE, load_checkpoint
+from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.models.weights.load import load_params
+from jaxengine.models.weights.moved import is_finite, moved, on_device
+from jaxengine.models.weights.pooled import naming, with_own_files
+from jaxengine.models.weights.streamed import load_streamed
+from jaxengine.models.weights.views.parts import num_parts
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.weights.process_weights import Spread, raise_faults, whole
+from jaxengine.runner.weights.sleep import Absent, are_present
+from jaxengine.runner.weights.weight_names import (
+    Renamed,
+    Target,
+    WeightUpdateError,
+    check_chunk_bytes,
+    check_mapping,
+    renamed,
+    unwrapped,
+    with_names,
+)
+from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.sharding.rules import part_bytes
+
+if TYPE_CHECKING:
+    from jaxengine.runner.extensions.drafts.updates import HeadTensors
+
+_Read = TypeVar("_Read")
+
+
+class _Stage(NamedTuple):
+    """Model, or stage of one, that gets new weights."""
+
+    model: Any  # abstract
+    mesh: Any  # of its devices
+    params: list[Any]  # its leaves, which are replaced in place
+
+
+class NewWeights:
+    """New arrays on the devices, ready to replace an engine's weights.
+
+    Attributes:
+      seconds: time to read and place them.
+      are_of_draft: whether they are a draft model's.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[_Stage],
+        found: Sequence[Mapping[int, jax.Array]],
+        seconds: float,
+        *,
+        are_of_draft: bool = False,
+        spread: Spread | None = None,
+    ):
+        """Hold the new arrays. stages: those that get them. found: for each stage, the new arrays by index among its
+        leaves, with their sharding and layout.
+
+        spread: the other processes' parts; None without any.
+        """
+        self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
+        self._spread = spread
+
+    @property
+    def num_leaves(self) -> int:
+        """Return the number of arrays, over all stages."""
+        return sum(map(len, self._found))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the arrays in bytes, on all devices of this process."""
+        arrays = [each for new in self._found for each in new.values()]
+        return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
+
+    def put(self) -> None:
+        """Replace the old weights by these arrays, in all processes, from the next step on."""
+        if self._spread is None:
+            self._put_here()
+        else:
+            self._spread.put(self._put_here)
+
+    def _put_here(self) -> None:
+        """Replace the old weights in this process."""
+        for stage, new in zip(self._stages, self._found, strict=True):
+            for index, array in new.items():
+                stage.params[index] = array
+
+
+class ReadOptions(NamedTuple):
+    """Options of `read_weights` that say how to read, under its argument names and with their meanings."""
+
+    mapping: Mapping[str, Renamed] | None = None
+    strict: bool = True
+    donate: bool = False
+    target: Target = "model"
+    chunk_bytes: int | None = None
+
+
+def read_weights(
+    runner: ModelRunner,
+    params: Any,
+    *,
+    mapping: Mapping[str, Renamed] | None = None,
+    strict: bool = True,
+    donate: bool = False,
+    target: Target = "model",
+    chunk_bytes: int | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> NewWeights:
+    """Read new weights for all stages and place them on their devices, in addition to the old ones.
+
+    Args:
+      params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a mapping
+        or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
+      mapping: from the names of `params` to Hugging Face names, for tensors by name. Names that it lacks are kept.
+      strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
+      donate: jax arrays of `params` are deleted as soon as they have been read, even if later ones are faulty.
+      target: whose weights; "draft" for a draft model, an MTP layer or an EAGLE-3 head.
+      chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
+      stop: called before each tensor of a safetensors folder; True ends the reading with WeightUpdateError.
+
+    In an engine of several processes each reads its parts, of its own folder of this path, or of the tensors that this
+    process sends; none has new weights unless all have.
+
+    Matrices that were quantised at loading are quantised again in the same way. Raises WeightUpdateError for whatever
+    does not fit, in any process; RequestError for target "draft" without draft weights, for chunk_bytes and mapping;
+    ClusterError. Errors of functions in `mapping` are raised. The engine keeps its old weights until `put` in any case.
+    """
+    check_chunk_bytes(chunk_bytes)
+    check_mapping(mapping)
+    options = ReadOptions(mapping, strict, donate, target, chunk_bytes)
+    if runner.config.nnodes == 1:
+        return read_here(runner, params, options, stop=stop)
+    if isinstance(params, nnx.Module | nnx.State):
+        raise WeightUpdateError("an engine of several processes has no tree of its own: give tensors by name")
+    _stages(runner, target)
+    spread, shared = Spread(runner), {"strict": strict, "chunk_bytes": chunk_bytes}
+    try:
+        if isinstance(params, str | os.PathLike):
+            answers = spread.begin(os.path.abspath(os.fsdecode(params)), **shared)
+            new = read_here(runner, params, options, stop=stop, spread=spread)
+        else:
+            spread.begin(None, **shared)()
+            new = read_here(runner, params, options, spread=spread)
+            answers = spread.end()
+        raise_faults(answers())
+    except BaseException:
+        spread.forget()
+        raise
+    spread.forget_with(new)
+    return new
+
+
+def read_here(
+    runner: ModelRunner,
+    params: Any,
+    options: ReadOptions,
+    *,
+    stop: Callable[[], bool] | None = None,
+    spread: Spread | None = None,
+) -> NewWeights:
+    """Read this process's parts of new weights. Arguments, result, WeightUpdateError, RequestError: as `read_weights`.
+
+    spread: sends tensors by name to the other processes as they are read; None for one process.
+    """
+    start = time.monotonic()
+    mapping, strict, donate, target, chunk_bytes = options
+    if donate and isinstance(params, str | os.PathLike):
+        raise WeightUpdateError("donate gives up arrays; a folder has none")
+    stages = _stages(runner, target)
+    head = None if target == "model" else _head(runner, stages[0], strict)
+    try:
+        if isinstance(params, nnx.Module | nnx.State):
+            _refuse_mapping(mapping)
+            found = [_own_tree(stage, len(stages), params, strict, donate, chunk_bytes) for stage in stages]
+        elif isinstance(params, str | os.PathLike) and (Path(params) / LAYOUT_FILE).is_file():
+            _refuse_mapping(mapping)
+            _refuse_chunks(chunk_bytes)
+            found = [_checked(stage, load_checkpoint(Path(params), stage.model, mesh=stage.mesh)) for stage in stages]
+        elif isinstance(params, str | os.PathLike):
+            _refuse_mapping(mapping)
+            found = _of_folder(stages, Path(params), strict, chunk_bytes, stop, head)
+        elif head is not None:
+            tensors = with_names(unwrapped, renamed(_pairs(params), mapping or {}))
+            found = _of_head(stages, head, tensors, strict, donate, chunk_bytes)
+        else:
+            named = renamed(_pairs(params), mapping or {}, donate=donate, lazily=chunk_bytes is not None)
+            tensors = with_names(unwrapped, named)
+            tensors = tensors if spread is None else spread.sending(tensors, chunk_bytes)
+            found = _of_tensors(stages, tensors, strict, donate, chunk_bytes)
+    except ModelFileError as error:
+        raise WeightUpdateError.of([(error.where or error.path, error.what), *error.others]) from error
+    new = NewWeights(stages, found, time.monotonic() - start, are_of_draft=target == "draft", spread=spread)
+    for stage, own in zip(stages, found, strict=True):
+        if any(
+            isinstance(each, Absent) and not each.host and index not in own for index, each in enumerate(stage.params)
+        ):
+            raise WeightUpdateError("the engine sleeps: until its weights are back it takes all of them, strict=True")
+    if not new.num_leaves:
+        raise WeightUpdateError("params has no tensor of this model")
+    return new
+
+
+def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
+    """Read an adapter's tensors, under PEFT's names, by calling `read` with a source of them; return its result.
+
+    params: a mapping or pairs of names and arrays. Raises WeightUpdateError with all faults, including the
+    ModelFileError of `read`; other errors of `read` are raised.
+    """
+    tensors, faults = _collected(renamed(_pairs(params), {}))
+    try:
+        new = read(ArraySource(tensors))
+    except ModelFileError as error:
+        found = [(error.where or error.path, error.what), *error.others]
+        raise WeightUpdateError.of([*faults.items(), *(each for each in found if each[0] not in faults)]) from error
+    if faults:
+        raise WeightUpdateError.of([*faults.items()])
+    return new
+
+
+def checksums(runner: ModelRunner) -> dict[str, str]:
+    """Return the SHA-256, in hex, of each weight's bytes by name, as of a whole C-contiguous array; adapters are left
+    out.
+
+    Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights are not on the
+    devices, ClusterError if a process is lost.
+    """
+    if not are_present(runner):
+        raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
+    return {
+        name: own
+        for number, stage in enumerate(runner.stages)
+        for name, own in stage_checksums(stage, partial(whole, runner, number)).items()
+    }
+
+
+def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
+    """Return the part of `checksums` for one stage's weights, with layers numbered over all stages.
+
+    fetch: returns a whole array by its index in stage.params; None for a stage that is all on devices of this process.
+    """
+    model, found = stage.programs.model, {}
+    layers = model.stage.layers
+    names = {param.name for param in declared_params(model)}
+    for index, (name, _) in enumerate(abstract_leaves(model, stage.programs.mesh)):
+        if name in names:
+            array = on_host(stage.params[index]) if fetch is None else fetch(index)
+            name = re.sub(r"^layers\.(\d+)\.", lambda own: f"layers.{layers[int(own[1])]}.", name)
+            found[name] = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return found
+
+
+def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
+    """Return the model's stages, or the one with its draft's weights. Raises RequestError for a draft without any."""
+    if target == "model":
+        return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
+    chosen = runner.config.speculative_config
+    if chosen is None or not chosen.has_model:
+        what = "no drafts" if chosen is None else f"the method {chosen.method!r}"
+        text = f"target is 'draft', and the engine has {what}; it needs a draft model, an MTP layer or an EAGLE-3 head"
+        raise RequestError(text, param="target", value=target)
+    drafter: Any = runner.stages[-1].extensions["drafts"]
+    return [_Stage(drafter.programs.model, drafter.programs.target.mesh, drafter.params)]
+
+
+def _pairs(params: Any) -> Iterable[Any]:
+    """Return the items of a mapping, or an iterable as it is. Raises WeightUpdateError for anything else."""
+    if not isinstance(params, Mapping | Iterable):
+        raise WeightUpdateError(
+            f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
+        )
+    return params.items() if isinstance(params, Mapping) else params
+
+
+class _StoppableSource(WrappedSource):
+    """Wrapped source that raises WeightUpdateError once its `stop` function returns True."""
+
+    def __init__(self, source: WeightSource, stop: Callable[[], bool]):
+        super().__init__(source)
+        self._stop = stop
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Read as the wrapped source does. Raises WeightUpdateError once `stop` returns True."""
+        if self._stop():
+            raise WeightUpdateError("the update was given up before all weights were read")
+        return self._source.read(name, rows, columns)
+
+
+def _of_folder(
+    stages: Sequence[_Stage],
+    folder: Path,
+    strict: bool,
+    chunk_bytes: int | None,
+    stop: Callable[[], bool] | None,
+    head: HeadTensors | None,
+) -> list[dict[int, jax.Array]]:
+    """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
+    head, or None. Raises ModelFileError, and WeightUpdateError if stopped or for numbers that are not finite.
+    """
+    states, config, in_gguf = [], stages[0].model.config, is_gguf(folder)
+    checkpoint = open_gguf_weights(folder, config) if in_gguf else SafetensorsCheckpoint(folder)
+    source: WeightSource = checkpoint
+    try:
+        if head is not None:
+            source = head.view(checkpoint)
+        if config.pooler is not None and not in_gguf:
+            source = with_own_files(folder, checkpoint, config.pooler, partial=not strict)
+        tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
+        for model, mesh, _ in stages:
+            states.append(load_params(model, tensors, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes))
+    finally:
+        source.close()
+    return _of_finite(stages, states)
+
+
+def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
+    """Return the selection of tensors of an MTP layer or EAGLE-3 head, if `stage` is one; None for a draft model.
+
+    strict: whether all of its weights must be given.
+    """
+    from jaxengine.config.features.speculation import DRAFT_MODEL
+    from jaxengine.runner.extensions.drafts.updates import HeadTensors
+
+    chosen, first = runner.config.speculative_config, runner.stages[0]
+    if chosen is None or chosen.method == DRAFT_MODEL:
+        return None
+    return HeadTensors(chosen.method, stage.model, first.programs.model, first.params, partial=not strict)
+
+
+def _of_head(
+    stages: Sequence[_Stage],
+    head: HeadTensors,
+    tensors: Iterable[tuple[str, Any]],
+    strict: bool,
+    donate: bool,
+    chunk_bytes: int | None,
+) -> list[dict[int, jax.Array]]:
+    """Return new arrays of a draft head, one dict by leaf index. Its few tensors are held until all have come; others
+    are ignored. donate: jax arrays are deleted once all have been read. Raises WeightUpdateError, ModelFileError.
+    """
+    given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
+    if faults:
+        raise WeightUpdateError.of([*faults.items()])
+    source = FiniteSource(head.view(ArraySource(given)))
+    model, mesh, _ = stages[0]
+    state = load_params(model, source, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes)
+    if donate:
+        for array in given.values():
+            if isinstance(array, jax.Array) and not array.is_deleted():
+                array.delete()
+    return _of_finite(stages, [state])
+
+
+def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return tensors by name, empty ones for what is no array, and faults by name, also for a name given twice."""
+    given, faults = dict[str, Any](), dict[str, str]()
+    for name, array in tensors:
+        if name in given:
+            faults[name] = "is given twice"
+            continue
+        fault = fault_of(array)
+        given[name] = array if fault is None else Taken(())
+        if fault is not None:
+            faults[name] = fault
+    return given, faults
+
+
+def _of_tensors(
+    stages: Sequence[_Stage],
+    tensors: Iterable[tuple[str, Any]],
+    strict: bool,
+    donate: bool,
+    chunk_bytes: int | None,
+) -> list[dict[int, jax.Array]]:
+    """Return each stage's new arrays by leaf index, read tensor by tensor. Raises ModelFileError, WeightUpdateError."""
+    models = [(model, mesh) for model, mesh, _ in stages]
+    if stages[0].model.config.pooler is not None:
+        name_of = naming([model for model, _ in models])
+        tensors = with_names(name_of, tensors)
+    states = load_streamed(models, tensors, partial=not strict, donate=donate, chunk_bytes=chunk_bytes)
+    return _of_finite(stages, states)
+
+
+def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
+    """Check and return each stage's new arrays, by leaf index, that were made from finite numbers: only float16 can
+    have overflowed, for which this raises WeightUpdateError.
+    """
+    return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
+
+
+def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
+    """Return a stage's new arrays by leaf index, in the form that the compiled programs take; waits for them.
+
+    state: the new weights, all or some. overflowing: dtypes to check for numbers that are not finite, for arrays made
+    from finite numbers; () to check all.
+
+    Raises WeightUpdateError for numbers that are not finite. Shapes, dtypes and layouts are asserted.
+    """
+    loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    new = {}
+    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.model))):
+        if path in loaded:
+            new[index] = array = loaded[path]
+            old = stage.params[index]
+            if (not overflowing or array.dtype in overflowing) and not is_finite(array):
+                raise WeightUpdateError.of([(_text(path), "has numbers that are not finite")])
+            assert (array.shape, array.dtype, array.format) == (old.shape, old.dtype, old.format), path
+    jax.block_until_ready(list(new.values()))
+    return new
+
+
+def _own_tree(
+    stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
+) -> dict[int, jax.Array]:
+    """Return a stage's new arrays by leaf index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
+
+    An array that already lies as the engine's is not copied. strict: all weights must be there. donate: copied arrays
+    are deleted. Raises WeightUpdateError with all faulty arrays, and for an engine of several stages (num_stages).
+    """
+    state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
+    given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    if num_stages > 1:
+        raise WeightUpdateError("an engine with pipeline stages has no tree of its own: give tensors by name")
+    params = {param.path: param for param in declared_params(stage.model)}
+    new, faults = {}, [(_text(path), "is not a weight of this engine") for path in given if path not in params]
+    for index, (path, _) in enumerate(nnx.to_flat_state(nnx.state(stage.model))):
+        if (param := params.get(path)) is None:
+            continue
+        name, old = param.name, stage.params[index]
+        if path not in given:
+            if strict:
+                faults.append((name, "is missing"))
+        elif (fault := fault_of(array := given[path])) is not None:
+            faults.append((name, fault))
+        elif array.shape != old.shape or array.dtype != old.dtype:
+            faults.append((name, f"must be {old.dtype}{[*old.shape]}, got {array.dtype}{[*array.shape]}"))
+        elif len(param.decl.sources) > 1 and num_parts(param, stage.mesh)[param.decl.joined_axis] > 1:
+            raise WeightUpdateError(
+                f"{name} joins {len(param.decl.sources)} tensors in an order that depends on the devices: "
+                "give tensors by name"
+            )
+        elif not is_finite(array := on_device(array), chunk_bytes):
+            faults.append((name, "has numbers that are not finite"))
+        else:
+            new[index] = array
+    if faults:
+        raise WeightUpdateError.of(faults)
+    for index, array in new.items():
+        if array.format != stage.params[index].format:
+            new[index] = jax.block_until_ready(moved(array, stage.params[index], chunk_bytes))
+            if donate:
+                array.delete()
+    return new
+
+
+def _refuse_chunks(chunk_bytes: int | None) -> None:
+    """Raise RequestError for chunk_bytes with a folder in device layout."""
+    if chunk_bytes is not None:
+        text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
+        raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
+
+
+def _refuse_mapping(mapping: Any) -> None:
+    """Raise WeightUpdateError for a mapping with a form of params whose names it cannot change."""
+    if mapping:
+        raise WeightUpdateError(
+            "mapping renames tensors by name; this form of params has the engine's or its own names"
+        )
+
+
+def _text(path: tuple[Any, ...]) -> str:
+    """Return the name of a leaf by its path in the tree."""
+    return ".".join(map(str, path))

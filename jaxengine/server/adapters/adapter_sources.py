@@ -1,0 +1,99 @@
+"""Adapters that a request's model name stands for before they are loaded: folders here, and owners on the hub."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from pathlib import Path
+
+from jaxengine.api.adapters import load_adapter
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.checkpoint.hub import download
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.base.options import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+CONFIG, FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
+# A name of a folder in lora_dirs, or of a repository: nothing that leads elsewhere.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}){0,3}")
+# Seconds for which a name that the hub does not have is not asked for again, how many of these are remembered, and how
+# many names are looked for at a time.
+_MISSING_SECONDS, _MOST_MISSING, _MOST_SEARCHES = 60.0, 4096, 8
+
+
+class AdapterSources:
+    """Finder of adapters, by the options lora_dirs and lora_hub_owners, for use on one event loop.
+
+    Raises ConfigError for a folder that is missing, or something that is no owner's name.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self._folders: list[Path] = []
+        for each in config.lora_dirs:
+            folder = Path(each).expanduser()
+            if not folder.is_dir():
+                raise ConfigError("lora_dirs", each, "a folder, in which each adapter has a folder")
+            self._folders.append(folder.resolve())
+        for owner in config.lora_hub_owners:
+            if "/" in owner or not _NAME.fullmatch(owner):
+                raise ConfigError("lora_hub_owners", owner, "the name of an owner on the hub, such as my-org")
+        self._owners = frozenset(config.lora_hub_owners)
+        self._searches: dict[str, asyncio.Task[bool]] = {}
+        self._missing: dict[str, float] = {}
+
+    async def find(self, engine: EngineClient, name: str) -> bool:
+        """Load the adapter that a name stands for, and return True once it is loaded; False if there is none, at once
+        for a text that is no name and for one that the hub did not have in the last minute. Calls for one name share a
+        search.
+
+        Raises RequestError for an adapter that the engine refuses, OverloadedError while many names are looked for, and
+        EngineDeadError. A caller who leaves does not end the search.
+        """
+        if not _NAME.fullmatch(name) or time.monotonic() < self._missing.get(name, 0.0):
+            return False
+        search = self._searches.get(name)
+        if search is None:
+            if len(self._searches) >= _MOST_SEARCHES:
+                raise OverloadedError(f"{_MOST_SEARCHES} adapters are being looked for; try again later")
+            search = self._searches[name] = asyncio.create_task(self._search(engine, name))
+            search.add_done_callback(lambda ended: self._end(name, ended))
+        return await asyncio.shield(search)
+
+    def _end(self, name: str, search: asyncio.Task[bool]) -> None:
+        """Forget a search that has ended, and log its error, which nobody gets if all its callers have left."""
+        self._searches.pop(name, None)
+        if not search.cancelled() and (error := search.exception()) is not None:
+            logger.debug("adapter %s: %s", name, error)
+
+    async def _search(self, engine: EngineClient, name: str) -> bool:
+        """Load the adapter of a name if there is one, else, if there are hub owners, remember the name as missing for a
+        minute; return whether there is one. Raises what `load_adapter` raises.
+        """
+        path = await asyncio.to_thread(self._path_of, name)
+        if path is not None:
+            await load_adapter(engine.utility, name, str(path))
+        elif self._owners:
+            while len(self._missing) >= _MOST_MISSING:
+                self._missing.pop(next(iter(self._missing)))
+            self._missing[name] = time.monotonic() + _MISSING_SECONDS
+        return path is not None
+
+    def _path_of(self, name: str) -> Path | None:
+        """Return the folder of an adapter, downloaded if it is the hub's; None if there is none, or if the download
+        fails, which is logged. Blocks meanwhile.
+        """
+        for folder in self._folders:
+            found = (folder / name).resolve()
+            if found.is_relative_to(folder) and (found / CONFIG).is_file():
+                return found
+        owner, _, repository = name.partition("/")
+        if owner in self._owners and repository and "/" not in repository:
+            try:
+                return download("model", name, FILES)
+            except ConfigError as error:
+                logger.warning("no adapter: %s", error)
+        return None

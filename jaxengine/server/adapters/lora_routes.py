@@ -1,0 +1,93 @@
+"""Names of models that stand for adapters by weight: one for each customer, or two that are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from itertools import accumulate
+from typing import Any, Self
+
+from jaxengine.config.base.errors import ConfigError
+from jaxengine.requests.params.options import SESSION
+from jaxengine.scheduler.base.adapter_names import seen_as
+from jaxengine.server.base.options import ServerConfig
+
+# By what the request of the current task is routed: see `route_key`.
+ROUTE_KEY: ContextVar[str] = ContextVar("route_key", default="")
+
+_FORM = 'JSON: {"name": [["adapter", weight], ...], ...}, with weights above 0, at most 1e12'
+_NAME_LENGTH, _MOST_ROUTES, _MOST_WEIGHT = 256, 1 << 16, 1e12
+
+
+def route_key(session: str, request_id: str) -> str:
+    """Return by what a request is routed, "session ID" or "request ID": its conversation, so that all of that gets one
+    adapter, or else its own id.
+
+    session: value of the header X-Session-ID; one that is no valid session id, such as "", counts as none.
+    """
+    return f"session {session}" if SESSION.fullmatch(session) else f"request {request_id}"
+
+
+class LoraRoutes:
+    """Routes from names to adapters.
+
+    rows: by the route's name, (adapters, sums of their weights up to each).
+    """
+
+    def __init__(self, rows: Mapping[str, tuple[list[str], list[float]]]):
+        self._rows = rows
+
+    @classmethod
+    def of(cls, config: ServerConfig, names: Iterable[str] = ()) -> Self:
+        """Return the routes of the option lora_routes, none if it is None. names: the model's own.
+
+        Raises ConfigError for a text that is not JSON of the option's form, with names of 1 to 256 characters and
+        weights above 0 and at most 1e12, and for two names that look alike (adapter_names.seen_as), `names` included.
+        """
+        text = config.lora_routes
+        if text is None:
+            return cls({})
+        try:
+            read: Any = json.loads(text)
+        except (ValueError, RecursionError):
+            read = None
+        if not isinstance(read, dict) or not 1 <= len(read) <= _MOST_ROUTES:
+            raise ConfigError("lora_routes", text[:200], _FORM)
+        seen = {seen_as(name) for name in names}
+        rows: dict[str, tuple[list[str], list[float]]] = {}
+        for name, row in read.items():
+            if not (1 <= len(name) <= _NAME_LENGTH and isinstance(row, list) and row and all(map(_is_arm, row))):
+                raise ConfigError("lora_routes", json.dumps({name: row})[:200], _FORM)
+            if seen_as(name) in seen:
+                raise ConfigError("lora_routes", name[:200], "each name once, none of them the model's own")
+            seen.add(seen_as(name))
+            rows[name] = [each[0] for each in row], list(accumulate(float(each[1]) for each in row))
+        return cls(rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the routes."""
+        return tuple(self._rows)
+
+    def pick(self, name: str, key: str) -> str:
+        """Return the adapter that a route stands for: by a hash of name and key, so the same one for the same key, and
+        in proportion to the weights. `name` if it is no route's.
+        """
+        row = self._rows.get(name)
+        if row is None:
+            return name
+        adapters, sums = row
+        digest = hashlib.sha256(f"{name}\0{key}".encode()).digest()
+        drawn = int.from_bytes(digest[:8], "big") / 2**64 * sums[-1]
+        return adapters[min(bisect_right(sums, drawn), len(adapters) - 1)]
+
+
+def _is_arm(value: Any) -> bool:
+    """Whether a value is [adapter, weight]: a text of 1 to 256 characters, and a number above 0 and at most 1e12."""
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
+        return False
+    weight = value[1]
+    return 1 <= len(value[0]) <= _NAME_LENGTH and type(weight) in (int, float) and 0 < weight <= _MOST_WEIGHT

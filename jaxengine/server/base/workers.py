@@ -1,0 +1,50 @@
+"""Threads for the slow parts of requests, reading and tokenising, so that the event loop stays responsive.
+
+Limits how many run at once and how many may wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from jaxengine.scheduler.base.errors import OverloadedError
+
+# Calls that may wait for a thread. Each holds a request's body or its texts.
+_MAX_WAITING = 256
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Workers:
+    """Thread pool of `num_threads`, with a queue of at most `max_waiting` further calls, for one event loop."""
+
+    def __init__(self, num_threads: int = 2, max_waiting: int = _MAX_WAITING):
+        self._threads = ThreadPoolExecutor(num_threads, "worker")
+        self._most = num_threads + max_waiting
+        self._count = 0
+
+    async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run `function` on a thread; return its result or raise its exception. A cancelled call runs on there, and
+        counts until it has ended.
+
+        Raises OverloadedError if the queue is full, and then does not run it.
+        """
+        if self._count >= self._most:
+            raise OverloadedError(f"{self._count} requests are being read already; try again later")
+        self._count += 1
+        # Counted until it has run: cancelling the caller does not stop the thread.
+        work = asyncio.ensure_future(
+            asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        )
+        work.add_done_callback(self._ended)
+        return await asyncio.shield(work)
+
+    def _ended(self, work: asyncio.Future[_T]) -> None:
+        """Count a call that has ended on its thread out, whether its caller is still there or not."""
+        self._count -= 1
+        if not work.cancelled():
+            work.exception()  # mark as retrieved: there may be no caller any more

@@ -1,0 +1,1 @@
+"""What an HTTP answer is made of: bodies, streams of events, parts of results."""

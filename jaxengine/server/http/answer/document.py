@@ -1,0 +1,97 @@
+"""Document /openapi.json with the actual responses: complete, as events, and errors, each with its type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.routing import BaseRoute
+
+from jaxengine.server.http.answer.answers import Error, MessagesError
+
+# Status -> meaning, for every route, and in addition for those that read a body.
+_ALWAYS = {
+    "401": "No valid key was presented.",
+    "431": "The headers are too large.",
+    "500": "A fault of the server's.",
+    "503": "The engine cannot answer at the moment, or the server is about to end.",
+}
+_WITH_BODY = {
+    "400": "A field is wrong; the message says which and what is allowed.",
+    "404": "There is no such model, or nothing stored under that id.",
+    "413": "The body is too large.",
+    "415": "The body is not application/json.",
+    "429": "Too many requests wait; Retry-After says when to come again.",
+}
+# In a route's docstring, of which the description is made: what tells readers of the code alone, to a paragraph's end.
+_RAISES = re.compile(r"\s*\bRaises\s.*?(?=\n\n|\Z)", re.DOTALL)
+_REF = "#/components/schemas/{model}"
+_OF_EVENTS = "Server-sent events. The schema is of the JSON that the data of each is; OpenAI's streams end with [DONE]."
+
+
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Replace the application's OpenAPI document by one with the types of all responses. routes: all routes.
+
+    The document is made at the first request for it, and raises TypeError then if a request and an answer share a name.
+    """
+    plain = app.openapi
+
+    def document() -> dict[str, Any]:
+        """Return the document, which is made once. Raises TypeError as `_correct`."""
+        if app.openapi_schema is None:
+            _correct(plain(), [route for route in routes if isinstance(route, APIRoute)])
+        return plain()
+
+    app.openapi = document
+
+
+def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
+    """Add the types of all responses to the framework's document, in place. Raises TypeError for a name that a request
+    and an answer share. The framework's schemas of validation errors are removed, and Python's errors from
+    descriptions.
+    """
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    kinds = [kind for route in routes for kind in _kinds(route) if kind is not None]
+    adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]] = [
+        (kind, "validation", TypeAdapter(kind)) for kind in dict.fromkeys((Error, MessagesError, *kinds))
+    ]
+    found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REF)
+    named: dict[Any, dict[str, Any]] = {kind: schema for (kind, _), schema in found.items()}
+    if clash := definitions["$defs"].keys() & schemas.keys():
+        raise TypeError(f"{sorted(clash)} are names of requests and of answers; give them others")
+    schemas.update(definitions["$defs"])
+    for path, methods in document["paths"].items():
+        error = named[MessagesError if path.startswith("/v1/messages") else Error]
+        for operation in methods.values():
+            _add_errors(operation, error)
+            operation["description"] = _RAISES.sub("", operation.get("description", "")).strip()
+    for route in routes:
+        if not route.include_in_schema:
+            continue
+        whole, event = _kinds(route)
+        for method in route.methods or () if whole is not None else ():
+            answer = document["paths"][route.path_format][method.lower()]["responses"]["200"]
+            answer["content"] = {"application/json": {"schema": named[whole]}}
+            if event is not None:
+                answer["content"]["text/event-stream"] = {"schema": {**named[event], "description": _OF_EVENTS}}
+
+
+def _kinds(route: APIRoute) -> tuple[Any, Any]:
+    """Return the types that `answers` declared for the route's complete response and its events, None for no type."""
+    return getattr(route.endpoint, "answers", (None, None))
+
+
+def _add_errors(operation: dict[str, Any], error: dict[str, Any]) -> None:
+    """Add the error responses to an operation, in place: those of _WITH_BODY only if it reads a body or parameters. The
+    framework's 422 is removed. error: schema of their body.
+    """
+    answers = operation["responses"]
+    refuses = answers.pop("422", None) is not None or "requestBody" in operation
+    for status, meaning in {**_ALWAYS, **(_WITH_BODY if refuses else {})}.items():
+        answers.setdefault(status, {"description": meaning, "content": {"application/json": {"schema": error}}})

@@ -1,0 +1,171 @@
+"""Answers that are sent while they are made, as server-sent events, and work that is cancelled when its client leaves.
+
+If a client leaves or stops reading, its work is cancelled, which frees its pages. Independent of the content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxengine.server.http.request.errors import ApiError, as_api_error, error_body
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ClientLeft(Exception):
+    """Raised if the client has disconnected, or does not read the answer."""
+
+
+def event(value: Any) -> bytes:
+    """Encode a JSON value as one event."""
+    return b"data: %b\n\n" % encode_json(value)
+
+
+def failed_event(error: ApiError) -> bytes:
+    """Encode the error that ends a stream as an event."""
+    return event(error_body(error))
+
+
+def json_response(value: Any) -> Response:
+    """Return a complete answer, the JSON of `value`, whose numbers must be finite."""
+    return Response(encode_json(value), media_type="application/json")
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`, or raise its exception; if the client leaves first, cancel it and raise ClientLeft.
+
+    receive: the request's; its body must have been read, as whatever comes before the disconnection is dropped.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Wait until the client has left; messages before that are dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Run `work` and return its complete response or raise its exception; if the client leaves before, cancel it and
+    return status 499.
+    """
+    try:
+        return await while_connected(request.receive, work)
+    except ClientLeft:
+        return Response(status_code=499)  # as nginx calls it; nobody reads it
+
+
+async def stream_events(
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    write_timeout: float,
+    done: bytes = DONE,
+    failed: Callable[[ApiError], bytes] = failed_event,
+) -> Response:
+    """Return the response that streams `events`, each one or more server-sent events, then `done`; status 499 if the
+    client leaves before the first one.
+
+    Nothing is sent before the first event, so that an exception until then is raised here and answered with an HTTP
+    status of its own: a generator should submit to the engine before it yields. A later exception ends the stream with
+    the event `failed(error)`, then `done`. `events` is closed in every case.
+
+    write_timeout: seconds after which a stream that its client does not read is ended.
+    """
+    try:
+        first = await while_connected(request.receive, anext(events, b""))
+    except ClientLeft:
+        await events.aclose()
+        return Response(status_code=499)
+    except BaseException:
+        await events.aclose()
+        raise
+    return _EventStream(first, events, write_timeout, done, failed)
+
+
+class _EventStream(Response):
+    """Response that sends events as they are made. first: the first event, which is made already. Others as of
+    `stream_events`.
+    """
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        write_timeout: float,
+        done: bytes,
+        failed: Callable[[ApiError], bytes],
+    ):
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        # Content-Length 0 of the empty body is wrong for a stream; proxies must not buffer it.
+        del self.headers["content-length"]
+        self.headers["X-Accel-Buffering"] = "no"
+        self._first = first
+        self._events = events
+        self._write_timeout = write_timeout
+        self._done = done
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream. Its work is cancelled if the client leaves or stops reading; that is logged, not raised."""
+        try:
+            await while_connected(receive, self._send(send))
+        except ClientLeft as error:
+            # The server closes the connection, since an incomplete stream makes it unusable.
+            logger.info("a stream was ended: %s", str(error) or "its client left")
+
+    async def _send(self, send: Send) -> None:
+        """Send the events, then `done`; an error that ends them is sent as an event before that, and logged if it is
+        unexpected. Closes the events. Raises ClientLeft.
+        """
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events):
+            await self._write(send, self._first)
+            try:
+                async for chunk in self._events:
+                    await self._write(send, chunk)
+            except ClientLeft:
+                raise
+            except Exception as error:
+                shown = as_api_error(error)
+                if shown.status_code == 500:
+                    logger.exception("a stream failed")
+                await self._write(send, self._failed(shown))
+            await self._write(send, self._done)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        """Send bytes, nothing for b"". Raises ClientLeft if the client does not read them in time or the connection
+        fails.
+        """
+        if not body:
+            return
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientLeft(f"its client did not read for {self._write_timeout:g} s") from None
+        except OSError:
+            raise ClientLeft from None

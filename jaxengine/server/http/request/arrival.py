@@ -1,0 +1,199 @@
+"""Limits of incoming requests: size of headers and body, time to receive them, and total size of all bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxengine.scheduler.base.errors import OverloadedError
+from jaxengine.server.http.request.errors import ApiError, error_response
+
+# Minimum rate of a body: in addition to read_timeout it may take the time that this rate implies.
+LEAST_BYTES_PER_SECOND = 256 << 10
+# Limit of the total size of bodies in memory, in bodies of the largest allowed size.
+_MOST_BODIES = 8
+_CLOSE = {"Connection": "close"}  # the rest of the body is not kept
+# Refusals after which the rest of a body is read and dropped: many clients read no answer before they have sent it all,
+# and closing a connection with unread bytes resets it.
+_DRAINED = (413, 429, 431)
+# Paths and types of bodies that are not held in memory: their reader says how large they may be.
+STREAMED = {"/update_weights": b"application/octet-stream", "/v1/files": b"multipart/form-data"}
+# Limits of what is dropped of one body, in bodies of the largest allowed size, and of such bodies at a time.
+_MOST_DROPPED, _MOST_DRAINS = 2, 64
+# Uploads that one process takes at a time, and those of one client.
+_MAX_UPLOADS, _MAX_OWN_UPLOADS = 32, 8
+
+
+class LimitsMiddleware:
+    """Middleware that refuses headers and bodies that are too large, and bodies that arrive too slowly or too many at
+    once.
+
+    A body is measured while it arrives. It counts towards the total from its first byte until its response begins. A
+    streamed body (STREAMED) need only arrive in time.
+    """
+
+    def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
+        """Store the limits.
+
+        max_header_bytes, max_request_bytes: largest size in bytes of a request's headers, path and query included, and
+        of its body; all bodies together may have _MOST_BODIES times as much as one. read_timeout: seconds to receive a
+        body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
+        """
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+        self._max_request_bytes = max_request_bytes
+        self._read_timeout = read_timeout
+        self._num_held = 0
+        self._num_drains = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request as an ASGI application; scopes other than HTTP are passed on.
+
+        Headers beyond a limit are refused by a response: 400, 413 or 431. The application inside receives the body by a
+        function that raises ApiError beyond a limit: 408, 413 or 429, which that application answers.
+        """
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        streamed = is_streamed(scope)
+        num_read = num_held = 0
+        whole = drains = False
+        deadline: float | None = None
+
+        async def counted() -> Message:
+            """Receive a part of the body. Raises ApiError: 408 if late; unless streamed, 413 or 429 beyond a size."""
+            nonlocal num_read, num_held, whole, deadline
+            if whole:
+                return await receive()
+            if deadline is None:
+                deadline = time.monotonic() + self._read_timeout
+            left = deadline + num_read / LEAST_BYTES_PER_SECOND - time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, f"the body did not arrive within {self._read_timeout:g} s", headers=_CLOSE
+                ) from None
+            size = len(message.get("body", b""))
+            num_read += size
+            whole = not message.get("more_body", False)
+            if streamed:
+                return message
+            if num_read > self._max_request_bytes:
+                raise self._too_large()
+            if self._num_held + size > _MOST_BODIES * self._max_request_bytes:
+                again = {"Retry-After": "1", **_CLOSE}
+                raise ApiError(429, "too many large bodies are being read at the moment", headers=again)
+            num_held += size
+            self._num_held += size
+            return message
+
+        async def released(message: Message) -> None:
+            """Send a message of the response. The body no longer counts; of some refusals its rest is read first."""
+            nonlocal num_held, drains
+            self._num_held -= num_held
+            num_held = 0
+            if message["type"] == "http.response.start":
+                drains = message["status"] in _DRAINED and not whole and not _waits_to_send(scope)
+            elif drains and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await self._drain(receive)
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        try:
+            try:
+                self._check_headers(scope)
+            except ApiError as error:
+                await error_response(error)(scope, receive, released)
+                return
+            await self._app(scope, counted, released)
+        finally:
+            self._num_held -= num_held
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read the rest of a body and drop it, at most _MOST_DROPPED times the largest body and for read_timeout
+        seconds; read nothing if _MOST_DRAINS others are being dropped.
+        """
+        if self._num_drains >= _MOST_DRAINS:
+            return
+        self._num_drains += 1
+        left = _MOST_DROPPED * self._max_request_bytes
+        try:
+            async with asyncio.timeout(self._read_timeout):
+                while left > 0:
+                    message = await receive()
+                    if not message.get("more_body", False):  # its end, or the client has left
+                        return
+                    left -= len(message["body"])
+        except TimeoutError:
+            return
+        finally:
+            self._num_drains -= 1
+
+    def _check_headers(self, scope: Scope) -> None:
+        """Check the size of the headers, path and query included, and Content-Length, both in bytes.
+
+        Raises ApiError: 431 for headers that are too large, 413 for a body that is, unless it is of STREAMED, and 400
+        for a Content-Length that is no number or that comes with Transfer-Encoding.
+        """
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > self._max_header_bytes:
+            raise ApiError(431, f"the headers have {size} bytes; allowed are {self._max_header_bytes}", headers=_CLOSE)
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            # Request smuggling: a proxy may use one of them and the server the other.
+            text = "Content-Length and Transfer-Encoding are both given; allowed is one of them"
+            raise ApiError(400, text, headers=_CLOSE)
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                if not value.isdigit():
+                    raise ApiError(400, "Content-Length is not a number", headers=_CLOSE)
+                # The length of the text is checked first: parsing many digits is slow.
+                if len(value.lstrip(b"0")) > 20 or (int(value) > self._max_request_bytes and not is_streamed(scope)):
+                    raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        """Return the error 413, which closes the connection."""
+        return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
+
+
+class Uploads:
+    """Bodies of STREAMED that this process takes at the moment: at most 32, of one client 8."""
+
+    def __init__(self):
+        self._running: Counter[str] = Counter()
+
+    @contextmanager
+    def one_of(self, owner: str) -> Iterator[None]:
+        """Return a context in which an upload of a client is taken. Raises OverloadedError if there are too many."""
+        running = self._running
+        if running.total() >= _MAX_UPLOADS or running[owner] >= _MAX_OWN_UPLOADS:
+            problem = f"{running.total()} files are being received, {running[owner]} of them of yours"
+            raise OverloadedError(f"{problem}; allowed are {_MAX_UPLOADS} and {_MAX_OWN_UPLOADS}")
+        running[owner] += 1
+        try:
+            yield
+        finally:
+            running[owner] -= 1
+            if not running[owner]:
+                del running[owner]
+
+
+def is_streamed(scope: Scope) -> bool:
+    """Whether a request's body is one of STREAMED, by its path, the root path removed, and its Content-Type."""
+    kind = STREAMED.get(scope["path"].removeprefix(scope.get("root_path", "")))
+    given = (value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type")
+    return kind is not None and kind in given
+
+
+def _waits_to_send(scope: Scope) -> bool:
+    """Whether the client sends a body only after it was asked to (Expect: 100-continue)."""
+    return any(name == b"expect" for name, _ in scope["headers"])

@@ -1,0 +1,229 @@
+"""Error responses: OpenAI's form, or Anthropic's for its endpoints, with one status per kind of error.
+
+Internals of the server are not disclosed. All responses other than success are made here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Scope, Send
+
+from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.scheduler.base.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
+from jaxengine.server.http.request.not_built import about_missing
+from jaxengine.server.observe.scrub import scrub
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+# Path of Anthropic's endpoints, and its values of `type`.
+_MESSAGES = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_BRANCHES = {"str", "int", "float", "bool", "none"}
+# Fields of the engine -> another name under which HTTP takes them.
+_OTHER_NAMES = {"extra_args": "vllm_xargs", "structured_outputs": "response_format", "version": "weight_version"}
+
+
+class ApiError(HTTPException):
+    """Raised for a response other than success.
+
+    Attributes:
+      status_code: HTTP status.
+      detail: message for the caller.
+      headers: of the response; None for none.
+      param: the faulty field, as the caller spells it.
+      kept: text of the caller's that the message quotes; no path is removed from it.
+    """
+
+    def __init__(
+        self,
+        status_code: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        kept: str = "",
+    ):
+        super().__init__(status_code, message, headers)
+        self.param = param
+        self.kept = kept
+
+
+def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
+    """Return the response for an exception, by its class; an ApiError unchanged. OverloadedError becomes 429,
+    EngineDeadError 503, the OSError of a full disk 507, all with Retry-After; UnknownAdapterError 404; RequestError and
+    RequestValidationError 400; another HTTPException keeps its status. An unexpected class becomes a 500 without
+    details; the caller logs it.
+    EngineDrainingError, an EngineDeadError, keeps its message and also gets "Connection: close".
+
+    given: names of the fields in the request's body, by one of which a faulty field is called.
+    """
+    match error:
+        case ApiError():
+            return error
+        case OverloadedError():
+            retry_after = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(429, str(error), param=error.param, headers=retry_after)
+        case UnknownAdapterError():
+            return ApiError(404, str(error), param=error.param, kept=show_value(error.value))
+        case RequestError():
+            param = None if error.param is None else _as_given(error.param, given)
+            return ApiError(400, _as_given(str(error), given), param=param, kept=show_value(error.value))
+        case RequestValidationError():
+            return _invalid(error, given)
+        case EngineDrainingError():
+            return ApiError(503, str(error), headers={"Retry-After": "5", "Connection": "close"})
+        case EngineDeadError():
+            return ApiError(503, "the engine cannot answer at the moment", headers={"Retry-After": "5"})
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return ApiError(507, "the server's disk is full", headers={"Retry-After": "60"})
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    return ApiError(500, "internal error of the server")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON body of an error in OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`.
+    Paths and other internals are removed from the message.
+    """
+    fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
+    body = {
+        "message": scrub(error.detail, error.kept),
+        "type": _TYPES.get(error.status_code, fallback),
+        "param": error.param,
+        "code": error.status_code,
+    }
+    return {"error": body}
+
+
+def messages_error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON body of an error in Anthropic's form, with its `type` for the HTTP status. Paths and other
+    internals are removed from the message.
+    """
+    fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
+    kind = _MESSAGES_TYPES.get(error.status_code, fallback)
+    return {"type": "error", "error": {"type": kind, "message": scrub(error.detail, error.kept)}}
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the error as a response, in the form of the API whose path is requested."""
+    return _ErrorResponse(error)
+
+
+class _ErrorResponse(Response):
+    """Response whose form depends on the request's path."""
+
+    def __init__(self, error: ApiError):
+        self._error = error
+        super().__init__(self._body(error_body), error.status_code, dict(error.headers or {}), "application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, for Anthropic's paths in its form."""
+        if scope["path"].removeprefix(scope.get("root_path", "")).startswith(_MESSAGES):
+            self.body = self._body(messages_error_body)
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+    def _body(self, shape: Callable[[ApiError], dict[str, Any]]) -> bytes:
+        """Encode the body that `shape` makes of the error."""
+        # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 encoding.
+        return json.dumps(shape(self._error)).encode()
+
+
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Install handlers for the expected exceptions of `app`; the outermost middleware answers others.
+
+    routes: all routes, which may be added later; a response 405 lists the methods of all routes with its path.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        """Return the response to an exception. A path that has no route gets 404, with what to use instead; 405 has the
+        header Allow with the methods of all routes of its path.
+        """
+        known = as_api_error(error, getattr(request.state, "given_fields", ()))
+        # Not what a route has raised: the framework found no route, or none of this method.
+        if type(error) is HTTPException and error.status_code in (404, 405):
+            path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+            problem = about_missing(path)
+            if problem is None and known.status_code == 404:
+                problem = f"there is no route {show_value(path)}; /docs lists all"
+            if problem is not None:
+                return error_response(ApiError(404, problem, kept=problem))
+        if known.status_code == 405:
+            # The framework lists only the first route's methods.
+            matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+            methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
+            known.headers = {"Allow": ", ".join(sorted(methods))}
+        return error_response(known)
+
+    for kind in (HTTPException, RequestValidationError, RequestError, EngineDeadError):
+        app.add_exception_handler(kind, answer)
+
+
+def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
+    """Return the error (400) for the first invalid field, with all values that would be allowed there; for a
+    RequestError that a validator raised, that error's own.
+    """
+    problems = error.errors()
+    raised = problems[0].get("ctx", {}).get("error")
+    if isinstance(raised, RequestError):
+        return as_api_error(raised, given)
+    place = problems[0]["loc"][1:]
+    if not place or not isinstance(place[0], str):
+        return ApiError(400, f"the body of the request is not what was expected: {problems[0]['msg']}")
+    name = place[0]
+    about = [problem for problem in problems if problem["loc"][1:2] == (name,)]
+    wants = " or ".join(dict.fromkeys(_want(problem) for problem in about))
+    if problems[0]["type"] == "missing" and len(place) == 1:
+        return ApiError(400, f"{name} is missing", param=name)
+    shown = show_value(problems[0].get("input"))
+    return ApiError(400, f"{name} is not valid: {wants}, got {shown}", param=name, kept=shown)
+
+
+def _want(problem: dict[str, Any]) -> str:
+    """Return what pydantic says of a field, after the keys and positions within it, without the branches of unions.
+    problem: an entry of ValidationError.errors().
+    """
+    # Pydantic includes branches of a union in the location; only keys and positions are shown.
+    inside = [str(step) for step in problem["loc"][2:] if step not in _BRANCHES and not str(step).endswith("]")]
+    where = f"{'.'.join(inside)[:100]}: " if inside else ""
+    said = problem["msg"].removeprefix("Value error, ")
+    return where + said[:1].lower() + said[1:]
+
+
+def _as_given(text: str, given: Collection[str]) -> str:
+    """Return a field's name, or a message that begins with it, with the name by which the request gave the field;
+    unchanged if that is the same.
+    """
+    for name, other in _OTHER_NAMES.items():
+        if text.startswith(name) and name not in given and other in given:
+            return other + text[len(name) :]
+    return text

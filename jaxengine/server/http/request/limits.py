@@ -1,0 +1,236 @@
+"""Reading of JSON bodies, with limits of depth, entries, texts and names.
+
+What is in a body is counted before msgspec parses it, and a long body is read off the event loop.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from jaxengine.server.base.workers import Workers
+from jaxengine.server.http.request.errors import ApiError
+
+MAX_DEPTH = 64
+# Limit of arrays and objects in a body. An object with a name takes seven bytes there and two hundred in memory.
+MAX_CONTAINERS = 200_000
+# Limit of entries of all arrays and objects, forty bytes each: the token ids of the longest prompts, 2**20, and more.
+MAX_VALUES = 1_100_000
+# Limit of texts, including names. A name takes ten times as long to read as a number.
+MAX_TEXTS = 500_000
+# Limit of names in all objects, two hundred bytes each while read: a bias for each id of the largest vocabularies.
+MAX_NAMES = 270_000
+# Limit of a request's top-level names.
+MAX_FIELDS = 1000
+# Longer bodies are read in a thread.
+_LONG_BODY = 64 << 10
+_PIECE_BYTES = 1 << 20
+# A string (up to the end of the body if it is not closed), a bracket, or text between these, in pieces. Possessive, for
+# linear time.
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]{1,65536}+', re.DOTALL)
+# What msgspec says of bodies, and the characters after which it knows that the second half of one is missing.
+_MALFORMED, _ENDS_EARLY, _HALVES = "JSON is malformed: ", "Input data was truncated", "utf-16 surrogate pair"
+_HALF_CHARACTER, _LAST_BYTES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}"), 12
+_AT, _CONSTANT = re.compile(r"\(byte (\d+)\)"), re.compile(rb"NaN|-?Infinity")
+
+
+class JsonRoute(APIRoute):
+    """Route whose body is JSON by the rules of `read_json`, sent as application/json.
+
+    Names of fields are recorded in the request's state: given_fields, for errors; unknown_fields and ignored_fields,
+    for headers of the response.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of the route, which refuses other bodies than JSON with 415; of a route without a body,
+        the framework's. Raises TypeError if the body is not one RequestModel.
+        """
+        handle = super().get_route_handler()
+        body = self.body_field
+        model = None if body is None else body.field_info.annotation
+        fields, ignored = getattr(model, "known_fields", None), getattr(model, "ignored", frozenset())
+        if body is None:
+            return handle
+        if fields is None:
+            raise TypeError(f"{self.path}: the body must be one RequestModel")
+
+        async def handle_json(request: Request) -> Response:
+            """Answer a request; raise ApiError (415) for a body that is not application/json or is compressed."""
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise ApiError(415, "Content-Type must be application/json")
+            coding = request.headers.get("content-encoding", "identity")
+            if coding.strip().lower() not in ("", "identity"):
+                raise ApiError(415, f"Content-Encoding is {coding[:40]!r}; allowed is identity, a body as it is")
+            return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    """Request that reads its body as JSON by these rules, with one copy of it in memory besides its value. fields:
+    names that the route takes; ignored: names without effect.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
+        super().__init__(scope, receive)
+        self._fields = fields
+        self._ignored = ignored - fields
+        # Grows in place. Joining separate parts would take twice the memory.
+        self._raw = bytearray()
+
+    async def body(self) -> bytes:
+        """Read the body; return a placeholder, b"" if the body is empty, because FastAPI would keep a copy in addition
+        to the parsed value.
+        """
+        async for part in self.stream():
+            self._raw += part
+        return b"..." if self._raw else b""
+
+    async def json(self) -> Any:
+        """Return the body's value, and record the names of its fields in the request's state. A long body is parsed on
+        a thread. Raises ApiError (400) as `read_json` and for more than MAX_FIELDS fields, OverloadedError if too many
+        bodies wait for a thread.
+        """
+        workers: Workers = self.app.state.workers
+        value = await workers.run(self._read) if len(self._raw) > _LONG_BODY else self._read()
+        if isinstance(value, dict):
+            if len(value) > MAX_FIELDS:
+                raise ApiError(400, f"the body has {len(value)} fields; allowed are {MAX_FIELDS}")
+            self.state.given_fields = {name for name in value if name in self._fields}
+            other = [name for name in value if name not in self._fields]
+            self.state.unknown_fields = [name for name in other if name not in self._ignored]
+            self.state.ignored_fields = [name for name in other if name in self._ignored and value[name] is not None]
+        return value
+
+    def _read(self) -> Any:
+        """Parse the body and release its bytes. Raises ApiError as `read_json`."""
+        raw, self._raw = self._raw, bytearray()
+        return read_json(raw)
+
+
+def read_json(body: bytes | bytearray) -> Any:
+    """Parse JSON (RFC 8259). Raises ApiError (400) for invalid or harmful bodies.
+
+    Refused are: encodings other than UTF-8, unpaired surrogates, NaN and infinite numbers, depth beyond MAX_DEPTH, and
+    more than MAX_CONTAINERS arrays and objects, MAX_VALUES entries, MAX_TEXTS texts or MAX_NAMES names.
+    """
+    if _measure(body):
+        _verify_depth(value := _value(body))
+        return value
+    return _value(body)
+
+
+def _value(body: bytes | bytearray) -> Any:
+    """Parse a body. Raises ApiError (400) for one that is not JSON in UTF-8, or nested too deep for the parser."""
+    try:
+        return msgspec.json.decode(body)
+    except UnicodeError:
+        raise _no_text() from None
+    except RecursionError:
+        raise _too_deep() from None
+    except msgspec.MsgspecError as error:
+        raise _fault(body, str(error)) from None
+
+
+def _fault(body: bytes | bytearray, problem: str) -> ApiError:
+    """Return the error (400) for a body that msgspec refuses: that it is not UTF-8 text, or what is wrong with its
+    JSON. problem: msgspec's message.
+    """
+    ends_early = problem == _ENDS_EARLY
+    # It misses the second half of a character where the body ends sooner than that would.
+    if _HALVES in problem or ends_early and _HALF_CHARACTER.search(body[-_LAST_BYTES:]):
+        return _no_text()
+    try:
+        body.decode("utf-8")
+    except UnicodeError:
+        return _no_text()
+    if body.startswith(codecs.BOM_UTF8):
+        problem = "it begins with a byte order mark"
+    elif ends_early:
+        problem = "it ends too early"
+    elif (at := _AT.search(problem)) and (name := _CONSTANT.search(body, max(0, int(at[1]) - 1), int(at[1]) + 8)):
+        problem = f"{name[0].decode()} is not a JSON number"
+    return ApiError(400, f"the body is not valid JSON: {problem.removeprefix(_MALFORMED)}")
+
+
+def _measure(body: bytes | bytearray) -> bool:
+    """Count the values in a body, and raise ApiError if a limit is exceeded. Return True if the value may be nested too
+    deep, which the caller must check.
+
+    Depth is checked here only where text has to be distinguished from structure.
+    """
+    # Counting bytes regardless of context never gives too few, and is sufficient for nearly all bodies.
+    brackets = _count(body, b"[") + _count(body, b"{")
+    num_texts = (_count(body, b'"') + 1) // 2
+    num_values = _count(body, b",") + brackets
+    few = brackets <= MAX_CONTAINERS and num_values < MAX_VALUES and num_texts <= MAX_TEXTS
+    if few and _count(body, b":") <= MAX_NAMES:
+        return brackets > MAX_DEPTH
+    _measure_structure(body)
+    return False
+
+
+def _measure_structure(body: bytes | bytearray) -> None:
+    """Raise ApiError if a body exceeds a limit, depth included. Content of texts does not count, and the body need not
+    be valid JSON.
+    """
+    depth = num_open = num_values = num_texts = num_names = 0
+    for match in _STRUCTURE.finditer(body):
+        start = match.start()
+        first = body[start]
+        if first == b'"'[0]:
+            num_texts += 1
+            if num_texts > MAX_TEXTS:
+                raise ApiError(400, f"the body holds more than {MAX_TEXTS} texts")
+        elif first in b"[{":
+            depth, num_open, num_values = depth + 1, num_open + 1, num_values + 1
+            if num_open > MAX_CONTAINERS:
+                raise ApiError(400, f"the body holds more than {MAX_CONTAINERS} arrays and objects")
+            if depth > MAX_DEPTH:
+                raise _too_deep()
+        elif first in b"]}":
+            depth -= 1
+        else:
+            num_values += body.count(b",", start, match.end())
+            if num_values > MAX_VALUES:
+                raise ApiError(400, f"the body holds more than {MAX_VALUES} values")
+            num_names += body.count(b":", start, match.end())
+            if num_names > MAX_NAMES:
+                raise ApiError(400, f"the body holds more than {MAX_NAMES} names")
+
+
+def _verify_depth(value: Any) -> None:
+    """Raise ApiError for a value that is nested deeper than MAX_DEPTH."""
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(MAX_DEPTH):
+        entries = (parent.values() if type(parent) is dict else parent for parent in level)
+        level = [each for own in entries for each in own if type(each) in (dict, list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _count(body: bytes | bytearray, what: bytes) -> int:
+    """Return the number of occurrences of `what` in the body, except those across pieces; other threads can run between
+    pieces.
+    """
+    return sum(body.count(what, at, at + _PIECE_BYTES) for at in range(0, len(body), _PIECE_BYTES))
+
+
+def _no_text() -> ApiError:
+    """Return the error (400) for a body that is not UTF-8."""
+    return ApiError(400, "the body is not valid Unicode text in UTF-8")
+
+
+def _too_deep() -> ApiError:
+    """Return the error (400) for a body that is nested too deep."""
+    return ApiError(400, f"the body is nested deeper than {MAX_DEPTH}")

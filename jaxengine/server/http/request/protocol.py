@@ -1,0 +1,499 @@
+"""Base classes of requests: common fields, refused fields, and conversion to SamplingParams.
+
+Types are checked strictly here: true, 1.0 and "1" are not integers. Ranges are checked by SamplingParams. A field is
+either declared, and takes effect, or is in `REFUSED` with the values that have no effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from jaxengine.requests.beam_search import BeamSearchParams
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.output.outputs import PositionLogprobs
+from jaxengine.requests.params.activations import MAX_STEER
+from jaxengine.requests.params.options import RequestOptions
+from jaxengine.requests.params.prepared import verify_salt
+from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.sampling_fields import ROWS
+from jaxengine.server.base.names import REQUEST_ID
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
+from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
+
+_MAX_USER = 1024  # characters, as logs and answers repeat it
+MIN_LOGPROB = -9999.0
+_TOKEN_ID = re.compile("-?[0-9]{1,18}")
+
+# Earlier names of vLLM's fields, with the present ones. Ignoring them would give unconstrained answers.
+EARLIER = {
+    "guided_decoding": "structured_outputs",
+    **{
+        f"guided_{name}": f"structured_outputs.{name}"
+        for name in ("choice", "grammar", "json", "json_object", "regex", "whitespace_pattern")
+    },
+}
+
+# Unsupported fields of vLLM and OpenAI, with the values that have no effect.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "capture": ([],),
+    "ec_transfer_params": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0, 1),
+    "logprob_token_ids": (),
+    "prompt_logprob_start": (),
+    "prompt_logprob_token_ids": (),
+    "repetition_detection": (),
+    "return_hidden_states": (False,),
+    "return_mm_kwargs": (True,),
+    "return_sampling_mass": (False,),
+    "return_token_offsets": (False,),
+    "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (0,),
+    "session_id": (),
+    "steer": ([],),
+    "stream_interval": (1,),
+    "trace_decode_token_ids": (),
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    **dict.fromkeys(EARLIER, ()),
+}
+
+# Those that text requests support.
+_OF_TEXT = frozenset(
+    (
+        "capture",
+        "kv_transfer_params",
+        "length_penalty",
+        "logprob_token_ids",
+        "prompt_logprob_start",
+        "prompt_logprob_token_ids",
+        "repetition_detection",
+        "return_hidden_states",
+        "return_sampling_mass",
+        "return_weight_versions",
+        "routed_experts_prompt_start",
+        "steer",
+        "stream_interval",
+        "trace_decode_token_ids",
+        "use_beam_search",
+    )
+)
+TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_TEXT}
+
+# Fields of OpenAI and vLLM that do not affect the answer: hints for billing, caches, speed, length or the grammars'
+# library. They are accepted, and listed in the response's X-Ignored-Fields.
+HINTS = frozenset(
+    (
+        "guided_decoding_backend",
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    )
+)
+
+logger = logging.getLogger(__name__)
+
+# Keys that every choice of vLLM's complete answers has, and that are null here: see answers.NullBody.
+NULL_CHOICE = dict.fromkeys(("token_ids", "routed_experts"))
+
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+# A beam search samples nothing, and has no output before its end.
+_NOT_WITH_BEAMS = sorted(
+    {
+        *_SAMPLING_FIELDS,
+        "vllm_xargs",
+        "kv_transfer_params",
+        "stream",
+        "echo",
+        "top_logprobs",
+        "response_format",
+        "tools",
+    }
+    - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output"}
+)
+
+
+class RequestModel(BaseModel):
+    """A JSON object of a request.
+
+    refused: fields that are refused, with the values that have no effect. ignored: fields that are accepted.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def known_fields(cls) -> frozenset[str]:
+        """Return the names of the fields that this model declares, refuses or ignores."""
+        return frozenset((*cls.model_fields, *cls.refused))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        """Return the data. Raises RequestError for a field of `refused` with a value that would have an effect."""
+        for name in cls.refused.keys() & data.keys() if isinstance(data, dict) else ():
+            value = data[name]
+            if value is not None and not any(type(value) is type(one) and value == one for one in cls.refused[name]):
+                allowed = " or ".join(("to leave it out", *map(repr, cls.refused[name])))
+                problem = f"{name} is {show_value(value)}, but it is not supported; allowed: {allowed}"
+                if name in EARLIER:
+                    problem = f"{name} is {show_value(value)}, but the field is now called {EARLIER[name]}"
+                raise RequestError(problem, param=name, value=value)
+        return data
+
+
+class ClosedModel(RequestModel):
+    """An object without additional fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_others(cls, data: Any) -> Any:
+        """Return the data. Raises ValueError for a field that the model lacks."""
+        known = cls.known_fields()
+        other = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
+        if other is not None:
+            raise ValueError(f"{other[:100]} is not allowed here")
+        return data
+
+
+class StreamOptions(ClosedModel):
+    """Options of a stream: token counts in a last chunk (include_usage), and in all (continuous_usage_stats)."""
+
+    refused = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(RequestModel):
+    """OpenAI's wrapper of a schema. name and description are ignored.
+
+    strict: False: keywords that no grammar can enforce are ignored; otherwise they are refused. All others are
+      enforced.
+    """
+
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """OpenAI's request for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """Return the equivalent vLLM field structured_outputs; None for any text. Raises RequestError for json_schema
+        without a schema; the schema itself is not checked.
+        """
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise RequestError("response_format has no json_schema.schema", param="response_format")
+        lenient = {"lenient": True} if self.json_schema.strict is False else {}
+        return {"json": self.json_schema.schema_, **lenient}
+
+
+class NamedRequest(RequestModel):
+    """Fields of every request to the engine.
+
+    Attributes:
+      user: caller's name of the end user, for log and traces. It is not a client of the fair policy: made-up names
+        would get more service.
+      timeout: seconds after arrival at which the request is aborted.
+      request_id: id of the request, in the response and for `abort`.
+    """
+
+    model: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        """Raise RequestError for a request_id, timeout, cache_salt or user that is not allowed."""
+        if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
+            raise RequestError(
+                f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
+                param="request_id",
+            )
+        if self.timeout is not None and self.timeout <= 0:
+            raise RequestError(f"timeout is {self.timeout}; allowed are numbers above 0", param="timeout")
+        verify_salt(self.cache_salt)
+        if self.user is not None and len(self.user) > _MAX_USER:
+            problem = f"user has {len(self.user)} characters; allowed are {_MAX_USER}"
+            raise RequestError(problem, param="user")
+        return self
+
+    def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
+        """Return the scheduling options: the priority, no more urgent than state.priority of `request`; timeout, or
+        else the server's; client, arrival, owner and X-Session-Id of `request`. lora: name of its adapter, or None.
+        """
+        state, timeout = request.state, self.timeout or config.request_timeout
+        priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
+        own = state.owner_tag, request.headers.get("x-session-id")
+        return RequestOptions(priority, timeout, state.client, state.arrival, lora, *own)
+
+    def register(self, prefix: str, request: Request) -> str:
+        """Record the user in the request's state; return the request's id for response, engine and `abort`: `prefix`,
+        such as "chatcmpl", "-", and the given request_id, or a unique one.
+        """
+        request.state.user = self.user
+        name = f"{prefix}-{self.request_id or request.state.unique_id}"
+        logger.debug("%s is requested by user %r", name, self.user)
+        return name
+
+
+# Fields of SamplingFields, as pydantic's create_model takes them: (type, default).
+NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
+_Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
+
+
+class GenerationRequest(_Numbers, NamedRequest):
+    """Fields of every request that generates text, besides SamplingFields. None: the model's default or else vLLM's."""
+
+    ignored = HINTS
+
+    seed: int | None = None
+    stop: str | Texts | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: JsonObject | None = None
+    structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    vllm_xargs: ExtraArgs | None = None
+    stream: bool | None = None
+
+
+class ConversationRequest(GenerationRequest):
+    """Fields of every request whose answer may begin with reasoning.
+
+    Attributes:
+      stop_in_reasoning: look for `stop` in the reasoning too; default: only in the answer.
+      thinking_token_budget: tokens of reasoning after which the answer is begun; -1 or None for no limit.
+    """
+
+    stop_in_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
+
+
+class TextRequest(GenerationRequest):
+    """Fields that completions and chat completions share.
+
+    Attributes:
+      truncate_prompt_tokens: number of prompt tokens to keep, from the end, or with truncation_side "right" from the
+        beginning; -1: as many as leave room for max_tokens.
+      prompt_logprob_start: the prompt's tokens up to this one, from 0, have null in prompt_logprobs.
+      logprob_token_ids: tokens whose log-probabilities are returned in addition, at each position of the output.
+      prompt_logprob_token_ids: the same for each position of the prompt that has log-probabilities.
+      return_sampling_mass: also return what sampling made of each token.
+      trace_decode_token_ids: the tokens that are decoded, whatever would be sampled.
+      routed_experts_prompt_start: the prompt's tokens up to this one, from 0, are left out of routed_experts.
+      return_weight_versions: also return which version of the weights made which tokens, with the end of each choice.
+      capture: names of the engine's taps whose activations to return, as SamplingParams.capture.
+      return_hidden_states: also return the hidden states of the engine's capture_layers.
+      steer: vectors that are added to activations: objects with `at`, `vector` and `scale`, as SamplingParams.steer.
+      repetition_detection: an object with the fields of RepetitionDetectionParams: ends an output that repeats itself.
+      stream_interval: tokens of an output that are sent together with stream=true.
+      kv_transfer_params: an object of the pages of the prompt that another engine gets or has, as of vLLM.
+      use_beam_search: return the n best sequences of a beam search, with length_penalty.
+    """
+
+    refused = TEXT_REFUSED
+
+    n: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: TokenIds | None = None
+    prompt_logprob_token_ids: TokenIds | None = None
+    capture: Texts | None = None
+    return_hidden_states: bool | None = None
+    steer: Annotated[list[JsonObject], Field(fail_fast=True), at_most(MAX_STEER)] | None = None
+    return_sampling_mass: bool | None = None
+    trace_decode_token_ids: TokenIds | None = None
+    routed_experts_prompt_start: int | None = None
+    repetition_detection: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
+    stream_interval: int | None = None
+    kv_transfer_params: TransferParams | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_once(cls, data: Any) -> Any:
+        """Return the data without fields under earlier names (guided_...) that repeat structured_outputs."""
+        if not isinstance(data, dict) or not isinstance(asked := data.get("structured_outputs"), dict):
+            return data
+        return {name: value for name, value in data.items() if name[:7] != "guided_" or value != asked.get(name[7:])}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """Raise RequestError for fields that need or exclude each other, and for a wrong truncate_prompt_tokens."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+        # As in vLLM: it is `logprobs` that gives an answer its place for them.
+        if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
+            raise RequestError("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
+        if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
+            problem = "prompt_logprob_token_ids is only allowed with prompt_logprobs"
+            raise RequestError(problem, param="prompt_logprob_token_ids")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens is {keep}; allowed are -1 and integers from 1", param="truncate_prompt_tokens"
+            )
+        self._check_beams()
+        return self
+
+    def _check_beams(self) -> None:
+        """Raise RequestError for length_penalty without a beam search, and for fields that one does not have."""
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1.0):
+                raise RequestError("length_penalty is only allowed with use_beam_search=true", param="length_penalty")
+            return
+        neutral = SamplingParams()
+        for name in _NOT_WITH_BEAMS:
+            value = getattr(self, name, None)
+            if value is not None and value is not False and value != getattr(neutral, name, None):
+                raise RequestError(f"{name} is not allowed with use_beam_search=true", param=name)
+
+    def beam_params(
+        self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
+    ) -> BeamSearchParams | None:
+        """Return the parameters of a beam search, None if the request has none. Raises RequestError for values that are
+        not allowed.
+
+        max_tokens: None: as many as fit into the context. width: number of beams; None: n, or 1.
+        """
+        if not self.use_beam_search:
+            return None
+        params = BeamSearchParams(
+            beam_width=width or self.n or 1,
+            max_tokens=inputs.config.max_model_len if max_tokens is None else max_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+        )
+        params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+        return params
+
+    def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
+        """Return the fields as SamplingParams; one that is None has the model's default. changes: SamplingParams'
+        fields by name that replace these, None included. Raises RequestError, also for n above max_n.
+        """
+        check_n(self.n, config)
+        given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
+        if self.logit_bias is not None:
+            given["logit_bias"] = bias_by_id(self.logit_bias, inputs.model_config.vocab_size)
+        given["structured_outputs"] = self._structure()
+        given["extra_args"] = with_kv_transfer(self.vllm_xargs, self.kv_transfer_params, bool(self.stream))
+        given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
+
+    def names_tokens_by_id(self, config: ServerConfig) -> bool:
+        """Whether tokens of logprobs are written as token_id:N, by the request or else the server's option."""
+        asked = self.return_tokens_as_token_ids
+        return config.return_tokens_as_token_ids if asked is None else asked
+
+    def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
+        """Return whether a stream ends with token counts, and whether every chunk has them, by request and options."""
+        options = self.stream_options or StreamOptions()
+        last = bool(options.include_usage) or config.enable_force_include_usage
+        return last, last and bool(options.continuous_usage_stats)
+
+    def _structure(self) -> dict[str, Any] | None:
+        """Return structured_outputs, or what response_format means; None for neither. Raises RequestError for both."""
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
+        if asked is None or self.structured_outputs is None:
+            return asked or self.structured_outputs
+        raise RequestError(
+            "response_format and structured_outputs are both given; give one", param="structured_outputs"
+        )
+
+
+def check_n(n: int | None, config: ServerConfig) -> None:
+    """Raise RequestError for a number of outputs below 1 or above the server's max_n. None is allowed."""
+    if n is not None and not 1 <= n <= config.max_n:
+        raise RequestError(f"n is {show_value(n)}; allowed are 1 to {config.max_n}", param="n", value=n)
+
+
+def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
+    """Return logit_bias by token id, an int where JSON has a text. Raises RequestError for keys that are no whole
+    numbers, and for more than `vocab_size` of them. Values, and whether an id is in the vocabulary, are not checked
+    here.
+    """
+    if len(logit_bias) > vocab_size:
+        raise RequestError(
+            f"logit_bias has {len(logit_bias)} entries; the vocabulary has {vocab_size}", param="logit_bias"
+        )
+    wrong = next((key for key in logit_bias if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise RequestError(
+            f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
+        )
+    return {int(key): value for key, value in logit_bias.items()}
+
+
+def json_logprob(logprob: float) -> float:
+    """Return a log-probability for JSON: -9999.0 for anything less, such as minus infinity."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
+    """Return an entry of vLLM's prompt_logprobs: candidates by id, as text; None for None, as of the first token."""
+    if position is None:
+        return None
+    return {
+        str(token_id): {"logprob": json_logprob(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+        for token_id, one in position.items()
+    }
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's token counts as JSON. num_cached_tokens: number of prompt tokens found in the prefix cache."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "completion_tokens": num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }

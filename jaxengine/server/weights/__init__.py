@@ -1,0 +1,1 @@
+"""New weights over the network."""

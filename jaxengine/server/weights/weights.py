@@ -1,0 +1,117 @@
+"""Pauses, sleep and new weights for operators, over either protocol: calls of an engine's utilities."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.base.weight_version import check_version
+from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.weights.weight_upload import uploaded
+
+_POLL_SECONDS = 0.01
+
+
+class UpdateOptions(NamedTuple):
+    """Options of `LLM.update_weights`.
+
+    Attributes:
+      version: of the new weights; None for the present number plus one, or, if it is a text, the number of
+        updates.
+      mode, kv, strict, chunk_bytes: as there.
+    """
+
+    version: str | int | None = None
+    mode: str = "keep"
+    kv: str = "recompute"
+    strict: bool = True
+    chunk_bytes: int | None = None
+
+
+async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
+    """Pause the engine; returns when the pause is complete. mode: see PauseMode; clear_cache: also drop cached
+    prefixes. Raises RequestError for another mode, and EngineDeadError.
+    """
+    await engine.utility("pause_engine", mode)
+    while not await engine.utility("pause_is_there"):
+        await asyncio.sleep(_POLL_SECONDS)
+    if clear_cache:
+        await engine.utility("reset_prefix_cache")
+
+
+async def resume(engine: EngineClient) -> None:
+    """End a pause. Raises RequestError while the engine sleeps, and EngineDeadError."""
+    await engine.utility("resume_engine")
+
+
+async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None, *, keep_kv: bool = False) -> None:
+    """Pause the engine and free device memory; return when that is done. Arguments and errors as of `LLM.sleep`."""
+    await engine.utility("begin_sleep", level, mode, tags, keep_kv)
+    while not await engine.utility("fall_asleep", level, tags, keep_kv):
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def release_kv_cache_memory(engine: EngineClient) -> None:
+    """Free the pages of a paused engine; return when that is done. Raises RequestError if it is not paused, and
+    EngineDeadError.
+    """
+    await engine.utility("check_paused")
+    while not await engine.utility("fall_asleep", 1, ["kv_cache"]):
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
+    """Put the freed parts back on the devices; tags as of `LLM.wake_up`, None for all. Returns the parts that still
+    sleep. Raises RequestError for an unknown tag, and for weights of level 2 that were not given anew; EngineDeadError.
+    """
+    await engine.utility("wake_engine", None if tags is None else list(tags))
+    return (await state(engine))["asleep"]
+
+
+async def state(engine: EngineClient) -> dict[str, Any]:
+    """Return `is_paused`, `asleep` (the parts that sleep), and `weight_version`. Raises EngineDeadError."""
+    return await engine.utility("engine_pause")
+
+
+async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
+    """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight. Raises
+    EngineDeadError.
+    """
+    found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
+    return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
+
+
+async def update_from_path(engine: EngineClient, path: str, options: UpdateOptions) -> dict[str, Any]:
+    """Replace the weights by those of a folder or file that the engine's process can read; return a WeightUpdate's
+    fields. Requests go on while they are read; for the switch the engine is paused, in addition to any other pause.
+
+    Raises RequestError, which lists all faults, after which the old weights stay; EngineDeadError.
+    """
+    version, mode, kv, strict, chunk_bytes = options
+    check_version(version)
+    number = await engine.utility("read_weights", path, version, mode, kv, strict, chunk_bytes)
+    try:
+        while not await engine.utility("weights_are_read", number):
+            await asyncio.sleep(_POLL_SECONDS)
+        await engine.utility("hold_engine", number, mode)
+        while (done := await engine.utility("switch_weights", number, version, kv)) is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        return done
+    finally:
+        await engine.utility("forget_read_weights", number)
+
+
+async def update_from_pieces(
+    engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
+) -> dict[str, Any]:
+    """Replace the weights by those of a safetensors file that arrives in pieces; return a WeightUpdate's fields. Errors
+    as of `update_from_path`; also RequestError for a file that cannot be kept or is not safetensors, OverloadedError
+    for too many uploads.
+
+    The file is kept in weight_upload_dir until it has been read.
+    """
+    check_version(options.version)
+    async with uploaded(config.weight_upload_dir, pieces) as path:
+        return await update_from_path(engine, path, options)

@@ -1,0 +1,1 @@
+"""From config.json or a GGUF header to a model configuration."""

@@ -1,0 +1,50 @@
+"""GGUF fields that families with multi-head latent attention share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.models.config.attention import Latent
+from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
+
+
+def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
+    """Read `gguf_fields` of a model with multi-head latent attention.
+
+    Current files give the sizes of attention over latents, with one kv head, and those of a head in addition; older
+    ones give the latter only. Each layer has a Latent, one kv head and a softmax scale with the square of YaRN's
+    mscale. options: as for gguf_fields. Raises ModelConfigError as gguf_fields does, and for heads without elements
+    that are not rotated.
+    """
+    fields, prefix = gguf.fields, gguf.fields.prefix
+    rope_dim = fields.integer("rope.dimension_count")
+    sizes = [
+        fields.integer(f"attention.{kind}_length_mla", None) or fields.integer(f"attention.{kind}_length")
+        for kind in ("key", "value")
+    ]
+    if sizes[0] <= rope_dim:
+        raise fields.fail("attention.key_length", f"more than the rotated part of a head, {rope_dim}")
+    latent = Latent(
+        kv_lora_rank=fields.integer("attention.kv_lora_rank"),
+        qk_nope_head_dim=sizes[0] - rope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=sizes[1],
+        q_lora_rank=fields.integer("attention.q_lora_rank", None),
+    )
+    rotated = {f"{prefix}attention.{kind}_length": rope_dim for kind in ("key", "value")}
+    alike = gguf._replace(metadata={**gguf.metadata, **rotated, f"{prefix}attention.head_count_kv": 1})
+    # Rope's tables need no factor: `mscale` equals `mscale_all_dim` in all published checkpoints.
+    shared = gguf_fields(alike, interleaved=True, yarn={"attention_factor": 1.0}, **options)
+    mscale = 1.0
+    if fields.text("rope.scaling.type", "none") == "yarn":
+        # The file stores a tenth of mscale_all_dim.
+        weight = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+        mscale += weight * math.log(max(fields.number("rope.scaling.factor"), 1.0))
+    scale = sizes[0] ** -0.5 * mscale**2
+    layers = (
+        replace(layer, head_dim=latent.kv_lora_rank + rope_dim, scale=scale, latent=latent)
+        for layer in shared["attention"]
+    )
+    return shared | {"attention": tuple(layers)}

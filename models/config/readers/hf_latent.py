@@ -1,0 +1,58 @@
+"""Fields of a config.json that families with multi-head latent attention share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.models.config.attention import Latent
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import hf_fields, read_rope
+from jaxengine.models.config.rope import read_mscale
+
+
+def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
+    """Read `hf_fields` of a model with multi-head latent attention: each layer has a Latent, one kv head and a softmax
+    scale with the square of YaRN's mscale.
+
+    Args:
+      interleaved: see Rope.
+      options: as for hf_fields.
+
+    Raises ModelConfigError, also for a num_key_value_heads that is not num_attention_heads.
+    """
+    num_heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
+    if fields.integer("num_key_value_heads", num_heads) != num_heads:
+        raise fields.fail("num_key_value_heads", f"num_attention_heads = {num_heads}: all heads share a latent")
+    latent = Latent(
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=fields.integer("v_head_dim"),
+        q_lora_rank=fields.integer("q_lora_rank", None),
+    )
+    # transformers 5 calls the rotated part `head_dim`, so the field carries no other information.
+    fields = ConfigFields({**fields.raw, "head_dim": rope_dim, "num_key_value_heads": 1})
+    ropes = [read_rope(fields, rope_dim, interleaved=interleaved)] * fields.integer("num_hidden_layers")
+    shared = hf_fields(fields, ropes=ropes, **options)
+    scale = (latent.qk_nope_head_dim + rope_dim) ** -0.5 * _mscale(fields) ** 2
+    layers = (
+        replace(layer, head_dim=latent.kv_lora_rank + rope_dim, scale=scale, latent=latent)
+        for layer in shared["attention"]
+    )
+    return shared | {"attention": tuple(layers)}
+
+
+def _mscale(fields: ConfigFields) -> float:
+    """Return YaRN's factor (Peng et al. 2023, arXiv:2309.00071) of entire queries and keys; 1 without `mscale_all_dim`
+    or scaling.
+
+    Rope's tables, which contain `mscale / mscale_all_dim`, multiply only the rotated parts. Raises ModelConfigError for
+    fields of a wrong type.
+    """
+    rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
+    weight = read_mscale(rope, "mscale_all_dim")
+    if not weight or (rope.text("rope_type", None) or rope.text("type", "default")) == "default":
+        return 1.0
+    return 0.1 * weight * math.log(max(rope.number("factor"), 1.0)) + 1.0

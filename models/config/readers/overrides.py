@@ -1,0 +1,222 @@
+"""Fields of a config.json, or of GGUF metadata, that the option hf_overrides replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxengine.models.config.fields import MAX_POSITIONS, ConfigFields, ModelConfigError
+from jaxengine.models.config.readers.hf import FULL
+
+_MAPPINGS = ("rope_parameters", "rope_scaling")
+_ROPE, _LENGTH, _ORIGINAL = (*_MAPPINGS, "rope_theta"), "max_position_embeddings", "original_max_position_embeddings"
+# What a rope keeps that is scaled anew.
+_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_KINDS = ("rope_type", "type")
+_TEXT, _LAYERS = "text_config", "num_hidden_layers"
+_NUMBERS = (int, float, np.number)
+# Metadata of a GGUF file after its architecture's name, by the names of a config.json.
+_GGUF = {_LENGTH: "context_length", "rope_theta": "rope.freq_base"}
+_GGUF_SCALING = {
+    "factor": "rope.scaling.factor",
+    _ORIGINAL: "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+
+
+class UnreadError(ValueError):
+    """Error of a field of hf_overrides that has no effect on the model; the text says why, `name` is the field."""
+
+    def __init__(self, name: str, why: str):
+        super().__init__(why)
+        self.name = name
+
+
+def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with other fields.
+
+    A configuration inside (`text_config`, `vision_config`) is changed field by field, any other mapping as a whole.
+    Fields of the language model count in `text_config` where there is one. A new scaling of rope keeps the base and
+    the sections of the old one; unless overrides say it, the context length becomes the one that yarn or linear
+    scaling stretches it to.
+
+    Raises ModelConfigError for a rope that is no mapping, or that overrides give twice.
+    """
+    merged, text = dict(raw), raw.get(_TEXT)
+    outer, inner = dict[str, Any](), dict[str, Any]()
+    for name, value in overrides.items():
+        if _is_inside(raw, name, value):
+            merged[name] = overridden(raw[name], value)
+        elif not isinstance(text, Mapping):
+            outer[name] = value
+        else:
+            if name in _ROPE or name in text:
+                inner[name] = value
+            if name not in _ROPE and (name in raw or name not in text):
+                outer[name] = value
+    if inner:
+        merged[_TEXT] = _changed(merged[_TEXT], inner)
+        merged = {name: value for name, value in merged.items() if name not in _ROPE or not inner.keys() & {*_ROPE}}
+    return _changed(merged, outer)
+
+
+def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Raise UnreadError for an overridden field that `read`, which reads a config.json, ignores.
+
+    Each field is replaced by a value that no reader accepts: a reader that looks at it fails, or returns something
+    else. Errors of `read` about the overrides themselves pass through.
+    """
+    expected = read(overridden(raw, overrides))
+    for name, probe in _probes(raw, overrides):
+        try:
+            found = read(overridden(raw, probe))
+        except Exception:
+            continue
+        if found == expected:
+            raise UnreadError(name, "which this model's configuration does not have")
+
+
+def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether an override is a nested configuration that changes one of the file's."""
+    return _is_inner(name, value) and isinstance(raw.get(name), Mapping)
+
+
+def _is_inner(name: str, value: Any) -> bool:
+    """Whether a field is a nested configuration, such as text_config; quantization_config is none."""
+    return name.endswith("_config") and name != "quantization_config" and isinstance(value, Mapping)
+
+
+def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted name of each new field, and the overrides with an invalid value of it.
+
+    Fields that have the file's own value are left out. Those of nested configurations and of rope mappings come one by
+    one.
+    """
+    for name, value in overrides.items():
+        if _is_inner(name, value):
+            for inner, probe in _probes(raw[name] if _is_inside(raw, name, value) else {}, value):
+                yield f"{name}.{inner}", {**overrides, name: probe}
+        elif name in _MAPPINGS:
+            yield name, {**overrides, name: {"rope_type": object()}}
+            for key in value if isinstance(value, Mapping) else ():
+                if key not in (*_KINDS, *_KEPT) and not isinstance(value[key], Mapping):
+                    yield f"{name}.{key}", {**overrides, name: {**value, key: object()}}
+        elif name not in raw or raw[name] != value:
+            yield name, {**overrides, name: object()}
+
+
+def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of one mapping of a config.json with `changes` applied; rope fields keep the mapping's
+    spelling.
+
+    Raises ModelConfigError for a rope that is no mapping, or that is given twice.
+    """
+    merged = {**_shortened(fields, changes), **{name: value for name, value in changes.items() if name not in _ROPE}}
+    if not changes.keys() & {*_ROPE}:
+        return merged
+    if all(changes.get(name) is not None for name in _MAPPINGS):
+        raise ModelConfigError("rope_parameters and rope_scaling are given; allowed: one of both")
+    asked = [name for name in _MAPPINGS if name in changes]
+    new = next((changes[name] for name in asked if changes[name] is not None), {})
+    if not isinstance(new, Mapping):
+        raise ModelConfigError(f"{asked[0]} must be a mapping, got {repr(new)[:100]}")
+    name = "rope_parameters" if merged.get("rope_parameters") or _by_kind(new) else "rope_scaling"
+    old = next((merged[each] for each in _MAPPINGS if merged.get(each)), {})
+    merged = {key: value for key, value in merged.items() if key not in _MAPPINGS}
+    rope = _rescaled(old if isinstance(old, Mapping) else {}, new) if asked else old
+    if (theta := changes.get("rope_theta")) is not None:
+        merged["rope_theta"] = theta
+        if new.get("rope_theta", theta) != theta:
+            raise ModelConfigError(f"rope_theta is {theta!r}, and {new['rope_theta']!r} in {asked[0]}; give it once")
+        rope = _with(rope, {"rope_theta": theta})
+    if _ORIGINAL in new and _ORIGINAL in merged:
+        merged[_ORIGINAL] = new[_ORIGINAL]  # where it goes before the mapping's
+    own = new[FULL] if isinstance(new.get(FULL), Mapping) else new
+    longest = _stretched(own, merged) if _LENGTH not in changes else None
+    if longest is not None:
+        if not {_ORIGINAL} & {*own, *merged} and longest != merged[_LENGTH]:
+            rope = _with(rope, {_ORIGINAL: merged[_LENGTH]})  # the default, which is now longer
+        merged[_LENGTH] = longest
+    return merged | ({name: rope} if rope else {})
+
+
+def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy fields, and cut lists with an entry per layer (layer_types, no_rope_layers) where changes leave fewer."""
+    before, after = fields.get(_LAYERS), changes.get(_LAYERS)
+    if type(before) is not int or type(after) is not int or not 0 < after < before:
+        return dict(fields)
+    return {
+        name: value[:after] if "layer" in name and isinstance(value, list) and len(value) == before else value
+        for name, value in fields.items()
+    }
+
+
+def _by_kind(rope: Mapping[str, Any]) -> bool:
+    """Whether a rope mapping contains a mapping for each kind of layers."""
+    return any(isinstance(value, Mapping) for value in rope.values())
+
+
+def _rescaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope mapping `new` with the fields _KEPT of `old` that it lacks. Where either has a mapping for each
+    kind of layers, kinds are treated one by one, and a mapping without kinds counts for FULL layers.
+    """
+    if _by_kind(new):
+        kinds = {kind: value for kind, value in new.items() if isinstance(value, Mapping)}
+        before = {kind: old[kind] if isinstance(old.get(kind), Mapping) else {} for kind in kinds}
+        return {**old, **new, **{kind: _rescaled(before[kind], value) for kind, value in kinds.items()}}
+    if isinstance(full := old.get(FULL), Mapping):
+        return {**old, FULL: _rescaled(full, new)}
+    return {name: old[name] for name in _KEPT if name in old} | dict(new)
+
+
+def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rope mapping with these fields set, for FULL layers if it has one for each kind; an empty one stays
+    empty.
+    """
+    if isinstance(full := rope.get(FULL), Mapping):
+        return {**rope, FULL: {**full, **fields}}
+    return {**rope, **fields} if rope else {}
+
+
+def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
+    """Return the context length with a rope scaling, as vLLM derives max_model_len; None if it stays, also where the
+    length or the factor is not one that a model may have: who reads the fields says so.
+    """
+    kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), fields.get(_LENGTH)
+    if kind == "yarn":
+        original = rope.get(_ORIGINAL, fields.get(_ORIGINAL, original))
+    if kind not in ("yarn", "linear") or not isinstance(factor, (int, float)) or type(original) is not int:
+        return None
+    return int(original * factor) if 0 < factor < 1e6 and original <= MAX_POSITIONS else None
+
+
+def overridden_metadata(metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return GGUF metadata with another rope or context length.
+
+    Raises UnreadError for other fields, ModelConfigError for a rope that is no mapping or is given twice.
+    """
+    prefix, changed = f"{metadata.get('general.architecture')}.", dict(metadata)
+    for name in overrides:
+        if name not in (*_ROPE, _LENGTH):
+            raise UnreadError(name, f"which is not read of a GGUF file; allowed: {', '.join((*_ROPE, _LENGTH))}")
+    given = {name: metadata.get(prefix + key) for name, key in _GGUF.items()}
+    raw = {name: np.asarray(value).item() for name, value in given.items() if isinstance(value, _NUMBERS)}
+    found = _changed(raw, overrides)
+    changed |= {prefix + key: found[name] for name, key in _GGUF.items() if found.get(name) != raw.get(name)}
+    if not overrides.keys() & {*_MAPPINGS}:
+        return changed
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    scaling = (f"{prefix}rope.scaling.", f"{prefix}rope.scale_")
+    changed = {name: value for name, value in changed.items() if not name.startswith(scaling)}
+    fields = ConfigFields(rope)
+    kind = fields.text("rope_type", None) or fields.text("type", "default")
+    changed[f"{prefix}rope.scaling.type"] = "none" if kind == "default" else kind
+    for name, value in rope.items():
+        if name not in (*_GGUF, *_GGUF_SCALING, *_KINDS):
+            raise UnreadError(f"rope_scaling.{name}", "which is not read of a GGUF file")
+        if name not in _KINDS:
+            changed[prefix + (_GGUF_SCALING | _GGUF)[name]] = value
+    return changed

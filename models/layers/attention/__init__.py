@@ -1,0 +1,1 @@
+"""Attention layers over pages: full, windowed, latent, sparse, compressed, cross."""

@@ -1,0 +1,344 @@
+"""Self attention over paged keys and values: project, rotate, write this step's KV, attend.
+
+Owns one layer's use of the batch; storage of pages and the computation of attention are in pallas_kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.pallas_kernels.attention.op import (
+    AttentionSpec,
+    RaggedBatch,
+    attention_schedule,
+    gathered_by,
+    ragged_paged_attention,
+)
+from jaxengine.pallas_kernels.attention.selected import selection_schedule
+from jaxengine.pallas_kernels.attention.whole_prompts import (
+    has_whole_prompts,
+    whole_prompt_attention,
+    whole_prompt_schedule,
+)
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
+from jaxengine.sharding.collectives import shard_index
+from jaxengine.sharding.layout import ONE_DEVICE, MeshLayout
+
+QK_NORMS = ("q_norm", "k_norm")
+
+
+class StepInputs(NamedTuple):
+    """Inputs that layers with equal LayerAttention share, computed once per step, outside the layers.
+
+    Attributes:
+      rows: description of the step's rows.
+      rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
+      schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule; with an indexer, of
+        jaxengine.pallas_kernels.attention.selected.selection_schedule.
+      temperature: f32[T], factor of queries; None for none.
+      made: result of jaxengine.models.layers.attention.mla_made.made_rows; None if no row has expanded (non-absorbed) keys and
+        values.
+      of_layer: [T, P], this layer's further input besides the hidden states; None for none.
+      selected: i32[T, k], positions of the keys that the last indexer before has selected; None without one.
+      blocks: result of jaxengine.models.layers.attention.compressed.token_blocks; None for layers without compressed keys.
+    """
+
+    rows: Rows
+    rope: tuple[jax.Array, jax.Array] | None
+    schedule: Any
+    temperature: jax.Array | None = None
+    made: Any = None
+    of_layer: jax.Array | None = None
+    selected: jax.Array | None = None
+    blocks: Any = None
+
+
+class LayerPages(NamedTuple):
+    """Location of one layer's keys and values in the pool.
+
+    Attributes:
+      ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the layer's
+        first page, padding slots are -1.
+      first_page: i32[], the pool's row of that page.
+      update_schedule: result of jaxengine.pallas_kernels.kv.update.kv_update_schedule.
+    """
+
+    ragged: RaggedBatch
+    first_page: jax.Array
+    update_schedule: Any
+
+    def in_pool(self, page_size: int) -> RaggedBatch:
+        """Return the batch with page ids and slots counted from the beginning of the pool.
+
+        page_size: in tokens. Padding slots stay -1.
+        """
+        slots = self.ragged.slot_mapping
+        return self.ragged._replace(
+            page_table=self.ragged.page_table + self.first_page,
+            slot_mapping=jnp.where(slots < 0, -1, slots + self.first_page * page_size),
+        )
+
+
+def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
+    """Return the number of kv heads on one device; a head is stored more than once if there are more devices than
+    heads.
+
+    For a mesh that does not divide the heads the result, and attention_spec's, is meaningless: the declarations of
+    weights reject such a mesh.
+    """
+    return max(1, attention.num_kv_heads // mesh.model)
+
+
+def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
+    """Return the number of copies of each kv head on the devices that split the heads."""
+    return max(1, mesh.model // attention.num_kv_heads)
+
+
+def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
+    """Return the AttentionSpec of a layer on one device: its share of the heads, the layer's limits and scale
+    unchanged.
+
+    Meaningless for a mesh that does not divide the heads, as `num_kv_heads`.
+    """
+    return AttentionSpec(
+        num_q_heads=max(1, attention.num_heads // mesh.model),
+        num_kv_heads=num_kv_heads(attention, mesh),
+        head_dim=attention.head_dim,
+        v_head_dim=attention.v_head_dim,
+        sm_scale=attention.sm_scale,
+        window=attention.window,
+        chunk=attention.chunk,
+        soft_cap=attention.soft_cap,
+        causal=attention.causal,
+        values_in_keys=attention.values_in_keys,
+        has_slopes=attention.slopes is not None,
+    )
+
+
+def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, num_seqs: int, page_size: int) -> int:
+    """Return the bytes of keys and values that attention copies out of the pages at a time for a layer's decodes; 0 for
+    platforms whose attention reads pages where they are.
+
+    platform: the pool's. num_seqs: sequences of the step.
+    """
+    return gathered_by(attention_spec(attention, mesh), platform, num_seqs, page_size)
+
+
+def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
+    """Compute the factor f32[T] of queries at positions i32[T], by the formula of TemperatureTuning."""
+    steps = jnp.floor((positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
+    return 1.0 + tuning.attn_scale * jnp.log1p(steps)
+
+
+def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
+    """Return StepInputs.schedule of layers with this spec, the result of `_spec_of`: a schedule of selection for an
+    indexer, of whole prompts where the platform attends to them so, else of paged attention.
+    """
+    ragged, num_tokens, platform = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.platform
+    if isinstance(spec, str):
+        return selection_schedule(ragged, num_tokens=num_tokens, page_size=step.kv.page_size, platform=platform)
+    if has_whole_prompts(spec, platform):
+        return whole_prompt_schedule(ragged.cu_q_lens, ragged.num_seqs, num_tokens=num_tokens, platform=platform)
+    return attention_schedule(
+        ragged,  # schedules depend on lengths only
+        spec,
+        num_tokens=num_tokens,
+        page_size=step.kv.page_size,
+        platform=platform,
+        kv_limits=None if step.in_windows_only and spec.window is None else step.key_limits,
+    )
+
+
+def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | str | None:
+    """Return what a layer's schedule depends on: its AttentionSpec, "selection" with an indexer, or None for a layer
+    that needs no schedule.
+    """
+    if attention.index is not None:
+        return "selection"
+    return attention_spec(attention, build.mesh) if attention.attends and attention.compressed is None else None
+
+
+SCHEDULE = StepInput("attention_schedule", _spec_of, _schedule)
+TEMPERATURE = StepInput(
+    "temperature",
+    lambda attention, build: attention.temperature,
+    lambda tuning, step: query_temperature(step.batch.positions, tuning),
+)
+
+
+def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
+    """Return queries [T, N, .] multiplied by the step's temperature, if it has one."""
+    if step.temperature is None:
+        return q
+    with jax.named_scope("temperature"):
+        return (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
+
+
+def own_slopes(slopes: Sequence[float], count: int) -> jax.Array:
+    """Return the slopes f32[count] of this device's heads, a part of `slopes`, those of all."""
+    return lax.dynamic_slice_in_dim(jnp.asarray(slopes, jnp.float32), shard_index("heads") * count, count)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with or without rope, configured by a LayerAttention.
+
+    Args:
+      qkv: checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`; q and k where keys
+        are values as well, q alone for a layer with a kv_source.
+      out: checkpoint module of the projection after attention, by default `o_proj`.
+      gate: checkpoint module of a gate that multiplies each head's output, after a sigmoid; None for no gate.
+      qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None to follow LayerAttention.qk_norm. A
+        layer with a kv_source has None for k.
+    """
+
+    def __init__(
+        self,
+        attention: LayerAttention,
+        hidden_size: int,
+        *,
+        eps: float,
+        source: str,
+        build: Build,
+        qkv: Sequence[Source] | None = None,
+        out: Source | None = None,
+        gate: Source | None = None,
+        qk_norms: Sequence[nnx.Module | None] | None = None,
+    ):
+        self.spec = attention_spec(attention, build.mesh)
+        self.slopes = attention.slopes
+        self.interleaved = attention.rope is not None and attention.rope.interleaved
+        head_dim = attention.head_dim
+        q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
+        if qkv is None:
+            own = 0 if attention.kv_source is not None else 1 if attention.keys_as_values else 2
+            values = attention.num_kv_heads * attention.v_head_dim
+            sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": values}
+            qkv = [Source(f"{source}.{name}", size) for name, size in list(sizes.items())[: 1 + own]]
+        copies = head_copies(attention, build.mesh)
+        dims = head_dim, head_dim, attention.v_head_dim
+        q, *kv = (part._replace(group=dim) for part, dim in zip(qkv, dims, strict=False))
+        self.num_kv_parts, self.has_gate = len(kv), gate is not None
+        gates = [] if gate is None else [gate._replace(group=head_dim)]
+        self.qkv = Linear(
+            hidden_size,
+            (q, *(part._replace(repeat=copies) for part in kv), *gates),
+            axes=("embed", "heads"),
+            bias=attention.bias,
+            build=build,
+        )
+        out = out or Source(f"{source}.o_proj", hidden_size)
+        o_size = attention.num_heads * attention.v_head_dim
+        self.out = Linear(o_size, (out,), axes=("heads", "embed"), bias=attention.output_bias, build=build)
+        if attention.qk_norm and qk_norms is None:
+            qk_norms = [RMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
+        self.q_norm, self.k_norm = qk_norms or (None, None)
+        # float32, as the kernels add it to products of that dtype.
+        sinks = ParamDecl(("heads",), (Source(f"{source}.sinks", attention.num_heads),), init_std=1.0)
+        self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written, if it has own)."""
+        with jax.named_scope("qkv"):
+            q, *own, gate = self._heads(self.qkv(x, step.rows))
+        if own:
+            (q, k), v = self.rotate(q, own[0], step), self.values(own[-1])
+            o, kv = self.attend(q, (k, v), kv, pages, step)
+        else:
+            o, kv = self.attend(self.rotate_queries(q, step), None, kv, pages, step)
+        with jax.named_scope("gate"):
+            o = self.gated(o, gate, x, step)
+        with jax.named_scope("o_proj"):
+            return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+
+    def _heads(self, joined: jax.Array) -> list[jax.Array]:
+        """Split the product of `qkv` into queries, keys and values, as far as there are, and gates, each [T, heads, .];
+        values come last where their size is their own, and there are no gates then.
+        """
+        spec = self.spec
+        if spec.v_head_dim == spec.head_dim:
+            heads = joined.reshape(joined.shape[0], -1, spec.head_dim)
+            ends = np.cumsum([spec.num_q_heads, *[spec.num_kv_heads] * self.num_kv_parts])
+            return jnp.split(heads, ends, axis=1)
+        ends = np.cumsum([spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim])
+        q, k, v = jnp.split(joined, ends, axis=1)
+        sizes = spec.head_dim, spec.head_dim, spec.v_head_dim
+        heads = [part.reshape(len(part), -1, size) for part, size in zip((q, k, v), sizes, strict=True)]
+        return [*heads, heads[0][:, :0]]
+
+    def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the results of heads, o [T, N, Hv], multiplied by the sigmoid of their gates if there are any.
+
+        gate: [T, N, H] or [T, 0, H]. x: [T, D], the layer's input.
+        """
+        if not self.has_gate:
+            return o
+        return (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
+
+    def attend(
+        self,
+        q: jax.Array,
+        own: tuple[jax.Array, jax.Array] | None,
+        kv: KVPages,
+        pages: LayerPages,
+        step: StepInputs,
+    ) -> tuple[jax.Array, KVPages]:
+        """Attend queries q [T, N, H]; return ([T, N, H], the pool with this step's keys and values written).
+
+        own: keys and values [T, K, H] of this step; None for a layer that reads another one's. If the step has each of
+        its prompts from its beginning, the pool may be left as it is.
+        """
+        spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
+        if own is not None and has_whole_prompts(spec, kv.platform):
+            with jax.named_scope("whole_prompt_attention"):
+                return whole_prompt_attention(q, *own, step.schedule, spec=spec, platform=kv.platform), kv
+        slopes = None if self.slopes is None else own_slopes(self.slopes, spec.num_q_heads)
+        ragged = pages.in_pool(kv.page_size)
+        if own is not None:
+            with jax.named_scope("kv_cache_update"):
+                kv = kv_cache_update(kv, *own, ragged.slot_mapping, schedule=pages.update_schedule)
+        with jax.named_scope("ragged_paged_attention"):
+            options: dict[str, Any] = {"schedule": step.schedule, "sinks": sinks, "slopes": slopes}
+            return cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, **options)), kv
+
+    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        """Return projected q [T, N, H] and k [T, K, H] after norms, rope and temperature, in this order, if any.
+
+        Shapes and dtypes stay. Cos, sin and temperature are those of `step`; the latter, a factor for each token,
+        multiplies q alone.
+        """
+        q, k = (self._rotated(x, norm, step) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        return tempered(q, step), k
+
+    def rotate_queries(self, q: jax.Array, step: StepInputs) -> jax.Array:
+        """Return projected q [T, N, H] as `rotate` does, for a layer without keys of its own."""
+        return tempered(self._rotated(q, self.q_norm, step), step)
+
+    def _rotated(self, x: jax.Array, norm: Any, step: StepInputs) -> jax.Array:
+        """Return heads x [T, N, H] after `norm`, unless it is None, and rope, if the step has any for the layer."""
+        if norm is not None:
+            with jax.named_scope("qk_norm"):
+                x = norm(x)
+        if step.rope is None:
+            return x
+        with jax.named_scope("rope"):
+            return apply_rope(x, *step.rope, interleaved=self.interleaved)
+
+    def values(self, v: jax.Array) -> jax.Array:
+        """Return the values [T, K, H] to cache, made from projected ones."""
+        return v

@@ -1,0 +1,488 @@
+"""Attention to the keys of the latest tokens, and to compressed keys, one for each block of tokens (DeepSeek-AI 2026,
+DeepSeek-V4).
+
+A block's key is the mean of what its tokens contribute, weighed for each element by a softmax of gates; in some layers
+the tokens of the block before contribute, too, and an indexer with keys of its own, made alike, selects the blocks that
+a token attends to. A key is its value as well, one for all heads.
+
+What a token of the next step may need is a state of its sequence, the latest token last: the window's keys, and the
+contributions to blocks that are not complete. It is read from copies of the same numbers whether a token before is in
+this step or in an earlier one, so nothing depends on how a prompt was cut. Keys of blocks are in pages, in slots that
+end with the block's last token: they are written in the step that completes the block, to a page that this step fills,
+and a prefix that ends within a block has none of it. Plain XLA on every platform.
+
+Further shape letters: W window, C contributions of a token, m tokens of a block, k selected blocks, I heads of the
+indexer, J elements of its keys, B tokens at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.build import Build
+from jaxengine.models.cache import StateRows
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.compressed import BlockIndex, CompressedKeys
+from jaxengine.models.config.rope import Rope
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import FixedRMSNorm, RMSNorm
+from jaxengine.models.layers.base.rope import apply_rope, rope_table
+from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.quantization.registry import PLAIN
+from jaxengine.pallas_kernels.attention.op import RaggedBatch
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.slots import read_slots
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
+
+# Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks that are made at a time.
+_TOKENS, _GATHERED, _MADE = 16, 128, 8
+# Blocks whose scores are merged into the best so far at a time: so many times k, and the most.
+_MERGED, _SCORED = 4, 4096
+
+
+class TokenBlocks(NamedTuple):
+    """Location of a step's tokens in their sequences, and the blocks that they complete.
+
+    Attributes:
+      token_ids, positions: i32[T].
+      seqs, index: i32[T], the row of each token's sequence, and the token's number among that sequence's new ones.
+      num_tokens: i32[], tokens of sequences; padding comes after them.
+      last: i32[M], tokens that complete a block, in order; T in the remaining places. Empty without blocks.
+      num_blocks: i32[], how many there are.
+      rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks.
+    """
+
+    token_ids: jax.Array
+    positions: jax.Array
+    seqs: jax.Array
+    index: jax.Array
+    num_tokens: jax.Array
+    last: jax.Array
+    num_blocks: jax.Array
+    rope: tuple[jax.Array, jax.Array]
+
+
+def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
+    """Return the TokenBlocks of a step. key: tokens of a block, None for none; and the rope of keys of blocks."""
+    (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
+    num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = jnp.minimum(jnp.sum(tokens[:, None] >= ragged.cu_q_lens[1:], axis=1, dtype=jnp.int32), num_seqs - 1)
+    live = ragged.cu_q_lens[ragged.num_seqs]
+    most = min(num_tokens, num_tokens // rate + num_seqs) if rate else 0
+    ends = ((batch.positions + 1) % (rate or 1) == 0) & (tokens < live)
+    (last,) = jnp.nonzero(ends, size=most, fill_value=num_tokens)
+    first = batch.positions[jnp.minimum(last, num_tokens - 1)] + 1 - (rate or 1)
+    return TokenBlocks(
+        token_ids=batch.token_ids,
+        positions=batch.positions,
+        seqs=seqs,
+        index=tokens - ragged.cu_q_lens[seqs],
+        num_tokens=live,
+        last=last.astype(jnp.int32),
+        num_blocks=jnp.minimum(jnp.sum(ends, dtype=jnp.int32), most),
+        rope=rope_table(first, rope),
+    )
+
+
+def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None, Rope] | None:
+    """Return the `key` of a layer's `token_blocks`; None for a layer without compressed keys."""
+    if attention.compressed is None or attention.rope is None:
+        return None
+    return attention.compressed.rate, attention.rope
+
+
+BLOCKS = StepInput("token_blocks", _rate_and_rope, token_blocks)
+
+
+class _Recent(NamedTuple):
+    """Rows of this step's tokens, followed by those that the states of its S sequences hold of R tokens before each.
+
+    Attributes:
+      rows: [T + S * R, .].
+      kept: R.
+      blocks: location of the step's tokens.
+    """
+
+    rows: jax.Array
+    kept: int
+    blocks: TokenBlocks
+
+    def indices(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
+        """Return the index in `rows` of the token that is `lags` tokens, at most R, before each of `tokens` in its
+        sequence.
+
+        Both i32, of one shape. Where a sequence has no such token the index is of any row: callers mask what is there.
+        """
+        blocks, num_tokens = self.blocks, self.blocks.positions.shape[0]
+        tokens = jnp.minimum(tokens, num_tokens - 1)
+        index, seqs = blocks.index[tokens], blocks.seqs[tokens]
+        before = num_tokens + seqs * self.kept + self.kept + index - lags
+        return jnp.where(lags <= index, tokens - lags, before)
+
+    def after(self, state: jax.Array, rows: StateRows) -> jax.Array:
+        """Return `state` [rows, R, .] with the last R rows of each sequence at its row `writes` and, for sequences of
+        two or more tokens in this step, at `saves`.
+        """
+        ends = rows.cu_q_lens[1:]
+        counts = jnp.where(jnp.arange(len(ends)) < rows.num_seqs, ends - rows.cu_q_lens[:-1], 0)
+        lags = jnp.broadcast_to(jnp.arange(self.kept - 1, -1, -1, dtype=jnp.int32), (len(ends), self.kept))
+        new = self.rows[self.indices(jnp.broadcast_to(ends[:, None] - 1, lags.shape), lags)]
+        for index, least in ((rows.writes, 1), (rows.saves, 2)):
+            state = state.at[jnp.where(counts >= least, index, state.shape[0])].set(new, mode="drop")
+        return state
+
+
+def _recent(new: jax.Array, state: jax.Array, rows: StateRows, blocks: TokenBlocks) -> _Recent:
+    """Join new rows [T, .] with those of the states [rows, R, .] that this step reads; a sequence without has zeros."""
+    kept = state[jnp.clip(rows.reads, 0, state.shape[0] - 1)]
+    kept = jnp.where((rows.reads >= 0)[:, None, None], kept, 0)
+    return _Recent(jnp.concatenate([new.astype(state.dtype), kept.reshape(-1, new.shape[1])]), state.shape[1], blocks)
+
+
+def rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the last R elements of x [T, heads, H]; rope: cos and sin [T, R / 2]. Pairs are neighbours, and the first
+    elements of all pairs come before the second ones in the result.
+    """
+    kept, last = jnp.split(x, (x.shape[-1] - 2 * rope[0].shape[-1],), axis=-1)
+    return jnp.concatenate([kept, apply_rope(last, *rope, interleaved=True)], axis=-1)
+
+
+def rotated_back(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the last R elements of x [T, heads, H], weighted sums of keys that `rotated` returned, back by the rope of
+    the queries; the elements of each pair are neighbours again.
+    """
+    cos, sin = rope
+    kept, last = jnp.split(x, (x.shape[-1] - 2 * cos.shape[-1],), axis=-1)
+    halves = jnp.split(apply_rope(last, cos, -sin), 2, axis=-1)
+    return jnp.concatenate([kept, jnp.stack(halves, axis=-1).reshape(last.shape)], axis=-1)
+
+
+class Compressor(nnx.Module):
+    """Weights that make keys of blocks from what tokens contribute: the gates' bias by a token's position in its block,
+    and the norm of the result.
+    """
+
+    def __init__(self, width: int, keys: CompressedKeys, *, eps: float, source: str, build: Build):
+        assert keys.rate is not None
+        self.overlapping, columns = keys.overlapping, width * keys.num_series
+        bias = ParamDecl((None, None), (Source(f"{source}.ape", keys.rate),), init_std=0.3)
+        self.bias = declare((keys.rate, columns), jnp.float32, bias)
+        self.norm = RMSNorm(width, eps, source=f"{source}.norm", build=build)
+
+    def __call__(self, values: jax.Array, gates: jax.Array, seen: jax.Array) -> jax.Array:
+        """Make keys f32[B, H] from the contributions [B, span, columns] of tokens, values and their gates, of which
+        those not `seen` bool[B, span] are before the sequence's beginning.
+        """
+        gates, values, bias = gates.astype(jnp.float32), values.astype(jnp.float32), self.bias[...]
+        if self.overlapping:  # the first columns are for the block after a token's own
+            halves = zip(jnp.split(values, 2, axis=1), jnp.split(gates, 2, axis=1), (0, 1), strict=True)
+            parts = [(_half(value, at), _half(gate + bias, at)) for value, gate, at in halves]
+            values, gates = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+        else:
+            gates = gates + bias
+        shares = jax.nn.softmax(jnp.where(seen[..., None], gates, -jnp.inf), axis=1)
+        return self.norm(jnp.sum(jnp.where(seen[..., None], values, 0) * shares, axis=1))
+
+
+def _half(x: jax.Array, at: int) -> jax.Array:
+    """Return the first (0) or second (1) half of x along its last axis."""
+    return jnp.split(x, 2, axis=-1)[at]
+
+
+class BlockIndexer(nnx.Module):
+    """Projections of an indexer's queries and the weights of its heads; whole on every device."""
+
+    def __init__(self, index: BlockIndex, q_rank: int, hidden_size: int, *, source: str, build: Build):
+        self.num_heads, self.head_dim = index.num_heads, index.head_dim
+        heads = (Source(f"{source}.wq_b", index.num_heads * index.head_dim),)
+        self.q = Linear(q_rank, heads, axes=("latent", "latent"), build=build)
+        # Stored plain and multiplied in float32: what it gives ranks blocks.
+        plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
+        weights = (Source(f"{source}.weights_proj", index.num_heads),)
+        self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
+
+    def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        """Return queries [T, I, J] and the weights of their heads f32[T, I]; x: [T, D]."""
+        assert step.rope is not None
+        q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
+        weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
+        return rotated(q, step.rope), weights * (self.num_heads * self.head_dim) ** -0.5
+
+
+class _Pages(NamedTuple):
+    """Keys of blocks in pages, to be read.
+
+    Attributes:
+      kv: the pool.
+      ragged: the batch, with page ids counted from the pool's beginning.
+      slots: slots of a page that a block's key fills.
+      keys: the layer's configuration.
+    """
+
+    kv: KVPages
+    ragged: RaggedBatch
+    slots: int
+    keys: CompressedKeys
+
+    def read(self, seqs: jax.Array, blocks: jax.Array, *, of_index: bool = False) -> jax.Array:
+        """Read the keys f32[B, b, H], or with of_index those of the indexer, of blocks i32[B, b] of sequences i32[B].
+        Where a block is -1 what is read is of any block: callers mask it.
+        """
+        page_size, rate = self.kv.page_size, self.keys.rate or 1
+        last = (jnp.maximum(blocks, 0) + 1) * rate - 1
+        columns = jnp.minimum(last // page_size, self.ragged.page_table.shape[1] - 1)
+        pages, first = self.ragged.page_table[seqs[:, None], columns], last % page_size - (self.slots - 1)
+        return read_slots(self.kv, pages, first, self.slots, of_values=of_index)[..., : self.keys.widths[of_index]]
+
+    @property
+    def most_blocks(self) -> int:
+        """Return the number of blocks of the longest sequence that the page table can have, at least 1."""
+        return max(self.ragged.page_table.shape[1] * self.kv.page_size // (self.keys.rate or 1), 1)
+
+
+def _folded(
+    softmax: tuple[jax.Array, ...], q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float
+) -> tuple[jax.Array, ...]:
+    """Add keys [B, b, H], those `seen` bool[B, b], to the online softmax of queries [B, N, H], and return it. scale: of
+    logits.
+
+    softmax: largest logit and total f32[B, N], and sums of values f32[B, N, H].
+    """
+    largest, total, sums = softmax
+    keys = jnp.where(seen[..., None], keys.astype(q.dtype), 0)
+    logits = jnp.einsum("bnh,bkh->bnk", q, keys, preferred_element_type=jnp.float32) * scale
+    logits = jnp.where(seen[:, None], logits, -jnp.inf)
+    new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
+    shares, decay = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
+    new = jnp.einsum("bnk,bkh->bnh", shares.astype(q.dtype), keys, preferred_element_type=jnp.float32)
+    return new_largest, total * decay + jnp.sum(shares, axis=-1), sums * decay[..., None] + new
+
+
+def _selected(
+    q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: _Pages
+) -> jax.Array:
+    """Return the blocks i32[B, k] with the highest scores of the first `counts` i32[B] of each sequence; -1 where it
+    has fewer. Of equal scores the lowest block comes first, and all come in order where it has no more than k.
+
+    q, weights: of the indexer, [B, I, J] and f32[B, I]. seqs: i32[B]. top_k: k.
+    """
+    at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
+    places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
+
+    def merge(number: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        blocks = jnp.broadcast_to(number * at_once + places, (size, at_once))
+        seen = blocks < counts[:, None]
+        keys = jnp.where(seen[..., None], pages.read(seqs, blocks, of_index=True), 0)
+        products = jnp.einsum("bij,bkj->bik", q.astype(jnp.float32), keys, preferred_element_type=jnp.float32)
+        scores = jnp.sum(weights[..., None] * jax.nn.relu(products), axis=1)
+        scores = jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)  # zero has no sign
+        # The best so far come first, so that of equal scores the lowest block does.
+        top, which = lax.top_k(jnp.concatenate([best[0], scores], axis=1), top_k)
+        return top, jnp.take_along_axis(jnp.concatenate([best[1], blocks], axis=1), which, axis=1)
+
+    own = pages.kv.data
+    start = zeros_in_layer(own, (size, top_k)) - jnp.inf, zeros_in_layer(own, (size, top_k), jnp.int32) - 1
+    most = jnp.max(counts)
+    _, found = lax.fori_loop(0, jnp.where(most > top_k, -(-most // at_once), 0), merge, start)
+    in_order, counts = jnp.arange(top_k, dtype=jnp.int32), counts[:, None]
+    return jnp.where(counts > top_k, found, jnp.where(in_order < counts, in_order, -1))
+
+
+class CompressedAttention(nnx.Module):
+    """Attention configured by a LayerAttention with CompressedKeys. Query heads are split over devices; keys, and what
+    makes them, are whole on each.
+    """
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, eps: float, source: str, build: Build):
+        keys, heads, dim = attention.compressed, attention.num_heads, attention.head_dim
+        assert keys is not None
+        q_rank, out_groups, out_rank = keys.q_rank, keys.out_groups, keys.out_rank
+        self.keys, self.spec, self.group_width = keys, attention_spec(attention, build.mesh), heads // out_groups * dim
+
+        def linear(names: dict[str, int], axis: str = "latent", inputs: int = hidden_size, group: int = 1) -> Linear:
+            sources = [Source(f"{source}.{name}", size, group=group) for name, size in names.items()]
+            return Linear(inputs, sources, axes=("embed", axis), build=build)
+
+        self.down = linear({"wq_a": q_rank, "wkv": dim})
+        self.q_norm = RMSNorm(q_rank, eps, source=f"{source}.q_norm", build=build)
+        self.kv_norm = RMSNorm(dim, eps, source=f"{source}.kv_norm", build=build)
+        self.q_b = linear({"wq_b": heads * dim}, "heads", q_rank, dim)
+        self.head_norm = FixedRMSNorm(dim, eps, source="", build=build)
+        sinks = ParamDecl(("heads",), (Source(f"{source}.attn_sink", heads),), init_std=1.0)
+        self.sinks = declare((heads,), jnp.float32, sinks)
+        rows = Source(f"{source}.wo_a", out_groups * out_rank, group=out_rank)
+        shape = out_groups * out_rank, self.group_width
+        self.out_a = build.weight(shape, (rows,), ("heads", "latent"), table=True)
+        out = (Source(f"{source}.wo_b", hidden_size),)
+        self.out_b = Linear(shape[0], out, axes=("heads", "embed"), build=build)
+        if keys.rate is None:
+            return
+        # Of the layer's keys and of the indexer's: where their compressors are, and how wide they are.
+        inner, factor = dict(zip(("compressor", "indexer.compressor"), keys.widths, strict=False)), keys.num_series
+        contributed = {f"{name}.{kind}": factor * width for name, width in inner.items() for kind in ("wkv", "wgate")}
+        self.contributed = linear(contributed)
+        self.compressors = nnx.List(
+            [Compressor(width, keys, eps=eps, source=f"{source}.{name}", build=build) for name, width in inner.items()]
+        )
+        index = keys.index
+        self.indexer = (
+            None if index is None else BlockIndexer(index, q_rank, hidden_size, source=f"{source}.indexer", build=build)
+        )
+
+    def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
+        """Map x[T, D] to ([T, D], the pool with the keys of completed blocks and the states after this step's tokens).
+
+        kept, located: pairs of the pool and the states, and of LayerPages and StateRows; the states and StateRows alone
+        where there are no blocks.
+        """
+        blocks: TokenBlocks = step.blocks
+        assert step.rope is not None
+        has_blocks = self.keys.rate is not None
+        (kv, states), (where, rows) = (kept, located) if has_blocks else ((None, kept), (None, located))
+        with jax.named_scope("qkv"):
+            q_latent, key = jnp.split(self.down(x, step.rows), (self.q_norm.weight.shape[0],), axis=1)
+            q_latent = self.q_norm(q_latent)
+            q = self.q_b(q_latent, step.rows).reshape(x.shape[0], -1, self.spec.head_dim)
+            q = rotated(self.head_norm(q), step.rope)
+            key = rotated(self.kv_norm(key)[:, None], step.rope)[:, 0]
+        window = _recent(key, states[0], rows, blocks)
+        left = [window.after(states[0], rows)]
+        pages = index = None
+        if kv is not None and where is not None:
+            contributed = _recent(self.contributed(x, step.rows), states[1], rows, blocks)
+            left.append(contributed.after(states[1], rows))
+            with jax.named_scope("compress"):
+                kv, pages = self._write(contributed, kv, where)
+            if self.indexer is not None:
+                with jax.named_scope("indexer"):
+                    index = self.indexer(x, q_latent, step)
+        with jax.named_scope("compressed_attention"):
+            o = self._attend(q, window, pages, index)
+        o = rotated_back(o, step.rope).astype(x.dtype)
+        with jax.named_scope("o_proj"):
+            o = self.out_a.batched_matmul(o.reshape(x.shape[0], -1, self.group_width), contract=1).astype(x.dtype)
+            o = self.out_b(o.reshape(x.shape[0], -1), step.rows)
+        return o, (kv, tuple(left)) if has_blocks else tuple(left)
+
+    def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
+        """Make the keys of the blocks that this step completes, and write them to the pool; return it and what reads
+        its blocks. Raises ModelConfigError for pages that the blocks cannot have.
+        """
+        blocks, keys = contributed.blocks, self.keys
+        slots, ragged = keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
+        num_tokens, most = blocks.positions.shape[0], len(blocks.last)
+        padded = jnp.pad(blocks.last, (0, -most % _MADE), constant_values=num_tokens)
+        rope = tuple(jnp.pad(each, ((0, -most % _MADE), (0, 0))) for each in blocks.rope)
+        lags = jnp.arange(keys.span - 1, -1, -1, dtype=jnp.int32)
+
+        def make(tile: jax.Array, made: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            first = tile * _MADE
+            last, cos, sin = (lax.dynamic_slice_in_dim(each, first, _MADE) for each in (padded, *rope))
+            shape = _MADE, keys.span
+            rows = contributed.rows[
+                contributed.indices(jnp.broadcast_to(last[:, None], shape), lags + jnp.zeros(shape, jnp.int32))
+            ]
+            seen = blocks.positions[jnp.minimum(last, num_tokens - 1)][:, None] >= lags
+            new = []
+            for compressor, (values, gates), done in zip(self.compressors, self._parts(rows), made, strict=True):
+                own = rotated(compressor(values, gates, seen)[:, None], (cos, sin))[:, 0].astype(done.dtype)
+                new.append(lax.dynamic_update_slice_in_dim(done, own, first, 0))
+            return tuple(new)
+
+        start = tuple(zeros_in_layer(kv.data, (len(padded), width), contributed.rows.dtype) for width in keys.widths)
+        made = lax.fori_loop(0, -(-blocks.num_blocks // _MADE), make, start)
+        ends = ragged.slot_mapping.at[blocks.last].get(mode="fill", fill_value=-1)
+        places = ends[:, None] - (slots - 1) + jnp.arange(slots, dtype=jnp.int32)
+        places = jnp.where(ends[:, None] < 0, -1, places).reshape(-1)
+        pieces = [self._in_slots(each[:most], slots) for each in made]
+        kv = kv_cache_update(kv, pieces[0], pieces[1] if len(pieces) > 1 else None, places)
+        return kv, _Pages(kv, ragged, slots, keys)
+
+    def _parts(self, rows: jax.Array) -> list[tuple[jax.Array, ...]]:
+        """Split contributions [B, span, C] into values and gates of the layer's keys, and of the indexer's."""
+        sizes = [self.keys.num_series * width for width in self.keys.widths for _ in range(2)]
+        ends = np.cumsum(sizes)[:-1]
+        parts = jnp.split(rows, ends, axis=-1)
+        return [tuple(parts[at : at + 2]) for at in range(0, len(parts), 2)]
+
+    def _in_slots(self, made: jax.Array, slots: int) -> jax.Array:
+        """Cut keys [M, H] into equal pieces [M * slots, 1, .], the last ones padded."""
+        made = jnp.pad(made, ((0, 0), (0, -made.shape[1] % slots)))
+        return made.reshape(made.shape[0] * slots, 1, -1)
+
+    def _attend(
+        self, q: jax.Array, window: _Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
+    ) -> jax.Array:
+        """Attend q [T, N, H] to the window's keys and to blocks that are complete, a few tokens at a time: f32 [T, N,
+        H]. pages: None without blocks. index: queries and weights of the indexer, None without one.
+        """
+        blocks, (num_tokens, num_heads, dim) = window.blocks, q.shape
+        size = min(_TOKENS, num_tokens)
+        pad = (0, -num_tokens % size)
+        given = [q, jnp.arange(num_tokens, dtype=jnp.int32), *(index or ())]
+        given = [jnp.pad(each, (pad, *((0, 0),) * (each.ndim - 1))) for each in given]
+        lags = jnp.broadcast_to(jnp.arange(self.keys.window - 1, -1, -1, dtype=jnp.int32), (size, self.keys.window))
+        fold = partial(_folded, scale=self.spec.sm_scale)
+
+        def attend(tile: jax.Array, o: jax.Array) -> jax.Array:
+            rows, tokens, *of_index = (lax.dynamic_slice_in_dim(each, tile * size, size) for each in given)
+            positions, seqs = blocks.positions[tokens], blocks.seqs[tokens]
+            # A head's sink is a logit without a value.
+            sinks = jnp.broadcast_to(self.sinks[...], (size, num_heads))
+            softmax = sinks, jnp.ones_like(sinks), jnp.zeros((size, num_heads, dim))
+            keys = window.rows[window.indices(jnp.broadcast_to(tokens[:, None], lags.shape), lags)]
+            softmax = fold(softmax, rows, keys, lags <= positions[:, None])
+            if pages is not None:
+                softmax = self._fold_blocks(softmax, rows, (seqs, positions), of_index, pages)
+            _, total, sums = softmax
+            return lax.dynamic_update_slice_in_dim(o, sums / total[..., None], tile * size, 0)
+
+        o = zeros_in_layer(window.rows, (num_tokens + pad[1], num_heads, dim))
+        return lax.fori_loop(0, -(-blocks.num_tokens // size), attend, o)[:num_tokens]
+
+    def _fold_blocks(
+        self,
+        softmax: tuple[jax.Array, ...],
+        q: jax.Array,
+        tokens: tuple[jax.Array, jax.Array],
+        of_index: list[jax.Array],
+        pages: _Pages,
+    ) -> tuple[jax.Array, ...]:
+        """Add the keys of complete blocks, or of those that the indexer selects, to the online softmax of queries [B,
+        N, H], and return it. tokens: their sequences and positions. of_index: queries and weights of the indexer, []
+        without one.
+        """
+        (seqs, positions), index = tokens, self.keys.index
+        counts = (positions + 1) // (self.keys.rate or 1)
+        if index is None:
+            most, chosen, at_once = jnp.max(counts), None, min(_GATHERED, pages.most_blocks)
+        else:
+            top_k = min(index.top_k, pages.most_blocks)
+            at_once = min(_GATHERED, top_k)
+            index_q, weights = of_index
+            chosen = _selected(index_q, weights, seqs, counts, top_k, pages)
+            most = jnp.minimum(jnp.max(counts), top_k)
+            chosen = jnp.pad(chosen, ((0, 0), (0, -top_k % at_once)), constant_values=-1)
+
+        def fold(number: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            if chosen is None:
+                own = jnp.broadcast_to(number * at_once + jnp.arange(at_once, dtype=jnp.int32), (len(seqs), at_once))
+                seen = own < counts[:, None]
+            else:
+                own = lax.dynamic_slice_in_dim(chosen, number * at_once, at_once, axis=1)
+                seen = own >= 0
+            return _folded(softmax, q, pages.read(seqs, own), seen, self.spec.sm_scale)
+
+        return lax.fori_loop(0, -(-most // at_once), fold, softmax)

@@ -1,0 +1,159 @@
+"""Multi-head latent attention over paged latents (DeepSeek-AI 2024, arXiv:2405.04434).
+
+A token stores one latent for all heads, and one rotated part of a key that they share. W^UK and W^UV would expand it
+to the keys and values of heads; here both are absorbed (section 2.1.2 there): a query is projected to the latent's
+space, attention works on latents, and its results are projected to values. So a decode reads
+kv_lora_rank + qk_rope_head_dim numbers a token, whatever the number of heads. Storage of pages and the computation of
+attention are in pallas_kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import LayerAttention
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs, attention_spec, tempered
+from jaxengine.models.layers.attention.mla_made import attend_made, most_short
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.params.declare import Source
+from jaxengine.pallas_kernels.attention.op import RaggedBatch, ragged_paged_attention
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
+
+# Epsilon of the norms of latents, whatever that of a model's other norms.
+LATENT_EPS = 1e-6
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention, configured by a LayerAttention with a Latent.
+
+    Heads are split over devices; the latent is computed on each of them, as its norm and projection are small.
+    """
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
+        if attention.latent is None:
+            raise ModelConfigError("latent must be set for multi-head latent attention, got None")
+        self.latent = latent = attention.latent
+        self.spec = attention_spec(attention, build.mesh)
+        self.interleaved = attention.rope is not None and attention.rope.interleaved
+        rank, q_rank, heads = latent.kv_lora_rank, latent.q_lora_rank, attention.num_heads
+        nope, value = latent.qk_nope_head_dim, latent.v_head_dim
+        down = (Source(f"{source}.kv_a_proj_with_mqa", attention.head_dim),)
+        if q_rank is not None:
+            down = (Source(f"{source}.q_a_proj", q_rank), *down)
+        self.down = Linear(hidden_size, down, axes=("embed", "latent"), bias=attention.bias, build=build)
+        norm = partial(RMSNorm, eps=LATENT_EPS, build=build)
+        self.q_norm = None if q_rank is None else norm(q_rank, source=f"{source}.q_a_layernorm")
+        self.kv_norm = norm(rank, source=f"{source}.kv_a_layernorm")
+        q_dim = nope + latent.qk_rope_head_dim
+        q = Source(f"{source}.{'q_proj' if q_rank is None else 'q_b_proj'}", heads * q_dim, group=q_dim)
+        self.q = Linear(q_rank or hidden_size, (q,), axes=("embed", "heads"), build=build)
+        # The checkpoint's rows alternate: those of a head's keys, those of its values.
+        turns = {"tensor_rows": heads * (nope + value), "stride": nope + value}
+        of_keys = Source(f"{source}.kv_b_proj", heads * nope, group=nope, **turns)
+        of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **turns)
+        self.w_uk = build.weight((heads * nope, rank), (of_keys,), ("heads", "latent"), table=True)
+        self.w_uv = build.weight((heads * value, rank), (of_values,), ("heads", "latent"), table=True)
+        out = (Source(f"{source}.o_proj", hidden_size),)
+        self.out = Linear(heads * value, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map x[T, D] to ([T, D], the pool with this step's latents of this layer written)."""
+        q, keys, _ = self.project(x, step)
+        ragged = pages.in_pool(kv.page_size)
+        with jax.named_scope("kv_cache_update"):
+            kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
+        o = self.gated(self._attend(q, keys[:, 0], kv, ragged, step), x, step)
+        with jax.named_scope("o_proj"):
+            return self.out(o, step.rows), kv
+
+    def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Weigh the results of heads o[T, N * Hv] before their projection, by the layer's input x[T, D]: not at all."""
+        return o
+
+    def normed(self, q_latent: jax.Array) -> jax.Array:
+        """Norm the latent of queries [T, R], from which queries are projected then."""
+        assert self.q_norm is not None
+        return self.q_norm(q_latent)
+
+    def project(self, x: jax.Array, step: StepInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+        """Project x[T, D] to queries, given as parts [T, N, .] without rope and with it, keys [T, 1, C + R] to cache,
+        and the latent [T, .] of queries after its norm, which has no elements where there is none.
+        """
+        spec, latent = self.spec, self.latent
+        q_rank = latent.q_lora_rank or 0
+        with jax.named_scope("qkv"):
+            q_latent, kv_latent, k_rope = jnp.split(
+                self.down(x, step.rows), (q_rank, q_rank + latent.kv_lora_rank), axis=1
+            )
+            q_latent = q_latent if self.q_norm is None else self.normed(q_latent)
+            q = self.q(x if self.q_norm is None else q_latent, step.rows)
+            q = q.reshape(x.shape[0], spec.num_q_heads, -1)
+            q, q_rope = jnp.split(q, (latent.qk_nope_head_dim,), axis=-1)
+            kv_latent = self.kv_norm(kv_latent)
+            k_rope = k_rope[:, None]
+        if step.rope is not None:
+            with jax.named_scope("rope"):
+                q_rope, k_rope = (
+                    apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q_rope, k_rope)
+                )
+        q, q_rope = tempered(q, step), tempered(q_rope, step)
+        return (q, q_rope), jnp.concatenate([kv_latent[:, None], k_rope], axis=-1), q_latent
+
+    def _attend(
+        self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
+    ) -> jax.Array:
+        """Compute the attention output [T, N * Hv] of queries q, given as parts [T, N, .] without rope and with it.
+
+        keys: of this step, [T, C + R]: latents of kv_lora_rank and rotated parts of qk_rope_head_dim. kv: the pool,
+        which has them already.
+        """
+        num_tokens, num_heads = q[0].shape[:2]
+        # Results of heads are transposed to be token-major in the model's dtype: without the barriers XLA:TPU does it
+        # in float32 where the next product rounds them there. Many are transposed before their barrier, which also
+        # keeps later operations out of the branches; few after it, on the chip.
+        if (made := step.made) is None:
+            return lax.optimization_barrier(self._absorbed(q, kv, ragged, step.schedule)).reshape(num_tokens, -1)
+
+        def nothing():
+            return jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype)
+
+        def of_first(count: int, schedule: Any):
+            short = ragged._replace(num_seqs=made.num_short, slot_mapping=ragged.slot_mapping[:count])
+            o = self._absorbed((q[0][:count], q[1][:count]), kv, short, schedule)
+            return jnp.pad(o, ((0, num_tokens - count), (0, 0), (0, 0)))
+
+        def both():
+            with jax.named_scope("short_rows"):
+                decodes = partial(of_first, len(ragged.kv_lens), made.decode_schedule)
+                few = partial(of_first, most_short(self.latent, num_tokens), made.schedule)
+                o = lax.switch(made.short_form, (nothing, decodes, few))
+            with jax.named_scope("made_rows"):
+                weights, sizes = (self.w_uk, self.w_uv), {"latent": self.latent, "spec": self.spec}
+                return attend_made(o, q, keys, weights, kv, ragged.page_table, made, **sizes)
+
+        o = lax.cond(made.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step.schedule))
+        return lax.optimization_barrier(o.reshape(num_tokens, -1))
+
+    def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
+        """Compute the attention output [T, N, Hv] of all rows of `ragged`, by attention over the latents in the pool
+        `kv`.
+
+        q: parts [T, N, .] without rope and with it. schedule: of these rows.
+        """
+        with jax.named_scope("absorb"):
+            latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)
+        with jax.named_scope("ragged_paged_attention"):
+            o = ragged_paged_attention(latent_q, kv, ragged, spec=self.spec, q_rest=q[1], schedule=schedule)
+        with jax.named_scope("values"):
+            return self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(latent_q.dtype)

@@ -1,0 +1,363 @@
+"""Multi-head latent attention with expanded (non-absorbed) keys and values (section 2.1.1 of arXiv:2405.04434).
+
+Attention over latents takes the most operations for each pair of a query and a key, and none to expand keys. So a row
+(a sequence of the step) of many new tokens has the keys and values of its heads expanded from latents, for a few heads
+at a time: of its new tokens first, then of the tokens before, in pieces whose results are merged. The threshold follows
+from the latent's shape alone, so that a chunk's form depends on its own length.
+
+Owns which rows these are, and their keys. The products around are in mla.py, attention is in pallas_kernels: expanded
+keys lie in small pools of their own, which last for one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import Latent, LayerAttention
+from jaxengine.models.layers.attention.attention import attention_spec
+from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
+from jaxengine.models.quantization.base.scheme import Weight
+from jaxengine.pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from jaxengine.pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
+from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
+
+# Page layouts with expanded rows. Hopper's kernels take no values narrower than keys; on CPUs it has not paid off.
+PLATFORMS = ("tpu",)
+PAGE = 16  # tokens of a page of expanded keys: a row begins with a page
+PIECE = 2048  # earlier keys that are attended to at a time
+BLOCK = 512  # earlier keys that are expanded at a time
+HEADS = 8  # most heads whose keys and values are expanded at a time
+
+
+class MadeRows(NamedTuple):
+    """Rows of a step whose keys and values are expanded; computed once for all layers. In a step of S rows and T tokens
+    they are the last rows, L at most.
+
+    Attributes:
+      num_short: i32[], number of the rows before them, which attend to latents. schedule: of that attention, over the
+        step's first `most_short` tokens; decode_schedule: over its first S tokens, for rows that are all decodes.
+      short_form: i32[], 0 if there are no rows before them, 1 if these are all decodes, else 2.
+      rows: the new tokens of expanded rows alone, in pages of PAGE tokens; own_schedule: of attention among these.
+      token_row: i32[T], index of a token's row among the L, -1 for other tokens.
+      slot_tokens: i32[n], the token in each slot of these pages, -1 in empty ones.
+      num_before: i32[L], keys before the new tokens.
+      piece_schedules: of each row for a full piece, then of each for its last one, [2 * L, ...].
+    """
+
+    num_short: jax.Array
+    schedule: Any
+    decode_schedule: Any
+    short_form: jax.Array
+    rows: RaggedBatch
+    own_schedule: Any
+    token_row: jax.Array
+    slot_tokens: jax.Array
+    num_before: jax.Array
+    piece_schedules: Any
+
+
+def least_tokens(latent: Latent) -> int | None:
+    """Return the fewest new tokens of a row whose keys and values are expanded; None for never.
+
+    Expanding a key costs C * U, of C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim; each query then saves 2 C -
+    U on it, as both products of attention are narrower; never is where that is <= 0. The threshold is four times the
+    queries that make up for the cost: few tokens fill tiles badly, and programs of steps without such rows stay small.
+    """
+    made = latent.qk_nope_head_dim + latent.v_head_dim
+    saved = 2 * latent.kv_lora_rank - made
+    return -(-4 * latent.kv_lora_rank * made // saved) if saved > 0 else None
+
+
+def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
+    """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`.
+
+    On one of PLATFORMS, with a pool that is not quantized and pages that divide BLOCK tokens, for latent attention to
+    all keys, and from `least_tokens` tokens on.
+    """
+    latent = attention.latent
+    if latent is None or attention.index is not None or (least := least_tokens(latent)) is None or num_tokens < least:
+        return False
+    return (
+        kv.platform in PLATFORMS and not is_quantized(kv.spec) and BLOCK % kv.page_size == 0 and attention.reach is None
+    )
+
+
+def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
+    """Return the number of elements of the products that expand keys and values of `num_heads` heads on a device.
+
+    Counts the latents read, once per group of heads expanded together, and the expanded keys and values written, for
+    `num_tokens` keys. attention: one with a latent.
+    """
+    latent = attention.latent
+    assert latent is not None
+    groups = num_heads // _heads_at_once(num_heads)
+    width = latent.kv_lora_rank + latent.qk_rope_head_dim
+    made = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
+    return num_tokens * (groups * width + num_heads * made)
+
+
+def most_short(latent: Latent, num_tokens: int) -> int:
+    """Return the most tokens that the rows before an expanded row may have together in a step of `num_tokens`, rounded
+    up to whole tiles.
+    """
+    least = least_tokens(latent)
+    assert least is not None
+    return min(-(-max(num_tokens - least, 1) // PAGE) * PAGE, num_tokens)
+
+
+def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
+    """Return the AttentionSpec over expanded keys, for the heads that are expanded at a time.
+
+    spec: that over latents, whose scale and soft cap are kept. causal: whether a token sees only its own position and
+    earlier ones; False for keys that are all before it.
+    """
+    heads = _heads_at_once(spec.num_q_heads)
+    return AttentionSpec(
+        num_q_heads=heads,
+        num_kv_heads=heads,
+        head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim,
+        v_head_dim=latent.v_head_dim,
+        sm_scale=spec.sm_scale,
+        soft_cap=spec.soft_cap,
+        causal=causal,
+    )
+
+
+def _heads_at_once(num_heads: int) -> int:
+    """Return the largest divisor of `num_heads` that is at most HEADS."""
+    return max(count for count in range(1, min(HEADS, num_heads) + 1) if num_heads % count == 0)
+
+
+def made_rows(
+    attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
+) -> MadeRows | None:
+    """Compute MadeRows of a step of T = num_tokens tokens; None if the step can have no expanded row, or if expanding
+    would not pay.
+
+    spec: that of attention over latents. batch: with `num_decode`; expanded are its rows after the last one that has
+    fewer new tokens than `least_tokens`. kv: the pool.
+    """
+    if not makes_rows(attention, kv, num_tokens):
+        return None
+    latent, num_seqs = attention.latent, batch.kv_lens.shape[0]
+    assert latent is not None and batch.num_decode is not None
+    least = least_tokens(latent)
+    assert least is not None
+    most = min(num_seqs, num_tokens // least)
+    index = jnp.arange(num_seqs, dtype=jnp.int32)
+    q_lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    is_short = (index < batch.num_seqs) & (q_lens < least)
+    num_short = jnp.max(jnp.where(is_short, index + 1, 0))
+    num_rows = batch.num_seqs - num_short
+
+    def of_rows(column: jax.Array, count: int) -> jax.Array:
+        return lax.dynamic_slice_in_dim(jnp.pad(column, (0, most), mode="edge"), num_short, count)
+
+    cu_q_lens = of_rows(batch.cu_q_lens, most + 1)
+    live = jnp.arange(most, dtype=jnp.int32) < num_rows
+    q_lens = jnp.where(live, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    num_before = jnp.where(live, of_rows(batch.kv_lens, most) - q_lens, 0)
+    ends = jnp.cumsum(-(-q_lens // PAGE), dtype=jnp.int32)
+    starts = ends - -(-q_lens // PAGE)
+    num_pages = -(-num_tokens // PAGE) + most
+    slots = jnp.arange(num_pages * PAGE, dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(slots[:, None] >= ends * PAGE, axis=1, dtype=jnp.int32), most - 1)
+    offset = slots - starts[row] * PAGE
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    in_rows = (tokens >= cu_q_lens[0]) & (tokens < cu_q_lens[0] + jnp.sum(q_lens))
+    own = RaggedBatch(
+        cu_q_lens=cu_q_lens,
+        kv_lens=q_lens,
+        page_table=starts[:, None] + jnp.arange(-(-num_tokens // PAGE), dtype=jnp.int32),
+        slot_mapping=jnp.full((num_tokens,), -1, jnp.int32),
+        num_seqs=num_rows,
+        num_decode=None,
+    )
+
+    tuning = _tuning(kv.platform)
+
+    def schedule(batch: RaggedBatch, *, causal: bool) -> Any:
+        each = made_spec(latent, spec, causal=causal)
+        sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE, "platform": kv.platform, "tuning": tuning}
+        return attention_schedule(batch, each, **sizes)
+
+    last = num_before - (-(-num_before // PIECE) - 1) * PIECE
+    pieces = jax.vmap(lambda row, count: schedule(_piece(own, row, count), causal=False))(
+        jnp.tile(jnp.arange(most, dtype=jnp.int32), 2), jnp.concatenate([jnp.full_like(last, PIECE), last])
+    )
+
+    def of_first(count: int) -> Any:
+        short = batch._replace(num_seqs=num_short, slot_mapping=batch.slot_mapping[:count])
+        return attention_schedule(short, spec, num_tokens=count, page_size=kv.page_size, platform=kv.platform)
+
+    return MadeRows(
+        num_short=num_short,
+        schedule=of_first(most_short(latent, num_tokens)),
+        decode_schedule=of_first(num_seqs),
+        short_form=jnp.where(num_short == 0, 0, jnp.where(num_short <= batch.num_decode, 1, 2)),
+        rows=own,
+        own_schedule=schedule(own, causal=True),
+        token_row=jnp.where(in_rows, jnp.sum(tokens[:, None] >= cu_q_lens[1:], axis=1, dtype=jnp.int32), -1),
+        slot_tokens=jnp.where(offset < q_lens[row], cu_q_lens[row] + offset, -1),
+        num_before=num_before,
+        piece_schedules=pieces,
+    )
+
+
+def _tuning(platform: str) -> Tuning:
+    """Return the default sizes with larger tiles of tokens: heads do not share keys, so only many tokens amortise
+    reading one.
+    """
+    tuning = tuning_of(platform)
+    return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
+
+
+def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
+    """Return a batch with only row `row` of the expanded rows, which attends to `count` of its earlier keys: a piece
+    that has been expanded into a pool of its own.
+
+    row, count: i32[]; count is at most PIECE. The keys are in the first pages of that pool, in order.
+    """
+    return rows._replace(
+        cu_q_lens=lax.dynamic_slice_in_dim(rows.cu_q_lens, row, 2),
+        kv_lens=count[None],
+        page_table=jnp.arange(PIECE // PAGE, dtype=jnp.int32)[None],
+        num_seqs=jnp.ones_like(count),
+    )
+
+
+def attend_made(
+    o: jax.Array,
+    q: tuple[jax.Array, jax.Array],
+    keys: jax.Array,
+    weights: tuple[Weight, Weight],
+    kv: KVPages,
+    page_table: jax.Array,
+    made: MadeRows,
+    *,
+    latent: Latent,
+    spec: AttentionSpec,
+) -> jax.Array:
+    """Return o [T, N, Hv] with the results of the expanded rows' tokens replaced; the others stay.
+
+    q: the queries' parts without rope and with it, [T, N, .] each. keys: this step's latents and their rotated parts,
+    [T, C + R]. weights: W^UK and W^UV, which expand keys and values. page_table: i32[S, W], of the pool's latents, of
+    all rows of the step. spec: that over latents. made: which rows are expanded, from `made_rows`.
+    """
+    own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
+    heads, dtype = own_spec.num_q_heads, o.dtype
+    most = made.num_before.shape[0]
+    slots = made.slot_tokens[:, None]
+    own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[jnp.maximum(made.slot_tokens, 0)], 0)
+    columns = BLOCK // kv.page_size
+    table = jnp.pad(page_table, ((0, most), (0, -page_table.shape[1] % columns)))
+    table = lax.dynamic_slice_in_dim(table, made.num_short, most)
+    table = jnp.clip(table, 0, kv.num_pages - 1)
+    num_pieces = -(-made.num_before // PIECE)
+    ends = jnp.cumsum(num_pieces, dtype=jnp.int32)
+
+    def some_heads(carry: tuple[jax.Array, jax.Array], group: jax.Array):
+        o, rows = carry
+        first = group * heads
+        q_group = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, heads, axis=1) for part in q], axis=-1)
+        joined = _joined(weights, first, latent, heads)
+
+        def made_of(latents: jax.Array) -> jax.Array:
+            return jnp.matmul(latents, joined, preferred_element_type=jnp.float32).astype(dtype)
+
+        def attend(rows: jax.Array, batch: RaggedBatch, spec: AttentionSpec, schedule: Any):
+            pool = pages_of(rows.reshape(len(rows), heads, -1), spec.head_dim, PAGE, kv.platform)
+            result, lse = ragged_paged_attention(q_group, pool, batch, spec=spec, schedule=schedule, return_lse=True)
+            return result.astype(jnp.float32), lse
+
+        def piece(carry):
+            number, total, lse, rows = carry
+            row = jnp.sum(number >= ends, dtype=jnp.int32)
+            index = number - (ends - num_pieces)[row]
+            count = jnp.minimum(made.num_before[row] - index * PIECE, PIECE)
+
+            def make(block, rows):
+                ids = lax.dynamic_slice(table, (row, index * (PIECE // kv.page_size) + block * columns), (1, columns))
+                latents = export_pages(kv, ids[0]).reshape(BLOCK, -1)
+                there = block * BLOCK + jnp.arange(BLOCK)[:, None] < count
+                new = made_of(jnp.where(there, latents.astype(dtype), 0))
+                return lax.dynamic_update_slice_in_dim(rows, new, block * BLOCK, axis=0)
+
+            rows = lax.fori_loop(0, -(-count // BLOCK), make, rows)
+            which = row + jnp.where(index == num_pieces[row] - 1, most, 0)
+            schedule = jax.tree.map(lambda each: each[which], made.piece_schedules)
+            part = attend(rows, _piece(made.rows, row, count), piece_spec, schedule)
+            return number + 1, *_merged((total, lse), part, (made.token_row == row)[:, None]), rows
+
+        total, lse = attend(made_of(own_keys), made.rows, own_spec, made.own_schedule)
+        start = jnp.int32(0), total, lse, rows
+        _, total, _, rows = lax.while_loop(lambda carry: carry[0] < ends[-1], piece, start)
+        before = lax.dynamic_slice_in_dim(o, first, heads, axis=1)
+        new = jnp.where((made.token_row >= 0)[:, None, None], total.astype(dtype), before)
+        return (lax.dynamic_update_slice_in_dim(o, new, first, axis=1), rows), None
+
+    rows = jnp.zeros((PIECE, heads * (own_spec.head_dim + own_spec.v_head_dim)), dtype)
+    (o, _), _ = lax.scan(some_heads, (o, rows), jnp.arange(spec.num_q_heads // heads, dtype=jnp.int32))
+    return o
+
+
+def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, heads: int) -> jax.Array:
+    """Return the matrix [C + R, heads * (H + Hv)] that expands a latent and its rotated part to the key and value of
+    each head.
+
+    weights: W^UK and W^UV. first: i32[], the device's first one of these heads.
+
+    The rotated part, which all heads share, is copied into each key. Expanded keys thus have a page's layout, and
+    nothing is concatenated per key.
+    """
+    sizes = latent.qk_nope_head_dim, latent.v_head_dim
+    of_keys, of_values = (
+        weight.rows(first * size + jnp.arange(heads * size)).reshape(heads, size, -1)
+        for weight, size in zip(weights, sizes, strict=True)
+    )
+    rope = latent.qk_rope_head_dim
+    nothing = jnp.zeros((heads, rope, latent.kv_lora_rank), of_keys.dtype)
+    above = jnp.concatenate([of_keys, nothing, of_values], axis=1)
+    as_it_is = jnp.pad(jnp.eye(rope, dtype=of_keys.dtype), (sizes, (0, 0)))
+    below = jnp.broadcast_to(as_it_is, (heads, *as_it_is.shape))
+    return jnp.concatenate([above, below], axis=2).reshape(-1, latent.kv_lora_rank + rope).T
+
+
+def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
+    """Merge pairs of results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys, all_before and part, to such a
+    pair over both, all f32.
+
+    Tokens that are no `member`, bool[T, 1], see the first set alone.
+    """
+    (o, lse), (more, more_lse) = all_before, part
+    more_lse, more = jnp.where(member, more_lse, -jnp.inf), jnp.where(member[..., None], more, 0.0)
+    largest = jnp.maximum(lse, more_lse)
+    shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+    weight, more_weight = jnp.exp(lse - shift), jnp.exp(more_lse - shift)
+    total = weight + more_weight
+    share = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1.0), 0.0)
+    merged = o * (weight * share)[..., None] + more * (more_weight * share)[..., None]
+    return merged, shift + jnp.log(total)
+
+
+def _attention_and_spec(attention: LayerAttention, build: Build) -> tuple[LayerAttention, AttentionSpec] | None:
+    """Return the key of `_of_step` for a layer; None for one that does not attend, or to selected keys alone."""
+    attends = attention.attends and attention.index is None
+    return (attention, attention_spec(attention, build.mesh)) if attends else None
+
+
+def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> MadeRows | None:
+    """Return `made_rows` of a step; None if each row has one token, or if tokens see keys after their own."""
+    attention, spec = key
+    if step.key_limits is not None or len(step.batch.logits_indices) >= len(step.batch.token_ids):
+        return None
+    return made_rows(attention, spec, step.batch.ragged[0], step.kv, step.batch.token_ids.shape[0])
+
+
+MADE_ROWS = StepInput("made_rows", _attention_and_spec, _of_step)

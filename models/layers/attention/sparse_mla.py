@@ -1,0 +1,112 @@
+"""Latent attention to the keys that an indexer selects: DeepSeek Sparse Attention (DeepSeek-AI 2025,
+"DeepSeek-V3.2-Exp").
+
+The indexer has a few small heads and one key for each token, cached in the layer's pages in the place of a value. A
+token attends to the `top_k` keys of the highest scores, over latents as all latent attention does. The published code
+multiplies the indexer's queries and keys by a Hadamard matrix before it rounds them to fp8; that changes no product,
+and nothing is rounded here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.attention import KeyIndex, LayerAttention
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.layers.attention.attention import LayerPages, StepInputs
+from jaxengine.models.layers.attention.mla import LatentAttention
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.layers.base.section import SelectedKeys
+from jaxengine.models.params.declare import Source
+from jaxengine.models.quantization.registry import PLAIN
+from jaxengine.pallas_kernels.attention.selected import select_keys, selected_attention
+from jaxengine.pallas_kernels.kv.pages import KVPages
+from jaxengine.pallas_kernels.kv.update import kv_cache_update
+
+_KEY_EPS = 1e-6  # epsilon of the norm of the indexer's keys, whatever that of a model's other norms
+
+
+class Indexer(nnx.Module):
+    """Projections of an indexer: its queries from the latent of queries, its key and the weights of its heads from the
+    hidden state. It is whole on every device.
+    """
+
+    def __init__(self, index: KeyIndex, q_rank: int, hidden_size: int, *, source: str, build: Build):
+        self.num_heads, self.head_dim, self.interleaved = index.num_heads, index.head_dim, index.interleaved
+        heads = (Source(f"{source}.wq_b", index.num_heads * index.head_dim),)
+        self.q = Linear(q_rank, heads, axes=("latent", "latent"), build=build)
+        key = (Source(f"{source}.wk", index.head_dim),)
+        self.k = Linear(hidden_size, key, axes=("embed", "latent"), build=build)
+        self.k_norm = LayerNorm(index.head_dim, _KEY_EPS, source=f"{source}.k_norm", build=build)
+        # Stored plain in all checkpoints and multiplied in float32: what it gives ranks keys.
+        plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
+        weights = (Source(f"{source}.weights_proj", index.num_heads),)
+        self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
+
+    def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries [T, I, J], the weights of their heads f32[T, I], and keys [T, 1, J]; x: [T, D]; q_latent: [T,
+        q_rank]. Queries and keys are rotated if the step has rope.
+        """
+        q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
+        k = self.k_norm(self.k(x, step.rows))[:, None]
+        if step.rope is not None:
+            q, k = (apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q, k))
+        weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
+        return q, weights * (self.num_heads * self.head_dim) ** -0.5, k
+
+
+class SparseLatentAttention(LatentAttention):
+    """LatentAttention to the keys that its indexer selects, or to those of the layer before whose selection it takes.
+
+    notes: whether a layer after this one takes its selection, which every call then notes as SelectedKeys.
+    """
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, notes: bool = False):
+        index, latent = attention.index, attention.latent
+        if index is None or latent is None or latent.q_lora_rank is None:
+            raise ModelConfigError("index must be set for sparse attention, got None")
+        super().__init__(replace(attention, index=None), hidden_size, source=source, build=build)
+        self.top_k, self.index_width, self.notes = index.top_k, index.head_dim, notes
+        sizes = latent.q_lora_rank, hidden_size
+        own = index.source is None
+        self.indexer = Indexer(index, *sizes, source=f"{source}.indexer", build=build) if own else None
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """Map x[T, D] to ([T, D], the pool with this step's latents and keys of the indexer of this layer written).
+
+        Without an indexer of its own it attends to `step.selected`, and zeros are written as its keys. With `notes` the
+        module keeps the selection as its SelectedKeys.
+        """
+        (q, q_rope), keys, q_latent = self.project(x, step)
+        ragged = pages.in_pool(kv.page_size)
+        if self.indexer is None:
+            index_keys = jnp.zeros((*keys.shape[:2], self.index_width), keys.dtype)
+        else:
+            with jax.named_scope("indexer"):
+                index_q, weights, index_keys = self.indexer(x, q_latent[:, : self.latent.q_lora_rank], step)
+        with jax.named_scope("kv_cache_update"):
+            kv = kv_cache_update(kv, keys, index_keys, ragged.slot_mapping, schedule=pages.update_schedule)
+        if self.indexer is None:
+            assert step.selected is not None
+            selected = step.selected
+        else:
+            with jax.named_scope("select_keys"):
+                count = min(self.top_k, ragged.page_table.shape[1] * kv.page_size)  # of the longest sequence
+                selected = select_keys(index_q, weights, kv, ragged, count=count, schedule=step.schedule)
+        if self.notes:
+            self.selected = SelectedKeys(selected)
+        with jax.named_scope("absorb"):
+            latent_q = self.w_uk.batched_matmul(q, contract=0).astype(q.dtype)
+        with jax.named_scope("selected_attention"):
+            o = selected_attention(latent_q, q_rope, kv, ragged, selected, spec=self.spec)
+        with jax.named_scope("values"):
+            o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
+        with jax.named_scope("o_proj"):
+            return self.out(self.gated(o.reshape(x.shape[0], -1), q_latent, step), step.rows), kv

@@ -1,0 +1,1 @@
+"""Parts of all layers: matrices, norms, embeddings, rope, a step's sections."""

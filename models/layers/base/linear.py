@@ -1,0 +1,91 @@
+"""Matrix product of layers, with its bias and its exchanges between devices.
+
+Shape letters, here and in all model files: T tokens of the step, S sequences, R rows, N query heads, K key/value heads,
+H head dimension, D hidden size, F feed-forward size, V vocabulary, L layers.
+
+The residual stream is kept in the model's dtype. Every product accumulates in float32; norms and activations are
+computed in float32.
+
+A layer may be split over devices (jaxengine.sharding.collectives): its weights are then parts of the declared ones. A
+product gathers the tokens that its output's devices do not share and adds up the partial sums of its input's devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.layers.base.lora import LoraPools
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tokens
+
+
+class Linear(nnx.Module):
+    """Linear layer y = x @ weight + bias, weight [in, out].
+
+    `sources` are the checkpoint modules that make up the output, in order, with their widths: q, k and v (or gate and
+    up) are one product here. `axes` are the logical axes of (in, out).
+    """
+
+    def __init__(
+        self, in_size: int, sources: Sequence[Source], *, axes: tuple[str, str], build: Build, bias: bool = False
+    ):
+        out_size = sum(source.num_contributed for source in sources)
+        self.axes = axes
+        self.weight = build.weight((in_size, out_size), sources, axes)
+        biases = ParamDecl((axes[1],), tuple(source.tensor("bias") for source in sources), init_std=0.02)
+        self.bias = declare((out_size,), build.dtype, biases) if bias else None
+        spec = build.lora if build.layer is not None else None
+        options = {"axes": axes, "dtype": build.dtype}
+        self.lora = None if spec is None else LoraPools(spec, in_size, tuple(sources), **options)
+
+    def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
+        """Multiply [R, in] -> [R, out] in `out_dtype` (default: x's), with bias and adapters if any.
+
+        On several devices these are a device's parts: tokens are gathered before, and partial sums added up after.
+        rows: description of x's rows, None where they are not the step's tokens. Only a product with room for adapters
+        needs it, and raises ValueError for None.
+        """
+        out_dtype, split = out_dtype or x.dtype, num_shards(self.axes[0]) > 1
+        own_dtype = x.dtype if split else out_dtype if self.bias is None else jnp.float32
+        adapters = None if self.lora is None else _adapters_of(rows)
+        x = gather_tokens(x, self.axes[1])
+        y = self.weight.matmul(x, out_dtype=own_dtype if adapters is None else jnp.float32)
+        if self.lora is not None and adapters is not None:
+            # x has the tokens that the product before gathered, if its outputs are split as these inputs are.
+            slots = gather_tokens(gather_tokens(adapters.slots, self.axes[0]), self.axes[1])
+            y = self.lora.add(y, x, slots, adapters).astype(own_dtype)
+        if split:
+            y = reduce_tokens(y, self.axes[0])
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(out_dtype)
+
+    def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
+        """Compute this device's part of the product, [R, in] -> [R, out] in `out_dtype`, without the bias: nothing is
+        gathered or added up over devices.
+
+        adapters: those of x's rows, which are applied; None for none.
+        """
+        if self.lora is None or adapters is None:
+            return self.weight.matmul(x, out_dtype=out_dtype)
+        return with_adapters(self.weight.matmul(x, out_dtype=jnp.float32), x, self.lora, adapters).astype(out_dtype)
+
+
+def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: Adapters | None) -> jax.Array:
+    """Add the adapters of its rows to the product y f32[R, out] of x; y unchanged without room for adapters."""
+    return y if lora is None or adapters is None else lora.add(y, x, adapters.slots, adapters)
+
+
+def _adapters_of(rows: Rows | None) -> Adapters | None:
+    """Return the adapters of these rows; None if they have none. Raises ValueError if `rows` is None."""
+    if rows is None:
+        raise ValueError("a product that takes adapters must be told what its rows are")
+    return rows.adapters

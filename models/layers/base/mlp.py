@@ -1,0 +1,184 @@
+"""Feed-forward part of a layer, and its activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import HeadsRMSNorm
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.params.declare import Source
+from jaxengine.sharding.collectives import num_shards, sum_parts
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """Compute GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu` in configurations."""
+    # jax.nn.gelu takes the complement of erf, three times as long on a CPU. 1 + erf needs float32, as torch has it.
+    wide = x.astype(jnp.float32)
+    return (0.5 * wide * (1.0 + lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Compute GELU in its tanh form, `gelu_pytorch_tanh` in configurations."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """Compute max(x, 0) ** 2 (So et al. 2021, arXiv:2109.08668), `relu2` in configurations."""
+    return jnp.square(jax.nn.relu(x))
+
+
+@dataclass(frozen=True)
+class ScaledSilu:
+    """Activation silu(multiplier * x). Equal for equal numbers, so that layers share a trace."""
+
+    multiplier: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(self.multiplier * x)
+
+
+@dataclass(frozen=True)
+class ClampedSilu:
+    """Activation silu(gate) * up, with gate at most `limit` and up from -limit to limit. Equal for equal limits, so
+    that layers share a trace.
+    """
+
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
+
+
+@dataclass(frozen=True)
+class SparseGelu:
+    """Activation gelu(max(x - c, 0)), where c is the mean of a token's gates plus so many of their deviations. Equal
+    for equal numbers, so that layers share a trace.
+    """
+
+    deviations: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map gates f32[T, F], or a device's part of them, to the same."""
+        count = x.shape[-1] * num_shards("ffn")
+        mean = sum_parts(jnp.sum(x, axis=-1, keepdims=True), "ffn") / count
+        variance = sum_parts(jnp.sum(jnp.square(x - mean), axis=-1, keepdims=True), "ffn") / count
+        return gelu_tanh(jax.nn.relu(x - (mean + jnp.sqrt(variance) * self.deviations)))
+
+
+class MLP(nnx.Module):
+    """Feed-forward network down(activation(up(x))).
+
+    up, down: names of the modules within `source`. activation: computed in float32; a module where it has weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        source: str,
+        build: Build,
+        activation: Callable[[jax.Array], jax.Array],
+        bias: bool = False,
+        up: str = "up_proj",
+        down: str = "down_proj",
+    ):
+        sources = (Source(f"{source}.{up}", ffn_size),), (Source(f"{source}.{down}", hidden_size),)
+        self.up = Linear(hidden_size, sources[0], axes=("embed", "ffn"), bias=bias, build=build)
+        self.down = Linear(ffn_size, sources[1], axes=("ffn", "embed"), bias=bias, build=build)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """Map [T, D] -> [T, D]; padding is computed like tokens."""
+        with jax.named_scope("up"):
+            inner = self.activation(self.up(x, rows, out_dtype=jnp.float32))
+        with jax.named_scope("down"):
+            return self.down(inner.astype(x.dtype), rows)
+
+
+class GatedMLP(nnx.Module):
+    """Gated feed-forward network down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
+
+    gate_up: checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
+    down: checkpoint module of down, by default `down_proj`.
+    bias, down_bias: whether gate and up, and whether down has a bias; None: as `bias`.
+    limit: bounds of gate and up, as of ClampedSilu, with which the activation is silu; None for none.
+    inner_norm: RMS norm of what goes into down, over all devices' parts of it; None for none.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        source: str,
+        build: Build,
+        bias: bool = False,
+        down_bias: bool | None = None,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        gate_up: Sequence[Source] | None = None,
+        down: Source | None = None,
+        limit: float | None = None,
+        inner_norm: HeadsRMSNorm | None = None,
+    ):
+        gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
+        self.gate_up = Linear(hidden_size, gate_up, axes=("embed", "ffn"), bias=bias, build=build)
+        down = down or Source(f"{source}.down_proj", hidden_size)
+        down_bias = bias if down_bias is None else down_bias
+        self.down = Linear(ffn_size, (down,), axes=("ffn", "embed"), bias=down_bias, build=build)
+        self.activation, self.clamped = activation, None if limit is None else ClampedSilu(limit)
+        self.inner_norm = inner_norm
+
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """Map [T, D] -> [T, D]; padding is computed like tokens."""
+        with jax.named_scope("gate_up"):
+            inner = self._activated(self.gate_up(x, rows, out_dtype=self._out_dtype(x)), x.dtype)
+        with jax.named_scope("down"):
+            return self.down(inner, rows)
+
+    def partial(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Compute this device's partial result f32[T, D] of x[T, D], already gathered with its adapters.
+
+        The sum over the devices that share the MLP is the result; biases are left out. adapters: of x's rows, None for
+        none.
+        """
+        with jax.named_scope("gate_up"):
+            inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)
+        with jax.named_scope("down"):
+            return self.down.partial(inner, adapters)
+
+    def _out_dtype(self, x: jax.Array) -> Any:
+        """Return the dtype of the product of gate and up.
+
+        It is float32 with adapters, which a conditional adds: XLA:TPU would round its result in a separate pass that
+        writes a copy, so `_activated` rounds instead.
+        """
+        return x.dtype if self.gate_up.lora is None else jnp.float32
+
+    def _activated(self, gate_up: jax.Array, dtype: Any) -> jax.Array:
+        """Return activation(gate) * up, computed in float32, in `dtype`, and then normed where there is a norm, [T, F];
+        gate_up: both, [T, 2 * F].
+        """
+        # Split before widening: XLA:TPU writes an array that is widened before the split to memory in float32.
+        gate, up = (_rounded(part, dtype) for part in jnp.split(gate_up, 2, axis=-1))
+        inner = (self.activation(gate) * up if self.clamped is None else self.clamped(gate, up)).astype(dtype)
+        return inner if self.inner_norm is None else self.inner_norm(inner[:, :, None])[:, :, 0]
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert x to float32 with values rounded as in `dtype`, except for subnormals of float16."""
+    if x.dtype == dtype:
+        return x.astype(jnp.float32)
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)

@@ -1,0 +1,1 @@
+"""Layers with experts, their counts, and adapters on them."""

@@ -1,0 +1,474 @@
+"""Mixture of experts: a router picks experts for each token, and their gated MLPs are added with its weights.
+
+Sparsely gated layers: Shazeer et al. 2017, arXiv:1701.06538; as in Mixtral: Jiang et al. 2024, arXiv:2401.04088.
+Further shape letters: E experts, k experts of a token. Names in checkpoints are arguments (ExpertNames), routing is
+configured by ExpertsConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.adapters import Adapters
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.layers.base.linear import with_adapters
+from jaxengine.models.layers.base.lora import LoraPools
+from jaxengine.models.layers.base.mlp import GatedMLP
+from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.base.scale import scaled
+from jaxengine.models.layers.base.section import ExpertLoad, Given, Note
+from jaxengine.models.layers.experts.expert_rows import (
+    add_rows,
+    by_expert,
+    in_blocks,
+    mix,
+    rows_of_own,
+    tokens_per_expert,
+)
+from jaxengine.models.layers.experts.lora_experts import ExpertPools
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.quantization.registry import PLAIN
+from jaxengine.pallas_kernels.matmul.gated import activated
+from jaxengine.pallas_kernels.matmul.grouped import group_step
+from jaxengine.pallas_kernels.zeros import zeros_in_layer
+from jaxengine.sharding.collectives import (
+    exchange_rows,
+    gather_tokens,
+    join_tokens,
+    keep_tokens,
+    num_shards,
+    reduce_tokens,
+    scatter_tokens,
+    shard_index,
+    share_tokens,
+    stack_parts,
+    sum_same_tokens,
+)
+
+# The scores of an expert's own logit, by the names in ExpertsConfig: each grows with the logit.
+_SCORES_OF_ONE: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+    {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits))}
+)
+
+
+class ExpertNames(NamedTuple):
+    """Checkpoint names of an expert's three matrices (`gate`, `up`, `down`), and of the modules next to the experts:
+    the router, its correction bias, the shared MLP and the shared MLP's gate. gate: "" for experts without.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+MLP_NAMES = ExpertNames()
+NO_MODULES: Mapping[str, Any] = MappingProxyType({})
+
+
+class RouterLogits(Note):
+    """Logits f32[T, E] that experts were picked by, of a module that `notes_logits`."""
+
+
+class PickedExperts(Note):
+    """Experts i32[T, k] that each token was sent to, the best first, of a module that `notes_experts`."""
+
+
+class GivenExperts(Given):
+    """Experts i32[T, k] that tokens are sent to, whatever their router would pick; negative where it picks."""
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Compute silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+class MixtureOfExperts(nnx.Module):
+    """Mixture of experts: sum over a token's k experts e of weight_e * down_e(activation(gate_e(x), up_e(x))), plus a
+    shared MLP if any.
+
+    On several devices either each device has different experts (`mesh.expert_parallel`) or a part of every expert. Both
+    gather the tokens of the devices that share the weights, compute their part and add up; devices with different
+    experts can be sent only the rows of their tokens instead (`mesh.sends_rows`).
+
+    activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate.
+    router_dtype: dtype of the router's weights and product, by default the model's.
+    router_size: elements of the router's input, by default the hidden size, as an expert's input always has.
+    shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
+
+    Attributes:
+      notes_logits, notes_experts: every call notes its RouterLogits, its PickedExperts.
+      given: GivenExperts of the next call's tokens; None for none.
+    """
+
+    notes_logits = notes_experts = False
+    given: GivenExperts | None = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        source: str,
+        build: Build,
+        names: ExpertNames = MLP_NAMES,
+        activation: Callable[..., jax.Array] = swiglu,
+        router_dtype: Any = None,
+        router_size: int | None = None,
+        shared: Mapping[str, Any] = NO_MODULES,
+    ):
+        if config.experts is None:
+            raise ModelConfigError(f"experts must be set for {config.architecture}, got None")
+        self.experts = experts = config.experts
+        size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
+        self.activation, self.is_gated = activation, bool(names.gate)
+        self.axis = "experts" if build.mesh.expert_parallel else "ffn"
+        self.sends_rows = build.mesh.sends_rows
+        over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
+        routed = count + experts.num_zero_experts
+        router = Source(f"{source}.{names.router}", routed)
+        self.router_dtype = router_dtype or build.dtype
+        # Routers are not quantised in any checkpoint.
+        plain = replace(build, scheme=PLAIN)
+        self.router = replace(plain, dtype=self.router_dtype).weight(
+            (router_size or size, routed), (router,), ("embed", None)
+        )
+        prefix = f"{source}.experts.{{expert}}"
+        gate_up = tuple(Source(f"{prefix}.{name}", ffn) for name in (names.gate, names.up) if name)
+        down = (Source(f"{prefix}.{names.down}", size),)
+        shape = count, size, len(gate_up) * ffn
+        self.gate_up = build.weight(shape, gate_up, (over, "embed", within), num_experts=count)
+        self.down = build.weight((count, ffn, size), down, (over, within, "embed"), num_experts=count)
+        spec, dtype = build.lora if build.layer is not None else None, build.dtype
+
+        def pools(in_size: int, sources: tuple[Source, ...], axes: tuple[str | None, ...]) -> ExpertPools | None:
+            return None if spec is None else ExpertPools(spec, count, in_size, sources, axes=axes, dtype=dtype)
+
+        def plain_pools(source: Source, dtype: Any) -> LoraPools | None:
+            axes = "embed", None
+            return None if spec is None else LoraPools(spec, router_size or size, (source,), axes=axes, dtype=dtype)
+
+        self.gate_up_lora = pools(size, gate_up, (over, "embed", within))
+        self.down_lora = pools(ffn, down, (over, within, "embed"))
+        self.router_lora = plain_pools(router, self.router_dtype)
+
+        self.router_bias = _bias((router,), (None,), dtype) if experts.bias else None
+        self.gate_up_bias = _bias(gate_up, (over, within), dtype, count) if experts.bias else None
+        self.down_bias = _bias(down, (over, "embed"), dtype, count) if experts.bias else None
+        correction = f"{source}.{names.correction_bias}"
+        self.correction_bias = self.make_correction_bias(correction, routed) if experts.correction_bias else None
+        beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
+        ffn = experts.shared_intermediate_size
+        self.shared = GatedMLP(size, ffn, source=beside, build=build, **shared) if ffn else None
+        self.shared_gate = plain.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
+        self.shared_gate_lora = plain_pools(gate[0], dtype) if experts.shared_gate else None
+
+    def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
+        """Declare the correction bias f32[E], or [1, E].
+
+        It is float32 whatever the model's dtype, as it decides between scores that differ by little.
+        """
+        decl = ParamDecl((None,), (Source(source, num_experts),), init_std=0.02)
+        return declare((num_experts,), jnp.float32, decl)
+
+    def __call__(self, x: jax.Array, rows: Rows, routed_by: jax.Array | None = None) -> jax.Array:
+        """Map [T, D] -> [T, D].
+
+        routed_by: [T, D], what the router gets; None for x.
+
+        Padding goes to no expert, and without a shared MLP gives 0. The module then holds its ExpertLoad, which the
+        caller may take with `nnx.pop`.
+        """
+        num_experts = self.experts.num_experts
+        with jax.named_scope("route"):
+            weights, ids = self.route(x if routed_by is None else routed_by, rows.adapters)
+            ids = jnp.where(rows.is_token[:, None], ids, num_experts + self.experts.num_zero_experts)
+            self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
+        y = self._computed(x, rows, weights, jnp.minimum(ids, num_experts))
+        if not self.experts.num_zero_experts:
+            return y
+        is_zero = (ids >= num_experts) & rows.is_token[:, None]
+        share = jnp.sum(jnp.where(is_zero, weights, 0.0), axis=1, keepdims=True)
+        return (y.astype(jnp.float32) + share * x.astype(jnp.float32)).astype(x.dtype)
+
+    def _computed(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        """Compute what the experts with weights, and the shared MLP, make of x [T, D]: [T, D], scaled. weights, ids:
+        [T, k], with ids E where no such expert is meant.
+        """
+        if not self.sends_rows:
+            return scaled(self._gather_tokens(x, weights, ids, rows.adapters), self.experts.output_scale)
+        y = self._send_rows(x, weights, ids, rows.adapters)
+        if self.shared is not None:
+            with jax.named_scope("shared"):
+                shared = self.shared(x, rows)
+                gated = shared if self.shared_gate is None else self._gate(x, rows.adapters) * shared
+                y = y + gated.astype(x.dtype)
+        return scaled(y, self.experts.output_scale)
+
+    def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Compute by gathering every token on every device that shares the weights, and reducing their results.
+
+        weights, ids: [T, k], of `route`, with ids E for padding. Output [T, D] of this device's tokens in x's dtype,
+        the shared MLP included.
+        """
+        dtype = x.dtype
+        with jax.named_scope("group"):
+            x, weights, ids = (gather_tokens(part, self.axis) for part in (x, weights, ids))
+            if num_shards(self.axis) > 1:
+                adapters = _of_rows(adapters, lambda slots: gather_tokens(slots, self.axis))
+        apart = self.axis == "experts" and num_shards(self.axis) > 1
+        mixed = (self._own_experts if apart else self._every_expert)(x, weights, ids, adapters)
+        if self.shared is None:
+            with jax.named_scope("combine"):
+                return reduce_tokens(mixed.astype(dtype), self.axis)
+        with jax.named_scope("shared"):
+            x = keep_tokens(x, self.axis, "ffn")
+            if num_shards(self.axis) > 1:
+                adapters = _of_rows(adapters, lambda slots: keep_tokens(slots, self.axis, "ffn"))
+            shared = self.shared.partial(x, adapters)
+            shared = shared if self.shared_gate is None else self._gate(x, adapters) * shared
+        # Experts may be split over further devices with other tokens. Their common devices are added up at once.
+        with jax.named_scope("combine"):
+            if num_shards(self.axis) == num_shards("ffn"):
+                return reduce_tokens((mixed + shared).astype(dtype), "ffn")
+            mixed, shared = scatter_tokens(mixed.astype(dtype), self.axis), scatter_tokens(shared.astype(dtype), "ffn")
+            return sum_same_tokens(mixed + shared, self.axis)
+
+    def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Compute the experts' output f32[T, D] for tokens x [T, D] on a device that has all experts or a slice of
+        each; with slices it is a part of the sum. weights, ids: [T, k], of the chosen experts.
+        """
+        with jax.named_scope("group"):
+            num_experts = self.experts.num_experts
+            order, sizes = by_expert(ids, num_experts, group_step(ids.size, num_experts))
+            rows = self._inputs(x, weights, order)
+            adapters = _of_rows(adapters, self._slots_of(order))
+        y = self._multiply(rows, sizes, adapters)
+        with jax.named_scope("combine"):
+            return self._mix(y, weights, order)
+
+    def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Compute the contribution f32[T, D] of this device's experts to tokens x [T, D], added in the order of the
+        experts.
+
+        weights, ids: [T, k], of all experts; ids of other devices' experts are skipped. Memory in addition to the
+        result is for a block of rows; the number of blocks follows the routing.
+        """
+        (num_tokens, k), own = ids.shape, self._num_own
+        most_of_token = min(k, own)
+        average = -(-num_tokens * k // num_shards(self.axis))
+        step = group_step(average, own)
+        most, block = rows_of_own(num_tokens, k, own, average, step)
+        with jax.named_scope("group"):
+            ids = (ids - shard_index(self.axis) * own).ravel()
+            ids = jnp.where((ids >= 0) & (ids < own), ids, own)
+            order, sizes = by_expert(ids, own, step)
+            order = jnp.pad(order[:most], (0, -most % block))
+            mixed = zeros_in_layer(weights, x.shape)
+
+        def add_block(first: jax.Array, sizes: jax.Array, mixed: jax.Array) -> jax.Array:
+            with jax.named_scope("group"):
+                picked = lax.dynamic_slice_in_dim(order, first, block)
+                rows = self._inputs(x, weights, picked)
+                of_rows = _of_rows(adapters, self._slots_of(picked))
+            y = self._multiply(rows, sizes, of_rows)
+            with jax.named_scope("combine"):
+                if not self.experts.apply_router_weight_on_input:
+                    y = y * _taken(weights.ravel(), picked)[:, None]
+                is_own = (jnp.arange(block) < jnp.sum(sizes)) & (picked < weights.size)
+                tokens = jnp.where(is_own, picked // k, num_tokens)
+                # Products are rounded before they are added, whichever addition it is.
+                return add_rows(mixed, lax.optimization_barrier(y), tokens, most_of_token)
+
+        return in_blocks(sizes, most, block, add_block, mixed)
+
+    def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Compute by sending each token's rows, one for each of its experts, to the experts' devices, and the results
+        back: [T, D] in x's dtype, without the shared MLP. weights, ids: [T, k], of the chosen experts.
+
+        Of n devices with the same tokens each takes T / n of them and gathers the others' results, which is less to
+        exchange than the sum of the results would be. Padding is not sent. A device may be picked for all tokens of
+        all N devices, so that it has room for N * ceil(T / n) * min(k, experts of a device) rows of D and of twice the
+        experts' intermediate size; `_gather_tokens` has rows for all tokens and k.
+        """
+        k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
+        with jax.named_scope("group"):
+            x, weights = share_tokens(x, self.axis), share_tokens(weights, self.axis)
+            ids = share_tokens(ids, self.axis, fill=self.experts.num_experts)
+            order = jnp.argsort(ids.ravel(), stable=True)
+            sizes = stack_parts(tokens_per_expert(ids, self.experts.num_experts), self.axis)
+            room = lax.empty((sizes.shape[0] * x.shape[0] * min(k, own), x.shape[1]), x.dtype)
+            rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis)
+            own_sizes = lax.dynamic_slice_in_dim(jnp.sum(sizes, axis=0), shard_index(self.axis) * own, own)
+
+            def sent(slots: jax.Array) -> jax.Array:
+                slots = share_tokens(slots, self.axis, fill=-1)[order // k]
+                return exchange_rows(slots, jnp.full(rows.shape[0], -1, slots.dtype), sizes, self.axis)
+
+            adapters = _of_rows(adapters, sent)
+        y = self._multiply(rows, own_sizes, adapters)
+        with jax.named_scope("combine"):
+            y = exchange_rows(y, jnp.zeros((order.size, y.shape[1]), y.dtype), sizes, self.axis, back=True)
+            return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
+
+    def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
+        """Return the experts' inputs [M, D]: rows of the tokens x [T, D], one for each of the (token, expert) pairs in
+        `order` i32[M]; multiplied by their router weights if the model does so. Rows of padding are arbitrary.
+
+        weights: [T, k], router weights.
+        """
+        rows = _taken(x, order // self.experts.num_per_token)
+        if self.experts.apply_router_weight_on_input:
+            rows = (rows * _taken(weights.ravel(), order)[:, None]).astype(x.dtype)
+        return rows
+
+    def _slots_of(self, order: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """Return a function from the tokens' adapter slots to those of their rows in this order; -1 in padding."""
+        return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
+
+    def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
+        """Sum the experts' results y [M, D] to f32[T, D]: `mix`, without weights if they multiplied the inputs."""
+        return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
+
+    def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Compute the gate of the shared MLP, f32[T, 1]. adapters: of x's rows, None for none."""
+        assert self.shared_gate is not None
+        return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
+
+    def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Apply the MLPs of this device's experts to rows [M, D] sorted by expert: [M, D], 0 in rows of no expert.
+
+        sizes: i32[experts here], rows of each. adapters: those of the rows, None for none. Where a device has a slice
+        of each expert the result is a part of the sum. It has the rows' dtype, as a token's own MLP would: in float32
+        it would be most of a step's temporaries.
+        """
+        with jax.named_scope("gate_up"):
+            bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
+            if not self.is_gated:
+                inner = self.gate_up.grouped_matmul(rows, sizes, bias, jnp.float32)
+                if self.gate_up_lora is not None and adapters is not None:
+                    inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
+                inner = self.activation(inner).astype(rows.dtype)
+            elif self.gate_up_lora is None or adapters is None:
+                inner = self.gate_up.gated_matmul(rows, sizes, bias, self.activation, rows.dtype)
+            else:
+                inner = self.gate_up.grouped_matmul(rows, sizes, None, rows.dtype)
+                inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
+                inner = activated(inner, sizes, bias, self.activation, rows.dtype)
+        with jax.named_scope("down"):
+            bias = None if self.down_bias is None else self.down_bias[...]
+            if bias is not None and self.axis == "ffn" and num_shards("ffn") > 1:
+                # Devices with slices of all experts are added up: one of them has the bias.
+                bias = jnp.where(shard_index("ffn") == 0, bias, 0)
+            y = self.down.grouped_matmul(inner, sizes, bias, rows.dtype)
+            if self.down_lora is not None and adapters is not None:
+                y = self.down_lora.add(y, inner, sizes, adapters)
+            return y
+
+    @property
+    def _num_own(self) -> int:
+        """Return the number of experts of this device, where devices have different experts."""
+        return self.experts.num_experts // num_shards("experts")
+
+    def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
+        """Return weights f32[T, k] and experts i32[T, k] of each token of x [T, D], the best first. Padding is routed,
+        too.
+
+        Experts of equal score come in the order of their indices. Those of `given` take the place of the best, in their
+        order, with the weights that their scores give them. Weights are scores without the correction bias, which
+        decides the experts alone. With `norm_weights` they are divided by their sum: those of softmax scores are then
+        the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. adapters: of x's rows.
+        With `notes_experts` the module keeps the experts as its PickedExperts.
+        """
+        experts = self.experts
+        logits = self._router_logits(x, adapters)
+        score_of_one = _SCORES_OF_ONE.get(experts.scoring_func)
+        scores = jax.nn.softmax(logits, axis=-1) if score_of_one is None else score_of_one(logits)
+        if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
+            # Sigmoids of large logits are all 1, so experts are picked by the logits.
+            order = scores if score_of_one is None else logits
+            best, ids = jax.lax.top_k(order, experts.num_per_token)
+            if self.given is not None:
+                ids = self._replayed(ids)
+                best = jnp.take_along_axis(order, ids, axis=-1)
+            weights = best if score_of_one is None else score_of_one(best)
+        else:
+            ids = jax.lax.top_k(self._choices(logits if experts.corrects_logits else scores), experts.num_per_token)[1]
+            ids = ids if self.given is None else self._replayed(ids)
+            weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if experts.norm_weights:
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), experts.min_weight_sum)
+        if self.notes_experts:
+            self.picked = PickedExperts(ids)
+        return weights * experts.routed_scaling_factor, ids
+
+    def _replayed(self, ids: jax.Array) -> jax.Array:
+        """Return the given experts i32[T, k], with `ids` of the same shape where none are given."""
+        assert self.given is not None
+        given = self.given[...]
+        return jnp.where(given >= 0, given, ids)
+
+    def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """Compute router logits f32[T, E] of tokens x [T, D]; with `notes_logits` the module keeps them as its
+        RouterLogits. adapters: of x's rows, None for none.
+        """
+        x = x.astype(self.router_dtype)
+        # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
+        with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
+            logits = with_adapters(self.router.matmul(x), x, self.router_lora, adapters)
+        logits = logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
+        if self.notes_logits:
+            self.logits = RouterLogits(logits)
+        return logits
+
+    def _choices(self, scores: jax.Array) -> jax.Array:
+        """Return the scores f32[T, E] that decide which experts are picked: with the correction bias, and -inf outside
+        of a token's best groups.
+
+        A group is as good as its best expert or, with a correction bias, as its best two together.
+        """
+        experts, bias = self.experts, self.correction_bias
+        choices = scores if bias is None else scores + bias[...]
+        if experts.topk_group == experts.num_expert_group:
+            return choices
+        grouped = choices.reshape(choices.shape[0], experts.num_expert_group, -1)
+        best = min(1 if bias is None else 2, grouped.shape[-1])
+        groups = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1), experts.topk_group)[1]
+        is_best = jnp.any(groups[:, :, None] == jnp.arange(experts.num_expert_group), axis=1)
+        return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(choices.shape)
+
+
+def _bias(
+    sources: Sequence[Source], axes: tuple[str | None, ...], dtype: Any, num_experts: int | None = None
+) -> nnx.Param:
+    """Declare the bias [out] of a product, or [num_experts, out] of a grouped one."""
+    tensors = tuple(part.tensor("bias") for part in sources)
+    shape = (*([] if num_experts is None else [num_experts]), sum(part.rows for part in sources))
+    # An expert's bias is a row that is looked up for each of its tokens.
+    decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts, row_major=num_experts is not None)
+    return declare(shape, dtype, decl)
+
+
+def _taken(rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return the rows with these indices; indices beyond the last row give that row."""
+    return rows.at[indices].get(mode="clip")
+
+
+def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:
+    """Return the adapters for other rows; slots_of: maps the present slots to those rows'. Visits are dropped. None for
+    None.
+    """
+    return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots), visits=None)

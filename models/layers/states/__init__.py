@@ -1,0 +1,1 @@
+"""Layers with a recurrent state: Mamba, delta nets, short convolutions, lightning attention."""

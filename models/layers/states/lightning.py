@@ -1,0 +1,74 @@
+"""Lightning attention (Qin et al. 2024, arXiv:2401.04658), as in MiniMax-01: linear attention whose past decays by a
+constant for each head.
+
+A matrix for each head stores values by their keys and is read by queries. So a sequence has a state of a fixed size,
+however long it is. The recurrence is computed in pallas_kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.cache import StateRows
+from jaxengine.models.config.state import LinearState
+from jaxengine.models.layers.attention.attention import StepInputs
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import HeadsRMSNorm
+from jaxengine.models.params.declare import Source
+from jaxengine.pallas_kernels.state.space import state_space
+from jaxengine.sharding.collectives import shard_index
+
+NORM_EPS = 1e-6
+
+
+class LightningAttention(nnx.Module):
+    """Lightning attention: x -> out(norm(o) * sigmoid(z)), where z is projected from x and o is read by queries from
+    the state. Queries, keys and values pass a SiLU. Heads are split over devices.
+
+    slopes: logarithms of the decays of one token, of all heads, without their sign.
+    """
+
+    def __init__(self, state: LinearState, hidden_size: int, *, slopes: tuple[float, ...], source: str, build: Build):
+        size, inner = state.head_dim, state.inner_size
+        self.size, self.slopes, self.num_heads = size, slopes, state.num_heads // build.mesh.num_shards("heads")
+        turns = {"tensor_rows": 3 * inner, "stride": 3 * size, "run": size, "group": size}
+        qkv = [Source(f"{source}.qkv_proj", inner, first=part * size, **turns) for part in range(3)]
+        gate = Source(f"{source}.output_gate", inner, group=size)
+        self.inputs = Linear(hidden_size, (*qkv, gate), axes=("embed", "heads"), build=build)
+        self.norm = HeadsRMSNorm(state.num_heads, size, NORM_EPS, source=f"{source}.norm", build=build)
+        out = (Source(f"{source}.out_proj", hidden_size),)
+        self.out = Linear(inner, out, axes=("heads", "embed"), build=build)
+
+    def __call__(
+        self, x: jax.Array, states: tuple[jax.Array], rows: StateRows, step: StepInputs
+    ) -> tuple[jax.Array, tuple[jax.Array]]:
+        """Map x[T, D] to ([T, D], the states after this step's tokens).
+
+        states: the matrices alone, [R, ...] as LinearState.arrays has one row. rows: which each sequence reads and
+        writes; the others stay.
+        """
+        shape = x.shape[0], self.num_heads, self.size
+        with jax.named_scope("inputs"):
+            parts = jnp.split(self.inputs(x, step.rows).astype(jnp.float32), 4, axis=1)
+            *qkv, gate = (part.reshape(shape) for part in parts)
+            q, k, v = map(jax.nn.silu, qkv)
+        with jax.named_scope("linear_attention"):
+            own = shard_index("heads") * self.num_heads + jnp.arange(self.num_heads)
+            decay = jnp.broadcast_to(-jnp.asarray(self.slopes, jnp.float32)[own], shape[:2])
+            o, matrices = state_space(v, k, q, decay, jnp.ones_like(decay), states[0], rows)
+        with jax.named_scope("gate"):
+            o = self.norm(o) * jax.nn.sigmoid(gate)
+        with jax.named_scope("out_proj"):
+            return self.out(o.reshape(x.shape[0], -1).astype(x.dtype), step.rows), (matrices,)
+
+
+def lightning_slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:
+    """Return the slopes of a layer's heads: smaller for later heads, and for later layers.
+
+    Head h has 2 ** (-8 (h + 1) / num_heads), times a share that falls from 1 in layer 0 to nearly 0 in the last.
+    """
+    share = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
+    return tuple(2.0 ** (-8.0 * (head + 1) / num_heads) * share for head in range(num_heads))

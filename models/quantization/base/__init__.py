@@ -1,0 +1,1 @@
+"""Quantised arrays, the rules that find them in a model, and how they are stored."""

@@ -1,0 +1,265 @@
+"""Rules that map a checkpoint's modules, by name, to storage formats.
+
+Independent of tensor layouts and of the meaning of names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, lru_cache
+from typing import Any
+
+from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.readers.name_patterns import Effort, NamePattern, PatternError
+from jaxengine.models.quantization.base.plain import Plain
+from jaxengine.models.quantization.base.quantized import Quantized
+from jaxengine.models.quantization.base.scheme import Scheme
+from jaxengine.models.quantization.base.stored import Stored
+
+LINEAR = "Linear"
+# Modules that make answers of hidden states, in decoders and in encoders.
+_OF_ENCODERS = ("classifier", "classifier.dense", "classifier.out_proj", "pooler.dense", "pre_classifier")
+HEADS = ("lm_head", "score", "classifier", "head.dense", *(f"model.{name}" for name in _OF_ENCODERS))
+_MAX_NAME, _MAX_NAMES = 512, 1 << 16
+_PLAIN = Plain()
+# What wildcards do not have.
+_REGULAR = re.compile(r"[\\(|^$+]")
+_EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj$")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Storage of a checkpoint's modules: the `scheme` of a jaxengine.models.build.Build.
+
+    Attributes:
+      method: vLLM's name for the kind of checkpoint, or the format to which a plain one is rounded.
+      rules: names of modules and their formats, None for plain; the first match counts. A name is a
+        module's, or that of all experts of a layer, LINEAR for every matrix, or "re:" and a regular expression that
+        must match its beginning.
+      ignored: such names of modules that are plain, whatever the rules say.
+      listed: further ones in transformers' form: a part of a name between dots, which may end in one, with "*" for
+        anything, or a regular expression that must match the beginning of a name up to a dot or its end.
+      with_heads: whether LINEAR includes HEADS.
+      with_tables: whether the rules apply to token tables, too, which then stay quantised.
+      prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
+      suffixes: the same for ends of the names of the checkpoint's modules.
+      stacked: experts of a layer may be one tensor, with a name of its own.
+      kv_dtype: dtype of keys and values for which the checkpoint has scales; None where it has none.
+    """
+
+    method: str
+    rules: tuple[tuple[tuple[str, ...], Stored | None], ...]
+    ignored: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
+    with_heads: bool = False
+    with_tables: bool = False
+    prefixes: tuple[tuple[str, str], ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
+    stacked: bool = False
+    kv_dtype: str | None = None
+
+    def __call__(self, module: str) -> Scheme:
+        return _chosen(self, module.replace("{expert}", "0"))
+
+    def names_of(self, module: str) -> list[str]:
+        """Return the names that the checkpoint may have for a module of the model: its own and those with prefixes and
+        suffixes changed back, also of the stack of all experts.
+        """
+        whole = f"{module}."  # a prefix may be all of a module's name
+        renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
+        names = [module, *(name.removesuffix(".") for name in renamed)]
+        if self.stacked:  # one that has all experts of a layer is called so by each of them
+            names += [stack for name in names if (stack := _EXPERT.sub(_stack, name)) != name]
+        ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
+        return names + [name.removesuffix(new) + old for name, old, new in ends]
+
+
+def _stack(expert: re.Match[str]) -> str:
+    """Return the name of the stacked tensor from which jaxengine.models.weights.views.stacked takes an
+    expert's matrix.
+    """
+    return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """One scheme for every checkpoint module, whatever its name.
+
+    with_tables: whether it applies to token tables.
+    """
+
+    scheme: Scheme
+    with_tables: bool = False
+
+    def __call__(self, module: str) -> Scheme:
+        return self.scheme
+
+
+@cache
+def _chosen(quantization: Quantization, module: str) -> Scheme:
+    """Return the scheme of a module by its name in the model, remembered for each of both. Raises ModelConfigError
+    where the expressions of its quantization_config take too many steps together.
+    """
+    names, effort = quantization.names_of(module), _effort(quantization)
+    if _any_fits(quantization.ignored, names, effort, linear=False):
+        return _PLAIN
+    if any(_is_listed(entry, name, effort) for entry in quantization.listed for name in names):
+        return _PLAIN
+    linear = quantization.with_heads or module not in HEADS
+    for targets, stored in quantization.rules:
+        if _any_fits(targets, names, effort, linear=linear):
+            return _PLAIN if stored is None else Quantized(stored, quantization.with_tables)
+    return _PLAIN
+
+
+@cache
+def _effort(quantization: Quantization) -> Effort:
+    """Return the limit of steps for matching the expressions of one quantization_config, for all modules together.
+
+    One object for equal configurations, which matching uses up.
+    """
+    return Effort()
+
+
+def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *, linear: bool) -> bool:
+    """Whether one of the entries matches a module with these names; linear: whether LINEAR matches it. Raises
+    ModelConfigError as `_begins` does.
+    """
+    exact, others = _parted(entries)
+    if not exact.isdisjoint(names) or (linear and LINEAR in others):
+        return True
+    return any(_fits(entry, name, effort) for entry in others if entry != LINEAR for name in names)
+
+
+@cache
+def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Split entries into exact module names, of which there may be tens of thousands, and entries that must be
+    tried."""
+    others = [entry for entry in entries if entry == LINEAR or entry.startswith("re:") or entry.endswith(".experts")]
+    return frozenset(entries).difference(others), tuple(others)
+
+
+def _fits(entry: str, name: str, effort: Effort) -> bool:
+    """Whether an entry of a rule matches a module's name: an expression that matches its beginning, the name itself, or
+    a module that it is in.
+
+    Raises ModelConfigError as `_begins` does.
+    """
+    if entry.startswith("re:"):
+        return _begins(entry[3:], name, effort)
+    return entry == name or name.startswith(f"{entry}.")
+
+
+def _is_listed(entry: str, name: str, effort: Effort) -> bool:
+    """Whether an entry of Quantization.listed matches a module's name: a part of it between dots, or an expression that
+    matches its beginning up to a dot or its end. Raises ModelConfigError as `_begins` does.
+    """
+    if entry.startswith("re:"):
+        return _fits(entry, name, effort)
+    if _REGULAR.search(entry) and _begins(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name, effort):
+        return True
+    part = entry.strip(".")
+    return any(fnmatchcase(name, pattern) for pattern in (part, f"{part}.*", f"*.{part}", f"*.{part}.*"))
+
+
+def _begins(expression: str, name: str, effort: Effort) -> bool:
+    """Whether an expression matches a beginning of the name. Spends steps of `effort`; raises ModelConfigError where
+    they do not suffice, and for an expression that NamePattern refuses.
+    """
+    try:
+        return _expression(expression).match(name, effort)
+    except PatternError as error:
+        raise bad("a name of modules", expression, str(error)) from None
+
+
+@lru_cache(1 << 12)
+def _expression(source: str) -> NamePattern:
+    """Return the NamePattern of an expression, remembered for the latest ones. Raises PatternError for one that it
+    refuses.
+    """
+    return NamePattern(source)
+
+
+def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Return the list of names in a field of a quantization_config, () if it is missing. Raises ModelConfigError for
+    anything but a list of valid names.
+    """
+    entries = settings.get(field) or []
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_NAMES:
+        raise bad(field, entries, f"a list of at most {_MAX_NAMES} names")
+    for entry in entries:
+        check_name(field, entry)
+    return tuple(entries)
+
+
+def check_name(field: str, entry: Any) -> None:
+    """Raise ModelConfigError for a module name that is no string or has more than _MAX_NAME characters, or an
+    expression that NamePattern refuses.
+    """
+    if isinstance(entry, str) and entry.startswith("re:"):
+        try:
+            _expression(entry[3:])
+        except PatternError as error:
+            raise bad(field, entry, str(error)) from None
+    elif not isinstance(entry, str) or len(entry) > _MAX_NAME:
+        raise bad(field, entry, f"names of at most {_MAX_NAME} characters")
+
+
+def bad(field: str, value: Any, allowed: str) -> ModelConfigError:
+    """Return, for the caller to raise, the error that a field of a quantization_config must be `allowed`; it shows the
+    start of its value.
+    """
+    return ModelConfigError(f"quantization_config: {field} must be {allowed}, got {repr(value)[:200]}")
+
+
+def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], default: Any = None) -> Any:
+    """Return a field of a quantization_config that must have one of the `allowed` values, of the same type too;
+    `default` if it is missing. Raises ModelConfigError for any other value, also as the default.
+    """
+    value = settings.get(field)
+    value = default if value is None else value
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        raise bad(field, value, " or ".join(map(repr, allowed)))
+    return value
+
+
+def group_size(settings: Mapping[str, Any], field: str = "group_size", default: int | None = None) -> int | None:
+    """Return the number of inputs per scale from a field of a quantization_config; None (stored as -1) for all.
+
+    default: value if the field is missing. Raises ModelConfigError for anything but -1 and whole numbers of 1 to 2^20.
+    """
+    value = settings.get(field)
+    value = default if value is None else value
+    if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 20):
+        raise bad(field, value, "-1 or a whole number of 1 to 2^20")
+    return None if value == -1 else value
+
+
+def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | None:
+    """Return (rows, columns) of the blocks that share a scale from a field of a quantization_config; None if it is
+    missing.
+
+    Raises ModelConfigError for anything but two whole numbers of 1 to 2^20.
+    """
+    value = settings.get(field)
+    if value is None:
+        return None
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or any(type(n) is not int or not 1 <= n <= 1 << 20 for n in value)
+    ):
+        raise bad(field, value, "two whole numbers of 1 to 2^20")
+    return value[0], value[1]
+
+
+def refuse(settings: Mapping[str, Any], *fields: str) -> None:
+    """Raise ModelConfigError for a field that asks for an unsupported feature: one that is present, and neither empty
+    nor false.
+    """
+    for field in fields:
+        if settings.get(field):
+            raise bad(field, settings[field], "absent or empty: it is not supported")

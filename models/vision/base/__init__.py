@@ -1,0 +1,1 @@
+"""Parts that vision towers share."""

@@ -1,0 +1,117 @@
+"""CLIP (Radford et al. 2021, arXiv:2103.00020) and SigLIP (Zhai et al. 2023, arXiv:2303.15343) as vision towers: they
+return the hidden states of patches, without CLIP's pooling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.base.layers import PatchEmbedding
+from jaxengine.models.vision.base.vit import (
+    VitConfig,
+    VitLayer,
+    VitNames,
+    read_vit,
+    run_layers,
+    table,
+)
+
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+# What transformers takes for fields that a file lacks.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    CLIP: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    SIGLIP: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    },
+}
+
+
+def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
+    """Return the model_type of `vision_config`, CLIP or SIGLIP (`default` if absent), and its sizes, transformers'
+    where it lacks them. Raises ModelConfigError, also for another type.
+    """
+    kind = fields.part("vision_config").text("model_type", default)
+    if kind not in DEFAULTS:
+        raise fields.part("vision_config").fail("model_type", " or ".join(DEFAULTS))
+    return kind, read_vit(fields.part("vision_config", **DEFAULTS[kind]), has_class_token=kind == CLIP)
+
+
+def read_siglip(fields: ConfigFields, **defaults: Any) -> VitConfig:
+    """Return the sizes of `vision_config`, which must be of SigLIP (also where it has no model_type); those that it
+    lacks are `defaults`, or else transformers'. Raises ModelConfigError, also for another type.
+    """
+    vision = fields.part("vision_config", **DEFAULTS[SIGLIP] | defaults)
+    if vision.text("model_type", SIGLIP) != SIGLIP:
+        raise vision.fail("model_type", SIGLIP)
+    return read_vit(vision)
+
+
+class ClipEncoder(nnx.Module):
+    """Layers of CLIP or SigLIP; returns the hidden states of patches after some of them, joined.
+
+    layers: for each hidden state returned, the number of layers before it. tower: prefix of the names of all modules.
+    with_last_norm: hidden states are taken after the norm that follows the last layer.
+    """
+
+    def __init__(
+        self, vit: VitConfig, layers: tuple[int, ...], tower: str, build: Build, *, with_last_norm: bool = False
+    ):
+        size, source = vit.hidden_size, f"{tower}.embeddings"
+        self.vit, self.wanted = vit, layers
+        bias = not vit.has_class_token  # SigLIP's convolution has one, CLIP's has not
+        self.patches = PatchEmbedding(
+            vit.num_features, vit.hidden_size, source=f"{source}.patch_embedding", bias=bias, build=build
+        )
+        self.positions = table(vit.num_positions, size, f"{source}.position_embedding.weight", build)
+        if vit.has_class_token:
+            token = ParamDecl((None,), (Source(f"{source}.class_embedding", size),), init_std=0.02)
+            self.class_token = declare((size,), build.dtype, token)
+            self.first_norm = LayerNorm(size, vit.norm_eps, source=f"{tower}.pre_layrnorm", build=build)
+        names = VitNames(f"{tower}.encoder.layers")
+        made = [VitLayer(vit, f"{names.layers}.{number}", names, build) for number in range(max(layers))]
+        self.layers = nnx.List(made)
+        norm = LayerNorm(size, vit.norm_eps, source=f"{tower}.post_layernorm", build=build) if with_last_norm else None
+        self.last_norm = norm
+
+    def __call__(self, patches: jax.Array) -> jax.Array:
+        """Encode the patches of U units, each by itself, f32[U * N, F], N being vit.num_patches: return their hidden
+        states after each of the numbers of layers wanted, joined, [U * N, D * numbers], without the class token.
+        """
+        vit, num_units = self.vit, len(patches) // self.vit.num_patches
+        with jax.named_scope("patches"):
+            x = self.patches(patches).reshape(num_units, vit.num_patches, vit.hidden_size)
+            if vit.has_class_token:
+                first = jnp.broadcast_to(self.class_token[...], (num_units, 1, vit.hidden_size))
+                x = jnp.concatenate([first, x], axis=1)
+            x = (x + self.positions[...]).reshape(-1, vit.hidden_size)
+        if vit.has_class_token:
+            x = self.first_norm(x)
+        states = run_layers(self.layers, x, num_units, self.wanted)
+        if self.last_norm is not None:
+            states = [self.last_norm(state) for state in states]
+        joined = jnp.concatenate(states, axis=-1).reshape(num_units, vit.num_positions, -1)
+        return joined[:, vit.has_class_token :].reshape(len(patches), -1)

@@ -1,0 +1,285 @@
+"""Parts of vision towers: patch embedding, attention and MLPs that devices may share, rotation by patch positions.
+
+Names of tensors hold "{layer}", which stands for a layer's number in its tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.tower import TOWER
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import gelu, gelu_tanh
+from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.params.declare import Source, parts_of
+from jaxengine.models.quantization.registry import PLAIN
+
+# (q, k, v), each [P, N, H], to what the patches get, [P, N, H].
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def tower_axis(axis: str, build: Build) -> str:
+    """Return `axis`, the logical axis by which a tower's weight is split; "embed", which is never split, if each device
+    has the whole tower (build.whole_parts).
+    """
+    return "embed" if TOWER in build.whole_parts else axis
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Compute x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+# Of the interpolation by cubic convolution (Keys 1981), as torch has it.
+_KEYS = -0.75
+# By their names in configurations.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "quick_gelu": quick_gelu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "silu": jax.nn.silu,
+}
+
+
+def rope_frequencies(size: int, theta: float) -> np.ndarray:
+    """Return the radians per position of the size / 2 pairs of `size` elements, f64[size / 2]: theta ** (-2 i / size)
+    for pair i.
+    """
+    return theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+
+
+def axial_rope(
+    rows: jax.Array, columns: jax.Array, row_freqs: np.ndarray, column_freqs: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
+    """Compute cos and sin, f32[P, H / 2] each, of patches at rows and columns i32[P].
+
+    Frequencies are radians per position, H / 2 of rows and columns together. As many pairs as there are `row_freqs`
+    rotate by the row, and the rest by the column.
+    """
+    turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
+    angles = jnp.concatenate(
+        [place.astype(jnp.float32)[:, None] * freqs.astype(np.float32) for place, freqs in turned], 1
+    )
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def stretched(
+    table: jax.Array,
+    sides: tuple[int, int],
+    rows: tuple[jax.Array, jax.Array],
+    columns: tuple[jax.Array, jax.Array],
+    *,
+    linear: bool = False,
+) -> jax.Array:
+    """Interpolate learned positions to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table entries,
+    or linearly between 2 x 2.
+
+    The terms are added one after the other, so that memory holds no more than one for each patch.
+
+    Args:
+      table: [height * width, D]. sides: (height, width) of the table.
+      rows, columns: of patches: their index i32[P], and the number of rows or columns in their image, i32[P].
+      linear: interpolate linearly.
+    """
+    height, width = sides
+    taps = _linear_taps if linear else _taps
+    total = jnp.zeros((len(rows[0]), table.shape[1]), jnp.float32)
+    for row, row_share in taps(*rows, height):
+        for column, share in taps(*columns, width):
+            total += table[row * width + column].astype(jnp.float32) * (row_share * share)[:, None]
+    return total
+
+
+def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the four of `side` learned positions around each of `places` i32[P], on sides of `sizes` i32[P] patches,
+    with their weights: pairs i32[P], f32[P]. Beyond an edge, its own position is taken again.
+
+    Weights are those of cubic convolution (Keys 1981) with a = _KEYS.
+    """
+    spot = _spots(places, sizes, side)
+    low = jnp.floor(spot)
+    taps = []
+    for offset in range(-1, 3):
+        far = jnp.abs(spot - low - offset)
+        near_share = ((_KEYS + 2) * far - (_KEYS + 3)) * far * far + 1
+        far_share = ((_KEYS * far - 5 * _KEYS) * far + 8 * _KEYS) * far - 4 * _KEYS
+        tap = jnp.clip(low.astype(jnp.int32) + offset, 0, side - 1)
+        taps.append((tap, jnp.where(far <= 1, near_share, far_share)))
+    return taps
+
+
+def _linear_taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the two of `side` learned positions around each of `places`, with their weights, as `_taps` does."""
+    spot = _spots(places, sizes, side)
+    low = jnp.floor(spot)
+    first = low.astype(jnp.int32)
+    shares = (first, 1 - (spot - low)), (first + 1, spot - low)
+    return [(jnp.clip(tap, 0, side - 1), share) for tap, share in shares]
+
+
+def _spots(places: jax.Array, sizes: jax.Array, side: int) -> jax.Array:
+    """Return the centre of each patch among `side` learned positions, f32[P]: (p + 0.5) * side / size - 0.5 for the one
+    with index p. places, sizes: i32[P].
+    """
+    return (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
+
+
+class PatchEmbedding(nnx.Module):
+    """Projection of patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose stride is its width,
+    hence a product. Its weight, [D, channels, ...] in checkpoints, is read with F joined (CheckpointNames.flattened),
+    and never quantised, because no method is for convolutions.
+    """
+
+    def __init__(self, num_features: int, size: int, *, source: str, bias: bool, build: Build):
+        plain = replace(build, scheme=PLAIN)
+        self.proj = Linear(num_features, (Source(source, size),), axes=("embed", "embed"), bias=bias, build=plain)
+        self.dtype = build.dtype
+
+    def __call__(self, patches: jax.Array) -> jax.Array:
+        return self.proj(patches.astype(self.dtype))
+
+
+class TowerAttention(nnx.Module):
+    """Attention of patches with each other.
+
+    Args:
+      qkv: the checkpoint modules of q, k and v.
+      out: checkpoint module of the output projection.
+      bias, out_bias: whether the projections have biases.
+      interleaved: whether rope rotates neighbouring elements, instead of halves of a head.
+      norms: norms over each head of q and of k, before rope; None without.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_heads: int,
+        *,
+        qkv: Sequence[Source],
+        out: str,
+        build: Build,
+        bias: bool = True,
+        out_bias: bool = True,
+        interleaved: bool = False,
+        norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
+    ):
+        self.interleaved = interleaved
+        self.q_norm, self.k_norm = norms
+        self.head_dim = size // num_heads
+        heads = tower_axis("heads", build)
+        parts = tuple(part._replace(group=self.head_dim) for part in qkv)
+        self.qkv = Linear(size, parts, axes=("embed", heads), bias=bias, build=build)
+        self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
+
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array] | None, attend: Attend) -> jax.Array:
+        """Compute out(attend(q, k, v)) for x [P, D] -> [P, D], q and k rotated. turns: cos and sin of the patches, as
+        `apply_rope` takes them, None for no rotation; attend: (q, k, v), [P, N, H] each, -> [P, N, H].
+        """
+        with jax.named_scope("qkv"):
+            q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turns is not None:
+            with jax.named_scope("rope"):
+                q, k = (apply_rope(each, *turns, interleaved=self.interleaved) for each in (q, k))
+        with jax.named_scope("attend"):
+            o = attend(q, k, v)
+        with jax.named_scope("out"):
+            return self.out(o.reshape(x.shape[0], -1))
+
+
+class TowerMLP(nnx.Module):
+    """MLP down(activation(up(x))), or down(activation(gate(x)) * up(x)) with two modules, gate first, in `up`."""
+
+    def __init__(
+        self,
+        size: int,
+        ffn_size: int,
+        *,
+        up: Sequence[str],
+        down: str,
+        activation: Callable[[jax.Array], jax.Array],
+        build: Build,
+        bias: bool = True,
+    ):
+        ffn = tower_axis("ffn", build)
+        sources = tuple(Source(name, ffn_size) for name in up)
+        self.up = Linear(size, sources, axes=("embed", ffn), bias=bias, build=build)
+        self.down = Linear(ffn_size, (Source(down, size),), axes=(ffn, "embed"), bias=bias, build=build)
+        self.activation = activation
+        self.gated = len(sources) > 1
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Compute down(activation(up(x))), or down(activation(gate(x)) * up(x)) with a gate, [P, D] -> [P, D], the
+        activation in float32.
+        """
+        inner = self.up(x)
+        if self.gated:
+            gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
+            return self.down((self.activation(gate) * up).astype(x.dtype))
+        return self.down(self.activation(inner.astype(jnp.float32)).astype(x.dtype))
+
+
+class TowerLayer(nnx.Module):
+    """Layer x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, norms: tuple[nnx.Module, nnx.Module], attention: TowerAttention, mlp: TowerMLP):
+        self.norm1, self.norm2 = norms
+        self.attention = attention
+        self.mlp = mlp
+
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array] | None, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.norm1(x), turns, attend)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nnx.Module):
+    """Merger of `merge` neighbouring patches to one row of the model: norm, then two products with an activation, by
+    default GELU, between (Qwen2-VL).
+
+    norm: of each patch, or with `joined` of all of them at once. names: modules of the two products. ffn_size: rows of
+    the first; None for merge * size.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        merge: int,
+        out_size: int,
+        *,
+        norm: nnx.Module,
+        joined: bool,
+        names: tuple[str, str],
+        build: Build,
+        ffn_size: int | None = None,
+        activation: Callable[[jax.Array], jax.Array] = gelu,
+    ):
+        width, ffn = size * merge, tower_axis("ffn", build)
+        inner, (first, second) = ffn_size or width, names
+        self.norm, self.joined, self.width, self.activation = norm, joined, width, activation
+        self.up = Linear(width, (Source(first, inner),), axes=("embed", ffn), bias=True, build=build)
+        self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norm the patches x [P, D of the tower], join every `merge` of them, and compute down(activation(up(x)))
+        -> [P / merge, D of the model].
+        """
+        x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
+        return self.down(self.activation(self.up(x).astype(jnp.float32)).astype(x.dtype))
+
+
+def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
+    """Return the sources of q, k and v of a module that has all three, one after the other, in this order.
+
+    name: of the checkpoint's module. size: rows of each.
+    """
+    return parts_of(name, size, size, size)

@@ -1,0 +1,302 @@
+"""Vision transformer over units, which are images or tiles of them with equally many patches (Dosovitskiy et al. 2021,
+arXiv:2010.11929), as in CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023) and InternVL.
+
+Further shape letters: U units, S positions of a unit, P patches of all units, F numbers of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.mlp import gelu_tanh
+from jaxengine.models.layers.base.norm import LayerNorm
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.base.layers import gelu, quick_gelu, tower_axis
+
+MAX_SIDE = 4096  # pixels of a unit
+# Positions of a unit whose queries meet all keys at once: what one head's scores take is at most this squared.
+_QUERIES = 1152
+
+
+# By their names in configurations.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "quick_gelu": quick_gelu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitConfig:
+    """Sizes of a vision transformer.
+
+    Attributes:
+      num_layers: layers of the checkpoint.
+      image_size, patch_size: side in pixels of a unit, and of a patch; both are squares.
+      has_class_token: whether a unit has a position that is no patch: the first, in Llama 4 the last.
+      activation: a name of ACTIVATIONS.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    activation: str
+    norm_eps: float
+    has_class_token: bool = False
+
+    @property
+    def grid(self) -> int:
+        """Return the number of patches along a side of a unit."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Return the number of patches of a unit."""
+        return self.grid**2
+
+    @property
+    def num_positions(self) -> int:
+        """Return S: the number of patches, plus one for a class token."""
+        return self.num_patches + self.has_class_token
+
+    @property
+    def num_features(self) -> int:
+        """Return F: red, green and blue of a patch's pixels, colour by colour, row by row."""
+        return 3 * self.patch_size**2
+
+
+def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
+    """Read the sizes from a vision_config, where all configurations spell them alike. more: further arguments of
+    VitConfig. Raises ModelConfigError, also if heads do not divide the hidden size, or a unit is smaller than a patch.
+    """
+    vision.require(num_channels=3)
+    size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
+    if size % heads:
+        raise vision.fail("num_attention_heads", f"a divisor of hidden_size {size}")
+    image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
+    if image < patch:
+        raise vision.fail("image_size", f">= patch_size {patch}")
+    return VitConfig(
+        hidden_size=size,
+        intermediate_size=vision.integer("intermediate_size"),
+        num_layers=vision.integer("num_hidden_layers"),
+        num_heads=heads,
+        image_size=image,
+        patch_size=patch,
+        activation=read_activation(vision, "hidden_act"),
+        norm_eps=vision.number("layer_norm_eps"),
+        **more,
+    )
+
+
+def _side(vision: ConfigFields, name: str) -> int:
+    """Return the side of a square in pixels from the field `name`, which may have the side twice. Raises
+    ModelConfigError for two different values, and for one that is not from 1 to MAX_SIDE.
+    """
+    value = vision.value(name)
+    sides = value if isinstance(value, (list, tuple)) else [value]
+    if not 1 <= len(sides) <= 2 or any(type(side) is not int or not 1 <= side <= MAX_SIDE for side in sides):
+        raise vision.fail(name, f"an integer >= 1 and <= {MAX_SIDE}, or two")
+    if len(set(sides)) != 1:
+        raise vision.fail(name, "the same for height and width")
+    return sides[0]
+
+
+def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
+    """Read the field `name`, a name of ACTIVATIONS, `default` if it is absent. Raises ModelConfigError for another."""
+    found = fields.text(name, default)
+    if found not in ACTIVATIONS:
+        raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
+    return found
+
+
+def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
+    """Return how many layers there are before the hidden states that an index of `vision_feature_layer` means; negative
+    ones count from the end: -1 is the last layer's output, -2 its input. Raises ModelConfigError for another index.
+    """
+    if type(index) is not int or not -num_layers - 1 <= index <= num_layers:
+        raise fields.fail("vision_feature_layer", f"an integer from {-num_layers - 1} to {num_layers}")
+    return index if index >= 0 else num_layers + 1 + index
+
+
+def linear(
+    in_size: int, source: str, out_size: int, axes: tuple[str, str], build: Build, *, bias: bool = True
+) -> Linear:
+    """Make a product of a tower, in_size -> out_size, from the checkpoint module `source`. axes: logical axes of (in,
+    out), as of Linear; they are not split if each device has the whole tower.
+    """
+    split = (tower_axis(axes[0], build), tower_axis(axes[1], build))
+    return Linear(in_size, (Source(source, out_size),), axes=split, bias=bias, build=build)
+
+
+@dataclass(frozen=True)
+class VitNames:
+    """Checkpoint names of a layer's modules; `layers` comes before the layer's number, the others after it."""
+
+    layers: str
+    attention_norm: str = "layer_norm1"
+    mlp_norm: str = "layer_norm2"
+    attention: str = "self_attn"
+    out: str = "out_proj"
+
+
+class VitAttention(nnx.Module):
+    """Attention of each unit's positions to all of its positions.
+
+    qkv: the checkpoint modules of q, k and v, source's own if None. qk_norms: norms, or rope, that q and k pass
+    through, [U * S, heads of this device, H] to the same; None for none.
+    """
+
+    def __init__(
+        self,
+        config: VitConfig,
+        *,
+        source: str,
+        out: str,
+        build: Build,
+        bias: bool = True,
+        qkv: tuple[Source, ...] | None = None,
+        qk_norms: tuple[nnx.Module, nnx.Module] | None = None,
+    ):
+        size = config.hidden_size
+        self.head_dim = size // config.num_heads
+        qkv = qkv or tuple(Source(f"{source}.{name}_proj", size) for name in "qkv")
+        qkv = tuple(each._replace(group=self.head_dim) for each in qkv)
+        heads = tower_axis("heads", build)
+        self.qkv = Linear(size, qkv, axes=("embed", heads), bias=bias, build=build)
+        self.out = linear(size, f"{source}.{out}", size, ("heads", "embed"), build)
+        self.q_norm, self.k_norm = qk_norms or (None, None)
+
+    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+        """Attend x [U * S, D] within each of the U = num_units units: [U * S, D]."""
+        q, k, v = jnp.split(self.qkv(x).reshape(len(x), -1, self.head_dim), 3, axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        o = attend_units(*(each.reshape(num_units, -1, *each.shape[1:]) for each in (q, k, v)))
+        return self.out(o.reshape(len(x), -1))
+
+
+def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | None = None) -> jax.Array:
+    """Attend within each unit: softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape. is_key: bool[U, S],
+    positions that are attended to, None for all; a unit without any gets the mean of its values.
+
+    Scores exist for one unit at a time, and for a part of its queries if it has many.
+    """
+    num_positions, head_dim = q.shape[1], q.shape[3]
+    blocks = -(-num_positions // _QUERIES)
+    rows = -(-num_positions // blocks)
+
+    def block(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array | None) -> jax.Array:
+        scores = jnp.einsum("snh,tnh->nst", queries, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+        if seen is not None:  # not -inf: padding may have no key at all
+            scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        return jnp.einsum("nst,tnh->snh", weights, values, preferred_element_type=jnp.float32).astype(values.dtype)
+
+    def unit(own: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        queries, keys, values, seen = own
+        if blocks == 1:
+            return block(queries, keys, values, seen)
+        queries = jnp.pad(queries, ((0, blocks * rows - num_positions), (0, 0), (0, 0)))
+        cut = queries.reshape(blocks, rows, *queries.shape[1:])
+        o = lax.map(lambda part: block(part, keys, values, seen), cut)
+        return o.reshape(blocks * rows, *o.shape[2:])[:num_positions]
+
+    if len(q) == 1:
+        return unit((q[0], k[0], v[0], None if is_key is None else is_key[0]))[None]
+    return lax.map(unit, (q, k, v, is_key))
+
+
+class VitMLP(nnx.Module):
+    """MLP fc2(activation(fc1(x)))."""
+
+    def __init__(self, config: VitConfig, *, source: str, build: Build):
+        size, inner = config.hidden_size, config.intermediate_size
+        self.fc1 = linear(size, f"{source}.fc1", inner, ("embed", "ffn"), build)
+        self.fc2 = linear(inner, f"{source}.fc2", size, ("ffn", "embed"), build)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Compute fc2(activation(fc1(x))), [R, D] -> [R, D], the activation in float32."""
+        return self.fc2(self.activation(self.fc1(x, out_dtype=jnp.float32)).astype(x.dtype))
+
+
+class VitLayer(nnx.Module):
+    """Layer x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: VitConfig, source: str, names: VitNames, build: Build):
+        size, eps = config.hidden_size, config.norm_eps
+        self.attention_norm = LayerNorm(size, eps, source=f"{source}.{names.attention_norm}", build=build)
+        self.attention = VitAttention(config, source=f"{source}.{names.attention}", out=names.out, build=build)
+        self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
+        self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
+
+    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
+        attends to itself.
+        """
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), num_units)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False) -> nnx.Param:
+    """Declare the tensor `source` of learned vectors that are added to hidden states, [rows, size]; flat: [1, rows *
+    size], of a tensor [1, ...].
+    """
+    shape = (1, rows * size) if flat else (rows, size)
+    return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
+
+
+def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...]) -> list[jax.Array]:
+    """Run x [U * S, D] through layers; return the hidden states after the first n of them, for each n of `wanted`, x
+    for 0.
+    """
+    states = {0: x}
+    for number, layer in enumerate(layers, 1):
+        with jax.named_scope(f"layer_{number - 1}"):
+            states[number] = x = layer(x, num_units)
+    return [states[number] for number in wanted]
+
+
+def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
+    """Join the hidden states of each square of factor x factor patches, row by row ("pixel shuffle"): [P, D] to [P /
+    factor**2, D * factor**2], for units of grid x grid patches.
+    """
+    side, size = grid // factor, x.shape[1]
+    cut = x.reshape(-1, side, factor, side, factor, size).transpose(0, 1, 3, 2, 4, 5)
+    return cut.reshape(-1, size * factor**2)
+
+
+def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> int:
+    """Return `factor`, the number of patches along a side that become one row. Raises ModelConfigError, which names the
+    field `name`, if it does not divide those of a unit's side.
+    """
+    if vit.grid % factor:
+        raise fields.fail(name, f"such that it divides the {vit.grid} patches of a unit's side")
+    return factor
+
+
+def read_merge_ratio(fields: ConfigFields, name: str, vit: VitConfig) -> int:
+    """Return the number of patches along a side that become one row, as `read_merge`: one divided by the field `name`,
+    2 if it is absent. Raises ModelConfigError.
+    """
+    ratio = fields.number(name, 0.5)
+    if not 1 / MAX_SIDE <= ratio <= 1 or 1 / ratio != int(1 / ratio):
+        raise fields.fail(name, "one divided by an integer")
+    return read_merge(fields, name, int(1 / ratio), vit)

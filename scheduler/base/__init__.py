@@ -1,0 +1,1 @@
+"""What the scheduler's parts share: requests, their parameters, options, errors."""

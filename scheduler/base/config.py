@@ -1,0 +1,73 @@
+"""Configuration of the scheduler: its limits and policy, made from the engine's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# Who is next: the first to come, the lowest priority, or the client that was served least.
+POLICIES = ("fcfs", "priority", "fair")
+
+
+class ExtensionOptions(Protocol):
+    """Options of an optional capability: a frozen dataclass in the capability's file in `scheduler/extensions`."""
+
+    def extension(self) -> Any:
+        """Make the capability's `SchedulerExtension`, for one scheduler."""
+        ...
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits and policy of a scheduler. Names as in vLLM; the engine's configuration checks the sizes.
+
+    Attributes:
+      num_pages: pages of each replica's pool; max_num_seqs and max_num_batched_tokens are per replica as well.
+      page_size: tokens of a page.
+      long_prefill_token_threshold: most tokens of a prefill chunk, 0 for no limit but the batch's.
+      policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (the client served least, then arrival).
+      num_ranks: replicas: parts of the batch with sequences, pages and slots of their own, all in one step.
+      windows: for each cache group, how many keys a token sees, itself included; None for all
+        (jaxengine.scheduler.pages.groups).
+      num_snapshots: recurrent states of prefixes that are kept; 0 for models without such states.
+      num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
+        may be scheduled while its last token is still being computed.
+      widths: numbers of tokens, besides 1, that a decode may have in a step without prefill
+        (jaxengine.scheduler.batches.buckets): its last token and those to be verified.
+      extensions: options of the capabilities that the engine was started with.
+
+    Raises ValueError for a policy that is not in POLICIES; sizes are not checked.
+    """
+
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    policy: str = "fcfs"
+    num_ranks: int = 1
+    num_micro_batches: int = 1
+    windows: tuple[int | None, ...] = (None,)
+    num_snapshots: int = 0
+    widths: tuple[int, ...] = ()
+    extensions: tuple[ExtensionOptions, ...] = ()
+
+    @property
+    def num_tables(self) -> int:
+        """Return the number of page tables of a slot: one for each cache group, and one for snapshots
+        if any are kept.
+        """
+        return len(self.windows) + (self.num_snapshots > 0)
+
+    def __post_init__(self):
+        """Raise ValueError for a policy that is not in POLICIES."""
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}; allowed are {', '.join(POLICIES)}")
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Return the number of columns of a page table."""
+        return -(-self.max_model_len // self.page_size)

@@ -1,0 +1,108 @@
+"""Sampling parameters that are one number per row of a step, one field each: the only table of them.
+
+What checks, sends and stores such a parameter follows from its row: SamplingParams and TokenParams, the requests of
+HTTP and gRPC, generation_config.json, the commands' options and the devices' columns. Its effect on logits is a
+function of jaxengine.sampling.row_functions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+# What a request needs beyond the best token, one bit each; see jaxengine.scheduler.base.token_params.
+RANDOM, TRUNCATION, PENALTIES = 1, 2, 4
+# Keeps logits finite in float32 after any multiplication.
+FLOAT_LIMIT = 1e20
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Facts about a parameter; its type, f32 or i32 on the devices, is that of `neutral`.
+
+    Attributes:
+      neutral: the value that changes nothing.
+      feature: what a request with another value needs of the sampler.
+      low, high: limits, both allowed.
+      allowed: the values that are allowed, in words.
+      off: another way to write `neutral`.
+      least: the least value that the devices get, instead of smaller ones.
+      grpc: the field of a GenerateRequest.
+      reads_prompt: whether its effect depends on the tokens of the prompt.
+    """
+
+    neutral: float | int
+    feature: int
+    low: float
+    high: float
+    allowed: str
+    grpc: str
+    off: int | None = None
+    least: float = -math.inf
+    reads_prompt: bool = False
+
+
+def _row(default: Any, **fields: Any) -> Any:
+    """Make a dataclass field with this default and a Row of `fields` in its metadata; `neutral` is the default unless
+    it is among them.
+    """
+    return field(default=default, metadata={"row": Row(neutral=fields.pop("neutral", default), **fields)})
+
+
+@dataclass(kw_only=True)
+class SamplingFields:
+    """Sampling parameters that are one number each. Names, defaults and meanings are vLLM's.
+
+    Attributes:
+      temperature: divisor of the logits; 0 always takes the likeliest token.
+      top_p: sample from the likeliest tokens whose probabilities add up to this.
+      min_p: sample from tokens with at least this share of the likeliest token's probability.
+      presence_penalty: subtracted from the logit of every token that is already in the output.
+      frequency_penalty: subtracted once for each occurrence of the token in the output.
+      repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+      top_k: sample from this many of the likeliest tokens.
+    """
+
+    temperature: float = _row(
+        1.0, neutral=0.0, feature=RANDOM, low=0, high=2, allowed="a number from 0 to 2", grpc="temperature"
+    )
+    top_p: float = _row(
+        1.0,
+        feature=TRUNCATION,
+        low=math.ulp(0.0),
+        high=1,
+        allowed="a number in (0, 1]",
+        least=2.0**-126,  # one below float32's range would become 0, which keeps nothing
+        grpc="sampling.top_p",
+    )
+    min_p: float = _row(0.0, feature=TRUNCATION, low=0, high=1, allowed="a number from 0 to 1", grpc="sampling.min_p")
+    presence_penalty: float = _row(
+        0.0, feature=PENALTIES, low=-2, high=2, allowed="a number from -2 to 2", grpc="decoding.presence_penalty"
+    )
+    frequency_penalty: float = _row(
+        0.0, feature=PENALTIES, low=-2, high=2, allowed="a number from -2 to 2", grpc="decoding.frequency_penalty"
+    )
+    repetition_penalty: float = _row(
+        1.0,
+        feature=PENALTIES,
+        low=1 / FLOAT_LIMIT,
+        high=FLOAT_LIMIT,
+        allowed="a finite number > 0 (from 1e-20 to 1e20)",
+        grpc="decoding.repetition_penalty",
+        reads_prompt=True,
+    )
+    top_k: int = _row(
+        0,
+        feature=TRUNCATION,
+        low=-1,
+        high=_INT32_MAX,
+        allowed="an int >= 1, or 0 or -1 to switch it off",
+        off=-1,
+        least=0,
+        grpc="sampling.top_k",
+    )
+
+
+ROWS: dict[str, Row] = {each.name: each.metadata["row"] for each in fields(SamplingFields)}

@@ -1,0 +1,195 @@
+"""Parameters of a request that steps need in order to sample: numbers and token ids, no text.
+
+A caller's parameters are jaxengine's SamplingParams, where they are checked; these are the part of them that the engine
+gets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from operator import or_
+
+from jaxengine.scheduler.base.kv_transfer import KVTransferParams
+from jaxengine.scheduler.base.sampling_fields import PENALTIES, ROWS, SamplingFields
+
+# What a request needs beyond the best token, one bit each; the programs of a step skip what no row of it needs.
+# LAST_TOKEN: what it may take next depends on the token sampled last, so the host must see that before the next choice.
+# ADAPTER: it runs with one. FEW_ADAPTERS: of a step, those of its requests have few of the slots. Both are the
+# scheduler's to set.
+BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(3, 8))
+ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
+CAPTURE = 1 << 10
+# One of a user's own logits processors: the first one's bit, shifted by its number. Bits of an int32.
+PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
+# Features that act on prompt tokens whose successor is known.
+PROMPT_FEATURES = PROMPT_LOGPROBS
+# Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
+MAX_LOGPROBS = 1024
+# Tokens whose logprobs a request may ask for by id, of its output and of its prompt together, vLLM's own limit of those
+# of an output: the devices keep as many for every slot.
+MAX_LOGPROB_TOKEN_IDS = 128
+
+
+# Kind of a Grammar that allows every token: of a request with nothing but a limit of its reasoning.
+FREE = "free"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkingBudget:
+    """Limit on the reasoning of an output.
+
+    Attributes:
+      num_tokens: tokens of reasoning after which `closing` is written, whatever the model would write.
+      ends: token sequences that end reasoning, as Grammar.reasoning_end.
+      closing: token ids, at least one.
+    """
+
+    num_tokens: int
+    ends: tuple[tuple[str, ...], ...]
+    closing: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """Grammar of an output, to be compiled by jaxengine.grammars.
+
+    Attributes:
+      kind: "json", "regex", "choice", "grammar" or FREE (no constraint).
+      text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
+      options: llguidance's options for reading a JSON schema.
+      reasoning_end: token sequences, any of which ends the unconstrained reasoning before the constrained part. Empty:
+        the output is constrained from the start.
+      reasoning_begin: tokens with which the output must begin to have reasoning; empty: it always has.
+      budget: limit of the reasoning; None for none. Only with reasoning_end, or kind FREE.
+    """
+
+    kind: str
+    text: str
+    options: dict[str, str | bool] = field(default_factory=dict)
+    reasoning_end: tuple[tuple[str, ...], ...] = ()
+    reasoning_begin: tuple[int, ...] = ()
+    budget: ThinkingBudget | None = None
+
+
+# The devices' columns of a request's parameters, by name, with what changes nothing: those of SamplingFields, and the
+# halves of the seed. Packed, 32 bits each.
+COLUMNS: dict[str, float | int] = {name: row.neutral for name, row in ROWS.items()} | {"seed_low": 0, "seed_high": 0}
+_PACKED = struct.Struct("<" + "".join("f" if isinstance(row.neutral, float) else "i" for row in ROWS.values()) + "II")
+_WORDS = struct.Struct(f"<{len(COLUMNS)}i")
+
+
+@dataclass(kw_only=True)
+class TokenParams(SamplingFields):
+    """Parameters of one request, as the scheduler and the devices use them. Never changed once made.
+
+    Names are those of SamplingParams; fields of SamplingFields are described there.
+
+    Attributes:
+      min_tokens: no stop token ends the request before it has so many.
+      logprobs, prompt_logprobs: entries to report for each token, None for none.
+      prompt_logprob_start: prompt tokens up to this one, counted from 0, have no entries; only with prompt_logprobs.
+      logprob_token_ids: tokens to report in addition, only with logprobs.
+      prompt_logprob_token_ids: likewise for prompt tokens, only with prompt_logprobs.
+      return_sampling_mass: report what sampling made of each token, only with logprobs.
+      trace_decode_token_ids: the tokens that it gets, whatever it would choose; empty: it chooses.
+      routed_experts_prompt_start: prompt tokens up to this one, counted from 0, are returned without their experts.
+      logit_bias: what is added to the logits of tokens, by id.
+      allowed_token_ids: the only tokens that the request may sample; None for all.
+      bad_words: token sequences that the request must not complete.
+      grammar: what its output must keep to.
+      capture: names of what it is to get of the activations that the engine captures.
+      steer: what its tokens add to activations: names of taps, each with f32[hidden size] as bytes.
+      processors: values of all columns of each logits processor that the request uses, by its number.
+      uses_counts: one of these counts tokens.
+      reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache.
+      alignment: (first, positions): its prompt's tokens from number `first` on are aligned with the first `positions`
+        positions of its sound; None for none.
+      token_results: each prompt token's own row of results is returned.
+      kv_transfer: what it says of pages that another engine gets or has; None for nothing.
+      capabilities: features that no other field asks for.
+    """
+
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprob_start: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprob_token_ids: tuple[int, ...] = ()
+    return_sampling_mass: bool = False
+    trace_decode_token_ids: tuple[int, ...] = ()
+    routed_experts_prompt_start: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+    capture: tuple[str, ...] = ()
+    steer: tuple[tuple[str, bytes], ...] = ()
+    processors: Mapping[int, tuple[float | int | bool, ...]] = field(default_factory=dict)
+    uses_counts: bool = False
+    reads_prompt: bool = False
+    alignment: tuple[int, int] | None = None
+    token_results: bool = False
+    kv_transfer: KVTransferParams | None = None
+    capabilities: int = 0
+
+    @cached_property
+    def has_long_bad_words(self) -> bool:
+        """Whether some bad word has several tokens, so that earlier tokens decide whether its last one is forbidden."""
+        return any(len(word) > 1 for word in self.bad_words)
+
+    @cached_property
+    def steer_digest(self) -> bytes:
+        """Return the SHA-256 of `steer`. It may cover megabytes, and is computed once for the n outputs that share
+        these params.
+        """
+        digest = hashlib.sha256()
+        for at, values in self.steer:
+            digest.update(f"{at} {len(values)} ".encode() + values)
+        return digest.digest()
+
+    @property
+    def given_token_ids(self) -> tuple[int, ...]:
+        """Return the token ids whose logprobs are reported in addition: those for output tokens, then those for prompt
+        tokens.
+        """
+        return (*self.logprob_token_ids, *self.prompt_logprob_token_ids)
+
+    @property
+    def most_cached(self) -> int | None:
+        """Return how many leading prompt tokens may come from the prefix cache; None for all."""
+        if self.reads_prompt:
+            return 0
+        return None if self.prompt_logprobs is None else self.prompt_logprob_start
+
+    @cached_property
+    def features(self) -> int:
+        """Return the optional parts of a step that a request with these parameters needs: bits of this module (BIAS,
+        MASK, ...) and of sampling_fields, 0 for none. ADAPTER is not among them.
+        """
+        biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
+        wanted = (
+            *((row.feature, getattr(self, name) not in (row.neutral, row.off)) for name, row in ROWS.items()),
+            (PENALTIES, self.uses_counts),
+            (BIAS, biased),
+            (MASK, self.grammar is not None),
+            (LOGPROBS, self.logprobs is not None),
+            (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
+            (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
+        )
+        own = sum(PROCESSOR << number for number in self.processors)
+        return reduce(or_, (feature for feature, needed in wanted if needed), self.capabilities | own)
+
+
+def row_words(params: SamplingFields, seed: int) -> tuple[int, ...]:
+    """Return the values of COLUMNS for a request, the 32 bits of each as an int32; one below its Row.least becomes
+    that.
+
+    seed: any 64-bit integer, signed or not; its low half comes first. Raises struct.error or OverflowError for a value
+    beyond 32 bits.
+    """
+    values = (max(getattr(params, name), row.least) for name, row in ROWS.items())
+    return _WORDS.unpack(_PACKED.pack(*values, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))

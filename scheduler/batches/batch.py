@@ -1,0 +1,166 @@
+"""Messages between scheduler and engine: the rows that a step computes, and the results that came of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxengine.scheduler.base.request import Request
+
+
+class PageDeltas(NamedTuple):
+    """Page-table entries written since the last step: rows (group * max_num_seqs + slot), columns and page ids, i32[n]
+    each.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    pages: np.ndarray
+
+    @staticmethod
+    def concatenate(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> PageDeltas:
+        """Join (rows, columns, pages) of several writes, in order; three empty i32 arrays for none."""
+        if not parts:
+            empty = np.empty(0, np.int32)
+            return PageDeltas(empty, empty, empty)
+        return PageDeltas(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """Rows of one replica in a step, decodes first, n rows.
+
+    Attributes:
+      slots: i64[n], the replica's slot of each row.
+      num_scheduled, start, sample: i32[n], i32[n], bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
+      epochs: i64[n], Slots.epoch of each slot, by which results that come too late for its owner are recognised.
+      num_rows: n.
+      num_tokens: sum of num_scheduled.
+      num_decode: number of leading rows whose first token is the one sampled last; the others are to be verified.
+      decode_token_ids: i32, tokens of the decodes, -1 where the device knows the token or proposes it; None if all are
+        -1.
+      token_ids: for each row after the decodes, its i32 token ids.
+      next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
+      deltas: page-table entries that the device does not have yet.
+      admitted: requests that took a slot in this step.
+      sections: data of extensions for the engine, by capability; extensions without data have no entry.
+      message: data of extensions for the device: i32[n, num_tokens], a message section of the capability's name.
+      choice: i32[n], the message's `sample` field where it holds more than the `sample` attribute
+        (jaxengine.models.forward_batch.StepLayout).
+      features: union of the features of the rows; PROMPT_FEATURES only where a known prompt token follows one of the
+        step's.
+    """
+
+    slots: np.ndarray
+    num_scheduled: np.ndarray
+    start: np.ndarray
+    sample: np.ndarray
+    epochs: np.ndarray
+    num_rows: int
+    num_tokens: int
+    num_decode: int
+    decode_token_ids: np.ndarray | None
+    token_ids: list[np.ndarray]
+    next_tokens: list[int]
+    deltas: PageDeltas
+    admitted: list[Request]
+    features: int
+    sections: dict[str, Any] = field(default_factory=dict)
+    message: dict[str, np.ndarray] = field(default_factory=dict)
+    choice: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """One step: a batch for each replica, possibly empty. It is dispatched if any replica has rows.
+
+    Attributes:
+      expired: requests that ended in this step because their deadline had passed or their values fit no column.
+      num_rows, num_tokens: of all replicas.
+      features: union over the replicas, which all take the same branches.
+      has_sections: some replica fills message sections of extensions.
+      width: the most tokens of any decode, over all replicas; a step with more than 1 has no rows but decodes.
+    """
+
+    batches: list[ScheduledBatch]
+    expired: list[Request]
+    width: int = 1
+    num_rows: int = field(init=False)
+    num_tokens: int = field(init=False)
+    features: int = field(init=False)
+    has_sections: bool = field(init=False)
+
+    def __post_init__(self):
+        """Set the fields that follow from `batches`: sums of rows and tokens, union of features, has_sections."""
+        self.num_rows = self.num_tokens = self.features = 0
+        self.has_sections = False
+        for batch in self.batches:
+            self.num_rows += batch.num_rows
+            self.num_tokens += batch.num_tokens
+            self.features |= batch.features
+            self.has_sections |= bool(batch.message)
+
+
+class TokenScores(NamedTuple):
+    """Logprobs of n tokens.
+
+    Attributes:
+      logprobs: f32[n].
+      ranks: i32[n], the token's place among all by logprob; 1 is the most likely.
+      top_ids, top_logprobs: i32[n, k], f32[n, k], best first.
+      given_logprobs: f32[n, g], of a request's logprob_token_ids in its order, then unused columns; g is 0 where no
+        request has any. In an engine with return_sampling_mass the last columns are the values that it reports.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    given_logprobs: np.ndarray
+
+
+_NONE = np.empty(0, np.int64)
+
+
+class TokenRows(NamedTuple):
+    """One token of each of n requests that stream every step, as arrays, because a Python loop over requests would
+    dominate.
+
+    Attributes:
+      tags: i32[n] or i64[n], numbers by which callers know their requests.
+      token_ids: i32[n]; a negative one is no token, its request ends with an error.
+      scored: i64[m], indices of the requests that asked for logprobs; scores: their logprobs, None until they are known
+        and if nobody asked.
+      rank, rows: the replica, and i64[n], its rows in the step; meaningless once the scores are known.
+      vectors: f32[n, N], results of requests that generate no text; None for generated tokens.
+    """
+
+    tags: np.ndarray
+    token_ids: np.ndarray
+    scored: np.ndarray = _NONE
+    scores: TokenScores | None = None
+    rank: int = 0
+    rows: np.ndarray = _NONE
+    vectors: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Results of a step for the engine: ended requests, tokens of requests that stream every step, and first tokens.
+
+    Attributes:
+      finished: requests that ended. emitted: tokens of requests that stream every step.
+      followed: (request, token) of requests whose next choice depends on this token (LAST_TOKEN).
+      first_tokens: requests that got their first token.
+      num_new_tokens: tokens of all requests.
+      intervals: for every token that was not a request's first, the seconds since the one before it; f64[n] each.
+    """
+
+    finished: list[Request] = field(default_factory=list)
+    emitted: list[TokenRows] = field(default_factory=list)
+    followed: list[tuple[Request, int]] = field(default_factory=list)
+    first_tokens: list[Request] = field(default_factory=list)
+    num_new_tokens: int = 0
+    intervals: list[np.ndarray] = field(default_factory=list)

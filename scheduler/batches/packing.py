@@ -1,0 +1,174 @@
+"""Packing of a scheduled step into the flat int32 messages that its bucket's compiled step reads, one
+for each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from jaxengine.models.forward_batch import StepLayout
+from jaxengine.scheduler.base.token_params import PROMPT_FEATURES
+from jaxengine.scheduler.batches.batch import PageDeltas, ScheduledBatch, ScheduledStep
+from jaxengine.scheduler.batches.buckets import Bucket, Buckets
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Messages of one step, and the bucket they are for.
+
+    Attributes:
+      bucket: the step's bucket.
+      buffer: i32[replicas, layout.size], newly allocated, since the device may read it after the next one is written.
+        Slots in a replica's message are its own, 0 to max_num_seqs - 1; the features of the header are the same for
+        all.
+      overflow: page-table entries that did not fit and must be written before the step, by rows over all replicas.
+    """
+
+    bucket: Bucket
+    buffer: np.ndarray
+    overflow: PageDeltas
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packer of batches into messages, for one engine.
+
+    Attributes:
+      buckets: the closed set of step shapes.
+      page_size: tokens of a page; bounds the page-table entries that a step can bring.
+      num_ranks: replicas, each with a message of its own.
+      num_groups: page tables of a slot: one for each cache group, and further ones of extensions.
+      sections: function from a bucket to the shapes of further fields of its messages, by name; None for no such
+        fields.
+    """
+
+    buckets: Buckets
+    page_size: int
+    num_ranks: int = 1
+    num_groups: int = 1
+    sections: Mapping[str, Callable[[Bucket], tuple[int, ...] | None]] = field(default_factory=dict)
+
+    @cached_property
+    def layouts(self) -> dict[Bucket, StepLayout]:
+        """Return the layout of each bucket's message."""
+        return {bucket: self._layout(bucket) for bucket in self.buckets}
+
+    @property
+    def num_slots(self) -> int:
+        """Return the number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so this
+        number stands for none.
+        """
+        return self.num_ranks * self.buckets.max_num_seqs
+
+    @property
+    def num_table_rows(self) -> int:
+        """Return the number of rows of a replica's page tables. The row of a slot is group * max_num_seqs + slot, so
+        this number stands for none.
+        """
+        return self.num_groups * self.buckets.max_num_seqs
+
+    def pack(self, step: ScheduledStep) -> StepInput:
+        """Write the messages of a step of at least one row, in the smallest bucket that holds every replica's batch.
+
+        Raises ValueError if no bucket holds them or there is no row; for decodes of several tokens (step.width > 1)
+        IndexError for too many rows, KeyError for a width that the buckets lack.
+        """
+        batches = step.batches
+        num_rows = max([batch.num_rows for batch in batches])
+        if step.width > 1:
+            bucket = self.buckets.round_up_wide(num_rows, step.width)
+        else:
+            bucket = self.buckets.round_up(
+                max([batch.num_tokens for batch in batches]),
+                num_rows,
+                mixed=max([batch.num_tokens - batch.num_rows for batch in batches]) > 0,
+                prompt=step.features & PROMPT_FEATURES > 0,
+                sections=step.has_sections,
+            )
+        layout = self.layouts[bucket]
+        buffer = self._empty[bucket].copy()
+        overflow = []
+        for rank, (row, batch) in enumerate(zip(buffer, batches, strict=True)):
+            # What kernels take for decodes has one token a row.
+            num_decode = batch.num_decode if step.width == 1 else 0
+            layout.view(row, "header")[:] = batch.num_rows, num_decode, step.features
+            if batch.num_rows:
+                self._write(layout, row, batch)
+                if len(batch.deltas.rows) > layout.num_deltas:
+                    rows, columns, pages = (column[layout.num_deltas :] for column in batch.deltas)
+                    overflow.append((rows + np.int32(rank * self.num_table_rows), columns, pages))
+        return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
+
+    def nothing(self, bucket: Bucket, features: int) -> np.ndarray:
+        """Return the messages i32[replicas, size] of a step without rows in this bucket, newly allocated, with these
+        feature bits set.
+        """
+        message = self._empty[bucket].copy()
+        for own in message:
+            self.layouts[bucket].view(own, "header")[2] = features
+        return message
+
+    def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
+        """Write one replica's rows, tokens, sections, and as many new page-table entries (deltas) as fit, into its
+        message, i32[layout.size] of padding, in place. `sample` is batch.choice if there is one.
+        """
+        num_rows, first = batch.num_rows, batch.num_decode
+        slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")
+        slot[:num_rows] = batch.slots
+        num_scheduled[:num_rows] = batch.num_scheduled
+        sample[:num_rows] = batch.sample if batch.choice is None else batch.choice
+        start[:num_rows] = batch.start
+        if batch.decode_token_ids is not None:
+            layout.view(message, "token_ids")[: len(batch.decode_token_ids)] = batch.decode_token_ids
+        if first < num_rows:
+            next_token[first:num_rows] = batch.next_tokens
+            layout.view(message, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
+        for name, section in batch.message.items():
+            layout.view(message, name)[:, : batch.num_tokens] = section
+        count = min(len(batch.deltas.rows), layout.num_deltas)
+        if count:
+            layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
+
+    def _layout(self, bucket: Bucket) -> StepLayout:
+        """Return the layout of a bucket's message, with room for page-table entries of all pages that the step's tokens
+        can begin, in every group. Only a prefix-cache hit can bring more, which `pack` returns as overflow.
+        """
+        num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
+        if not bucket.decode_only and bucket.width == 1:
+            num_deltas += bucket.num_tokens // self.page_size
+        shapes = ((name, shape_of(bucket)) for name, shape_of in self.sections.items())
+        sections = tuple((name, shape) for name, shape in shapes if shape is not None)
+        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas, sections)
+
+    @cached_property
+    def _empty(self) -> dict[Bucket, np.ndarray]:
+        """Return, for each bucket, the messages i32[replicas, size] of a step without rows: padding only, all token ids
+        -1.
+        """
+        messages = {}
+        for bucket, layout in self.layouts.items():
+            message = np.full(layout.size, -1, np.int32)
+            layout.view(message, "header")[:] = 0
+            slot, num_scheduled, _, sample, _ = layout.view(message, "rows")
+            slot[:] = self.buckets.max_num_seqs
+            num_scheduled[:] = sample[:] = 0
+            layout.view(message, "deltas")[:] = [[self.num_table_rows], [0], [0]]
+            messages[bucket] = np.tile(message, (self.num_ranks, 1))
+        return messages
+
+
+def delta_chunks(deltas: PageDeltas, size: int, padding_row: int) -> Iterator[np.ndarray]:
+    """Split page-table deltas into messages i32[3, size] of rows, columns and pages; none for no deltas.
+
+    The last one is padded with entries of `padding_row` (a row that no page table has), column 0 and page 0.
+    """
+    for first in range(0, len(deltas.rows), size):
+        chunk = np.zeros((3, size), np.int32)
+        chunk[0] = padding_row
+        columns = [column[first : first + size] for column in deltas]
+        chunk[:, : len(columns[0])] = columns
+        yield chunk
