@@ -41,7 +41,9 @@ MODULES: dict[str, str] = {
     "logprobs": "Logprob FlatLogprobs",
     "lora.request": "LoRARequest",
     "multimodal.image": "convert_image_mode=jaxengine.media.fetching.pil_images:",
-    "multimodal.utils": "fetch_image=jaxengine.media.fetching.pil_images: encode_image_url=jaxengine.media.fetching.pil_images:",
+    "multimodal.utils": (
+        "fetch_image=jaxengine.media.fetching.pil_images: encode_image_url=jaxengine.media.fetching.pil_images:"
+    ),
     "outputs": _OUTPUTS,
     "platforms": "current_platform=jaxengine.api.example_helpers:",
     "pooling_params": "PoolingParams",

@@ -196,7 +196,8 @@ class Rank:
         Takes the page tables' deltas; with several micro-batches it notes the step's number in Slots.last_step.
         """
         s, decodes = self.slots, self.decodes
-        # Long chunks come last: the model may attend to their keys in another form (jaxengine.models.layers.attention.mla_made).
+        # Long chunks come last: the model may attend to their keys in another form
+        # (jaxengine.models.layers.attention.mla_made).
         prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
         ones, unset, chosen = self._decode_columns

@@ -17,7 +17,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Packages are folders of the repository; all but the first are linked into it and imported as jaxengine.NAME.
 PACKAGES = ("jaxengine", "pallas_kernels", "sharding", "scheduler", "models")
-MAX_LINES, MAX_FUNCTION, MAX_METHODS = 500, 60, 20
+MAX_LINES, MAX_FUNCTION, MAX_METHODS, MAX_FILES = 500, 60, 20, 14
+# Folders with a file for each member of a registry, as many as there are members.
+ONE_EACH = {
+    "benchmarks/client_cases",
+    "jaxengine/engine/extensions",
+    "jaxengine/media/processors",
+    "models/families",
+    "models/vision",
+}
 # Larger ones, to be made smaller.
 LARGE = {
     "jaxengine.api.async_llm.AsyncLLM",
@@ -201,7 +209,9 @@ def test_outside_imports_are_declared_and_fit_the_room():
 
 
 def test_no_circular_imports():
-    modules = sources()
+    modules = dict(sources())
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        modules[".".join(path.relative_to(ROOT).with_suffix("").parts)] = (path, ast.parse(path.read_text()))
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for module, (_, tree) in modules.items():
         for name, _ in imports(tree):
@@ -221,6 +231,17 @@ def test_no_file_is_long():
     lines = {path: len(path.read_text().splitlines()) for path in written}  # protoc writes the others
     long = {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MAX_LINES}
     assert lines and not long, f"longer than {MAX_LINES} lines: {long}"
+
+
+def test_folders_have_few_files():
+    counts: dict[str, int] = {}
+    for folder in (*PACKAGES, "benchmarks", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "__init__.py" and "_pb2" not in path.name:
+                name = str(path.parent.relative_to(ROOT))
+                counts[name] = counts.get(name, 0) + 1
+    crowded = {name: count for name, count in counts.items() if count > MAX_FILES and name not in ONE_EACH}
+    assert counts and not crowded, f"more than {MAX_FILES} files, divide them by what they are about: {crowded}"
 
 
 def test_functions_and_classes_are_small():

@@ -21,17 +21,18 @@ __all__ = ["chat_model"]
 ROOT = Path(__file__).resolve().parents[1]
 NUM_CALLS = 85
 STEP = """
-    api/core.py engine/engine.py engine/slot_rows.py engine/stats.py engine/timeline.py engine/metrics.py
+    api/core.py engine/engine.py engine/slot_rows.py engine/stats/stats.py engine/stats/timeline.py engine/metrics.py
     models/forward_batch.py
     runner/compile_watch.py runner/model_runner.py runner/stage_runner.py runner/programs/pending_step.py
-    scheduler/batches/batch.py scheduler/batches/buckets.py scheduler/batches/packing.py scheduler/pages/groups.py scheduler/pages/page_pool.py
-    scheduler/rank.py scheduler/batches/results.py scheduler/scheduler.py scheduler/batches/slots.py
+    scheduler/batches/batch.py scheduler/batches/buckets.py scheduler/batches/packing.py scheduler/batches/results.py
+    scheduler/batches/slots.py scheduler/pages/groups.py scheduler/pages/page_pool.py scheduler/rank.py
+    scheduler/scheduler.py
 """
 REQUEST = f"""
     {STEP}
     api/fair_lock.py api/llm.py engine/extensions/build.py
-    requests/inputs.py requests/detokenizer.py requests/options.py requests/output_processor.py
-    requests/sampling_params.py
+    requests/inputs.py requests/output/detokenizer.py requests/output/output_processor.py requests/params/options.py
+    requests/params/sampling_params.py
     runner/executables/layer_chain.py tokens/tokenizer.py
     scheduler/policy/waiting.py scheduler/base/request.py scheduler/base/token_params.py
 """
@@ -44,8 +45,9 @@ SPINE = """
     jaxengine/runner/programs/step.py jaxengine/runner/programs/step_programs.py jaxengine/runner/stage_runner.py
     jaxengine/sampling/sampler.py jaxengine/sampling/state.py
     models/build.py models/causal_lm.py models/forward_batch.py models/layers/decoder.py
-    scheduler/batches/batch.py scheduler/batches/buckets.py scheduler/base/config.py scheduler/batches/packing.py scheduler/rank.py
-    scheduler/base/request.py scheduler/batches/results.py scheduler/scheduler.py scheduler/batches/slots.py scheduler/base/token_params.py
+    scheduler/base/config.py scheduler/base/request.py scheduler/base/token_params.py scheduler/batches/batch.py
+    scheduler/batches/buckets.py scheduler/batches/packing.py scheduler/batches/results.py scheduler/batches/slots.py
+    scheduler/rank.py scheduler/scheduler.py
 """
 # Capability -> its words, and the files of the spine that have any of them.
 NAMED = {

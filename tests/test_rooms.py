@@ -12,8 +12,8 @@ import pytest
 
 from tests.test_architecture import imports, sources, where
 
-# Files that stand apart from the others of their folder: above them, for they put the folder's parts together, or
-# below, for the parts are made of them.
+# Rooms are written without "jaxengine.". Files that stand apart from the others of their folder: above them, for they
+# put the folder's parts together, or below, for the parts are made of them.
 APART = {
     "jaxengine:base": (
         "jaxengine.version",
@@ -25,52 +25,33 @@ APART = {
         "jaxengine.turns",
     ),
     "jaxengine:main": ("jaxengine.__main__",),
-    "jaxengine.engine:loop": (
+    "engine:loop": (
         "jaxengine.engine.engine",
         "jaxengine.engine.metrics",
         "jaxengine.engine.prefixes",
         "jaxengine.engine.status",
     ),
-    "jaxengine.media:what": (
-        "jaxengine.media.base.processor",
-        "jaxengine.media.base.frames",
-        "jaxengine.media.base.samples",
-        "jaxengine.media.base.errors",
-    ),
-    "jaxengine.media:registry": (
-        "jaxengine.media.registry",
-        "jaxengine.media.open",
-    ),
-    "jaxengine.server:entries": (
-        "jaxengine.server.command",
-        "jaxengine.server.ray_serve",
-    ),
-    "jaxengine.server.batch:base": (
+    "server.batch:base": (
         "jaxengine.server.batch.folder",
         "jaxengine.server.batch.lines",
         "jaxengine.server.batch.results",
         "jaxengine.server.batch.store",
     ),
-    "jaxengine.server.http:app": (
+    "server.http:app": (
         "jaxengine.server.http.app",
         "jaxengine.server.http.tokenize",
     ),
-    "jaxengine.rl:bridges": ("jaxengine.rl.tunix", "jaxengine.rl.marin", "jaxengine.rl.marin_serving"),
-    "jaxengine.runner:base": (
-        "jaxengine.runner.base.card",
-        "jaxengine.runner.base.extension",
-        "jaxengine.runner.base.fetched",
-        "jaxengine.runner.base.memory",
-        "jaxengine.runner.base.program",
-        "jaxengine.runner.base.device_state",
-        "jaxengine.runner.base.forward_pass",
+    "rl:bridges": (
+        "jaxengine.rl.tunix",
+        "jaxengine.rl.marin",
+        "jaxengine.rl.marin_serving",
     ),
-    "jaxengine.runner.extensions:build": (
+    "runner.extensions:build": (
         "jaxengine.runner.extensions.build",
         "jaxengine.runner.extensions.settle",
     ),
-    "jaxengine.models:registry": ("jaxengine.models.registry",),
-    "jaxengine.pallas_kernels:base": (
+    "models:registry": ("jaxengine.models.registry",),
+    "pallas_kernels:base": (
         "jaxengine.pallas_kernels.cards",
         "jaxengine.pallas_kernels.registry",
         "jaxengine.pallas_kernels.tuning",
@@ -83,339 +64,339 @@ APART = {
         "jaxengine.pallas_kernels.tuned",
         "jaxengine.pallas_kernels.tuned_products",
     ),
-    "jaxengine.scheduler:loop": (
-        "jaxengine.scheduler.scheduler",
-        "jaxengine.scheduler.scheduler_extension",
-        "jaxengine.scheduler.rank",
-        "jaxengine.scheduler.extension",
-    ),
 }
 # Room -> the rooms it may import, set apart by blanks; the ground floor first.
 ROOMS = {
-    "jaxengine.sharding": "",
-    "jaxengine.pallas_kernels": "",
-    "jaxengine.pallas_kernels:base": "",
-    "jaxengine.pallas_kernels.kv": "jaxengine.pallas_kernels:base",
-    "jaxengine.pallas_kernels.matmul": "jaxengine.pallas_kernels:base",
-    "jaxengine.pallas_kernels.matmul.xla": "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul",
-    "jaxengine.pallas_kernels.matmul.cpu": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
+    "sharding": "",
+    "pallas_kernels": "",
+    "pallas_kernels:base": "",
+    "pallas_kernels.kv": "pallas_kernels:base",
+    "pallas_kernels.matmul": "pallas_kernels:base",
+    "pallas_kernels.matmul.xla": "pallas_kernels:base pallas_kernels.matmul",
+    "pallas_kernels.matmul.cpu": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla",
+    "pallas_kernels.matmul.native": "pallas_kernels.matmul pallas_kernels.matmul.cpu",
+    "pallas_kernels.matmul.tpu": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla",
+    "pallas_kernels.matmul.blackwell": "",
+    "pallas_kernels.matmul.hopper": (
+        "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla pallas_kernels.matmul.blackwell"
     ),
-    "jaxengine.pallas_kernels.matmul.native": "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.cpu",
-    "jaxengine.pallas_kernels.matmul.tpu": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
+    "pallas_kernels.matmul.triton": "pallas_kernels:base pallas_kernels.matmul pallas_kernels.matmul.xla",
+    "pallas_kernels.state": "pallas_kernels:base",
+    "pallas_kernels.attention": "pallas_kernels:base pallas_kernels.kv",
+    "pallas_kernels.attention.xla": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
+    "pallas_kernels.attention.tpu": (
+        "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention pallas_kernels.attention.xla"
     ),
-    "jaxengine.pallas_kernels.matmul.blackwell": "",
-    "jaxengine.pallas_kernels.matmul.hopper": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla "
-        "jaxengine.pallas_kernels.matmul.blackwell"
+    "pallas_kernels.attention.hopper": (
+        "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention pallas_kernels.attention.xla"
     ),
-    "jaxengine.pallas_kernels.matmul.triton": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.matmul.xla"
+    "pallas_kernels.attention.blackwell": "pallas_kernels.attention.hopper",
+    "pallas_kernels.attention.triton": (
+        "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention pallas_kernels.attention.xla "
+        "pallas_kernels.attention.hopper"
     ),
-    "jaxengine.pallas_kernels.state": "jaxengine.pallas_kernels:base",
-    "jaxengine.pallas_kernels.attention": "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv",
-    "jaxengine.pallas_kernels.attention.xla": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention"
+    "pallas_kernels.proof": "pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.attention",
+    "models.params": "sharding",
+    "models.config": "",
+    "models.config.readers": "models.params models.config",
+    "models.quantization.base": (
+        "sharding pallas_kernels:base pallas_kernels.matmul models.params models.config models.config.readers"
     ),
-    "jaxengine.pallas_kernels.attention.tpu": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
-        "jaxengine.pallas_kernels.attention.xla"
+    "models.quantization.schemes": "pallas_kernels.matmul models.params models.config models.quantization.base",
+    "models.quantization": "models.quantization.base models.quantization.schemes",
+    "models": (
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.state "
+        "pallas_kernels.attention pallas_kernels.proof models.params models.config models.config.readers "
+        "models.quantization.base models.quantization.schemes models.quantization"
     ),
-    "jaxengine.pallas_kernels.attention.hopper": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
-        "jaxengine.pallas_kernels.attention.xla"
+    "models.layers.base": "sharding pallas_kernels.kv pallas_kernels.matmul models.params models.config models",
+    "models.layers.attention": (
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.params models.config "
+        "models.quantization.base models.quantization models models.layers.base"
     ),
-    "jaxengine.pallas_kernels.attention.blackwell": "jaxengine.pallas_kernels.attention.hopper",
-    "jaxengine.pallas_kernels.attention.triton": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.attention "
-        "jaxengine.pallas_kernels.attention.xla jaxengine.pallas_kernels.attention.hopper"
+    "models.layers.experts": (
+        "sharding pallas_kernels:base pallas_kernels.matmul models.params models.config models.quantization.base "
+        "models.quantization models models.layers.base"
     ),
-    "jaxengine.pallas_kernels.proof": (
-        "jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv jaxengine.pallas_kernels.matmul "
-        "jaxengine.pallas_kernels.attention"
+    "models.layers.states": (
+        "sharding pallas_kernels.state models.params models.config models models.layers.base models.layers.attention"
     ),
-    "jaxengine.models.params": "jaxengine.sharding",
-    "jaxengine.models.config": "jaxengine.models.params",
-    "jaxengine.models.quantization": (
-        "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.matmul jaxengine.models.params "
-        "jaxengine.models.config"
+    "models.layers": (
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.params models.config "
+        "models.config.readers models.quantization models models.layers.base models.layers.attention "
+        "models.layers.experts"
     ),
-    "jaxengine.models": (
-        "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv "
-        "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.state jaxengine.pallas_kernels.attention "
-        "jaxengine.pallas_kernels.proof "
-        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization"
+    "models.vision.base": "models.params models.config models.quantization models models.layers.base",
+    "models.vision": "models.params models.config models models.layers.base models.vision.base",
+    "models.sound": ("models.params models.config models models.layers.base models.vision.base models.vision"),
+    "models.families": (
+        "pallas_kernels.kv models.params models.config models.config.readers models models.layers.base "
+        "models.layers.attention models.layers.experts models.layers.states models.layers models.vision "
+        "models.sound"
     ),
-    "jaxengine.models.layers": (
-        "jaxengine.sharding jaxengine.pallas_kernels:base jaxengine.pallas_kernels.kv "
-        "jaxengine.pallas_kernels.matmul jaxengine.pallas_kernels.state jaxengine.pallas_kernels.attention "
-        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models"
+    "models:registry": (
+        "sharding models.params models.config models.config.readers models.quantization models models.layers "
+        "models.families"
     ),
-    "jaxengine.models.vision": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
-        "jaxengine.models.layers"
+    "models.weights.views": "sharding models.params models.quantization.base models",
+    "models.weights.formats": "models.params models models.weights.views",
+    "models.weights.gguf": (
+        "models.params models.quantization.base models.quantization.schemes models models.weights.views"
     ),
-    "jaxengine.models.sound": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
-        "jaxengine.models.vision"
+    "models.weights.adapters": (
+        "sharding models.params models.config models.config.readers models models.weights.views models.weights.formats"
     ),
-    "jaxengine.models.families": (
-        "jaxengine.pallas_kernels.kv jaxengine.models.params jaxengine.models.config jaxengine.models "
-        "jaxengine.models.layers jaxengine.models.vision jaxengine.models.sound"
+    "models.weights": (
+        "sharding models.params models.config models.quantization.base models models.weights.views "
+        "models.weights.formats"
     ),
-    "jaxengine.models:registry": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
-        "jaxengine.models jaxengine.models.layers jaxengine.models.families"
-    ),
-    "jaxengine.models.weights.views": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.quantization jaxengine.models"
-    ),
-    "jaxengine.models.weights.formats": "jaxengine.models.params jaxengine.models jaxengine.models.weights.views",
-    "jaxengine.models.weights.gguf": (
-        "jaxengine.models.params jaxengine.models.quantization jaxengine.models jaxengine.models.weights.views"
-    ),
-    "jaxengine.models.weights.adapters": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config "
-        "jaxengine.models jaxengine.models.weights.views jaxengine.models.weights.formats"
-    ),
-    "jaxengine.models.weights": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
-        "jaxengine.models jaxengine.models.weights.views jaxengine.models.weights.formats"
-    ),
-    "jaxengine.scheduler": "jaxengine.models",
-    "jaxengine.scheduler.pages": "jaxengine.scheduler",
-    "jaxengine.scheduler.policy": "jaxengine.scheduler",
-    "jaxengine.scheduler:loop": "jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler.policy",
-    "jaxengine.scheduler.extensions": (
-        "jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop"
-    ),
+    "scheduler.base": "",
+    "scheduler.batches": "models scheduler.base",
+    "scheduler.pages": "scheduler.base",
+    "scheduler.policy": "scheduler.base",
+    "scheduler": "scheduler.base scheduler.batches scheduler.pages scheduler.policy",
+    "scheduler.extensions": "models scheduler.base scheduler.batches scheduler.pages scheduler",
     "jaxengine:base": "",
-    "jaxengine.workers": "jaxengine:base",
-    "jaxengine.grammars": "jaxengine.scheduler jaxengine.workers",
-    "jaxengine.sampling": "jaxengine.sharding jaxengine.scheduler",
-    "jaxengine.tokens.vocabularies": "jaxengine.models.params",
-    "jaxengine.tokens": ("jaxengine.models.params jaxengine.scheduler jaxengine.workers jaxengine.tokens.vocabularies"),
-    "jaxengine.config": (
-        "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.scheduler "
-        "jaxengine.scheduler.extensions jaxengine:base"
+    "workers": "jaxengine:base",
+    "grammars": "scheduler.base workers",
+    "sampling": "sharding scheduler.base",
+    "tokens.vocabularies": "models.params",
+    "tokens": "models.params scheduler.base workers tokens.vocabularies",
+    "config.base": "models",
+    "config.execution": "models.config scheduler.batches config.base",
+    "config.features": "models.config models.config.readers scheduler.base config.base",
+    "config.inputs": "models.config config.base",
+    "config.kv": "models.config models config.base",
+    "config": (
+        "sharding models.config scheduler.base scheduler.batches scheduler.extensions jaxengine:base config.base "
+        "config.execution config.features config.inputs config.kv"
     ),
-    "jaxengine.media:what": "jaxengine.scheduler jaxengine.config",
-    "jaxengine.media.processors": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine.media:what"
+    "media.base": "scheduler.base config.inputs",
+    "media.processors": "models.params models.config scheduler.base media.base",
+    "media.decoding": "models.params config.inputs media.base",
+    "media.fetching": "jaxengine:base config.inputs config media.base media.decoding",
+    "drafts": "config.features",
+    "checkpoint": (
+        "models.params models.config models.config.readers models.quantization.base models.quantization.schemes "
+        "models.quantization models models:registry models.weights.views models.weights.formats "
+        "models.weights.gguf models.weights.adapters models.weights scheduler.base tokens config.base "
+        "config.execution config.features config.inputs config"
     ),
-    "jaxengine.media": (
-        "jaxengine.models.params jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.media:what"
+    "media": (
+        "models.config models.config.readers scheduler.base jaxengine:base config.inputs media.base "
+        "media.processors media.decoding media.fetching"
     ),
-    "jaxengine.drafts": "jaxengine.config",
-    "jaxengine.checkpoint": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.models.quantization jaxengine.models "
-        "jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
-        "jaxengine.models.weights.adapters jaxengine.models.weights.gguf jaxengine.models.weights jaxengine.scheduler "
-        "jaxengine.tokens jaxengine.config"
+    "parsers.scan": "jaxengine:base",
+    "parsers.reasoning": "parsers.scan",
+    "parsers.tools": "jaxengine:base parsers.scan",
+    "parsers": "config parsers.scan parsers.reasoning parsers.tools",
+    "records": "models",
+    "tiers": "",
+    "runner.base": "sharding models scheduler.batches scheduler.pages sampling config.base config",
+    "runner.executables": "models models.layers config.base config",
+    "runner.programs": (
+        "sharding models models.layers.attention scheduler.base scheduler.batches sampling runner.base "
+        "runner.executables"
     ),
-    "jaxengine.media:registry": "jaxengine.models.config jaxengine.media:what jaxengine.media.processors",
-    "jaxengine.parsers": "jaxengine:base jaxengine.config",
-    "jaxengine.records": "jaxengine.models",
-    "jaxengine.tiers": "",
-    "jaxengine.runner:base": (
-        "jaxengine.sharding jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.sampling "
-        "jaxengine.config"
+    "runner.extensions.pooling": (
+        "sharding models.config models models.layers.attention models.layers runner.base runner.programs"
     ),
-    "jaxengine.runner.executables": "jaxengine.models jaxengine.models.layers jaxengine.config",
-    "jaxengine.runner.programs": (
-        "jaxengine.sharding jaxengine.models jaxengine.models.layers jaxengine.scheduler jaxengine.sampling "
-        "jaxengine.runner:base jaxengine.runner.executables"
+    "runner.extensions": (
+        "sharding models.config models models.layers.base models.layers scheduler.base scheduler.batches "
+        "scheduler.pages sampling config.features config records runner.base runner.executables runner.programs"
     ),
-    "jaxengine.runner.extensions": (
-        "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
-        "jaxengine.scheduler.pages jaxengine.sampling jaxengine.config jaxengine.records jaxengine.runner:base "
-        "jaxengine.runner.executables jaxengine.runner.programs"
+    "runner.extensions.adapters": (
+        "models.params models models.layers.base models.weights.adapters scheduler.base scheduler.batches "
+        "scheduler.extensions checkpoint runner.base runner.programs"
     ),
-    "jaxengine.runner.extensions.adapters": (
-        "jaxengine.models.params jaxengine.models jaxengine.models.layers jaxengine.models.weights.adapters "
-        "jaxengine.scheduler jaxengine.scheduler.extensions jaxengine.checkpoint jaxengine.runner:base "
-        "jaxengine.runner.programs"
+    "runner.extensions.pictures": (
+        "sharding models.config models models.layers scheduler.base scheduler.batches scheduler.extensions "
+        "runner.base runner.programs"
     ),
-    "jaxengine.runner.extensions.pictures": (
-        "jaxengine.sharding jaxengine.models.config jaxengine.models jaxengine.models.layers jaxengine.scheduler "
-        "jaxengine.scheduler.extensions jaxengine.runner:base jaxengine.runner.programs"
+    "runner.extensions.sounds": (
+        "sharding models models.layers.attention scheduler.base scheduler.batches scheduler.extensions sampling "
+        "runner.base runner.programs runner.extensions.pictures"
     ),
-    "jaxengine.runner.extensions.sounds": (
-        "jaxengine.sharding jaxengine.models jaxengine.models.layers jaxengine.scheduler "
-        "jaxengine.scheduler.extensions jaxengine.sampling jaxengine.runner:base jaxengine.runner.programs "
-        "jaxengine.runner.extensions.pictures"
+    "runner.extensions.drafts": (
+        "sharding models.params models.config models.config.readers models models.layers.base "
+        "models.layers.attention models.layers models:registry models.weights.formats scheduler.batches "
+        "scheduler.extensions sampling config.base config.features config drafts checkpoint runner.base "
+        "runner.executables runner.programs"
     ),
-    "jaxengine.runner.extensions.drafts": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models.layers "
-        "jaxengine.models:registry jaxengine.models.weights.formats jaxengine.scheduler "
-        "jaxengine.scheduler.extensions jaxengine.sampling jaxengine.config jaxengine.drafts jaxengine.checkpoint "
-        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.programs"
+    "runner.extensions:build": (
+        "models config.base config checkpoint media runner.base runner.programs runner.extensions.pooling "
+        "runner.extensions runner.extensions.adapters runner.extensions.pictures runner.extensions.sounds "
+        "runner.extensions.drafts"
     ),
-    "jaxengine.runner.extensions:build": (
-        "jaxengine.models jaxengine.config jaxengine.checkpoint jaxengine.media:registry jaxengine.runner:base "
-        "jaxengine.runner.programs jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
-        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.sounds jaxengine.runner.extensions.drafts"
+    "runner": (
+        "sharding models.quantization.base models models.weights.views scheduler.base scheduler.batches "
+        "jaxengine:base sampling config.execution config runner.base runner.executables runner.programs"
     ),
-    "jaxengine.runner": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
-        "jaxengine.models jaxengine.models:registry jaxengine.models.weights.views jaxengine.models.weights.formats "
-        "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine.scheduler:loop "
-        "jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base "
-        "jaxengine.runner.executables jaxengine.runner.programs jaxengine.runner.extensions.drafts "
-        "jaxengine.runner.extensions:build"
+    "runner.start": (
+        "sharding models.params models.config models models:registry models.weights.views models.weights.formats "
+        "models.weights.adapters models.weights scheduler.base scheduler config.base config.execution "
+        "config.features config.kv config checkpoint runner.base runner.executables runner.programs "
+        "runner.extensions.drafts runner.extensions:build runner"
     ),
-    "jaxengine.cluster": "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.runner",
-    "jaxengine.engine": "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner.programs jaxengine.runner",
-    "jaxengine.engine.extensions": (
-        "jaxengine.models.config jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop "
-        "jaxengine.scheduler.extensions jaxengine.grammars jaxengine.config jaxengine.drafts jaxengine.records "
-        "jaxengine.tiers jaxengine.runner.extensions jaxengine.runner.extensions.adapters "
-        "jaxengine.runner.extensions.sounds jaxengine.runner jaxengine.engine"
+    "runner.weights": (
+        "sharding models.params models models.weights.views models.weights.formats models.weights.adapters "
+        "models.weights scheduler.base config.features checkpoint runner.base runner.extensions.drafts runner"
     ),
-    "jaxengine.engine:loop": (
-        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.runner jaxengine.engine jaxengine.engine.extensions"
+    "cluster": ("scheduler.batches jaxengine:base config.base config runner runner.start runner.weights"),
+    "engine.stats": "scheduler.base scheduler.batches scheduler",
+    "engine": "scheduler.base scheduler.batches scheduler runner.programs runner engine.stats",
+    "engine.extensions.offload": (
+        "scheduler.base scheduler.batches scheduler.pages scheduler scheduler.extensions config.base config tiers "
+        "runner.extensions runner runner.weights engine.stats engine"
     ),
-    "jaxengine.requests.structured": "jaxengine.scheduler jaxengine:base",
-    "jaxengine.requests.media": (
-        "jaxengine.models.config jaxengine.models.weights.formats jaxengine.scheduler jaxengine.config "
-        "jaxengine.media:what jaxengine.media jaxengine.media.processors"
+    "engine.extensions.pooling": "scheduler.base scheduler.batches engine",
+    "engine.extensions.weights": "scheduler.base scheduler scheduler.extensions runner.weights engine.stats engine",
+    "engine.extensions": (
+        "models.config scheduler.base scheduler.batches scheduler.pages scheduler scheduler.extensions grammars "
+        "config.base config.features config.kv drafts records tiers runner.extensions.adapters "
+        "runner.extensions.sounds runner runner.weights engine.stats engine engine.extensions.offload "
+        "engine.extensions.pooling engine.extensions.weights"
     ),
-    "jaxengine.requests.pooling": "jaxengine.scheduler jaxengine.config",
-    "jaxengine.requests": (
-        "jaxengine.models.config jaxengine.scheduler jaxengine.tokens jaxengine.config jaxengine.media "
-        "jaxengine.checkpoint jaxengine.media:registry jaxengine.parsers jaxengine.engine "
-        "jaxengine.requests.structured jaxengine.requests.media jaxengine.requests.pooling"
+    "engine:loop": "scheduler.base scheduler runner runner.start engine.stats engine engine.extensions",
+    "requests.structured": "scheduler.base jaxengine:base",
+    "requests.media": (
+        "models.config models.weights.formats scheduler.base config.inputs config media.base media.processors media"
     ),
-    "jaxengine.rl": (
-        "jaxengine.models jaxengine.models.layers jaxengine.models.weights.formats jaxengine.sampling jaxengine:base "
-        "jaxengine.requests"
+    "requests.pooling": "scheduler.base config.features",
+    "requests.params": (
+        "models.config scheduler.base config.kv config checkpoint parsers.scan requests.structured requests.pooling"
     ),
-    "jaxengine.check": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
-        "jaxengine.models jaxengine.models.layers jaxengine.models:registry jaxengine.models.weights.adapters "
-        "jaxengine.scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
-        "jaxengine.runner:base jaxengine.runner.executables jaxengine.runner.extensions "
-        "jaxengine.runner.extensions.pictures jaxengine.runner.extensions.drafts jaxengine.runner.extensions:build "
-        "jaxengine.runner"
+    "requests.output": "scheduler.base tokens engine requests.pooling requests.params",
+    "requests": (
+        "models.config scheduler.base tokens config.features config checkpoint media requests.media "
+        "requests.pooling requests.params requests.output"
     ),
-    "jaxengine.plan": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models jaxengine.models:registry "
-        "jaxengine.models.weights jaxengine.scheduler jaxengine.scheduler.pages jaxengine:base "
-        "jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner:base jaxengine.runner.executables "
-        "jaxengine.runner.programs jaxengine.runner.extensions.pictures jaxengine.runner.extensions:build "
-        "jaxengine.runner jaxengine.check"
+    "rl": (
+        "models.config models models.layers.base models.layers models:registry models.weights.formats "
+        "models.weights jaxengine:base sampling config checkpoint requests.params requests.output"
     ),
-    "jaxengine.api": (
-        "jaxengine.models.config jaxengine.models.quantization jaxengine.models jaxengine.models:registry "
-        "jaxengine.models.weights jaxengine.rl jaxengine.scheduler jaxengine.config jaxengine.checkpoint "
-        "jaxengine.runner jaxengine.plan jaxengine.cluster jaxengine.engine jaxengine.engine:loop "
-        "jaxengine.requests.pooling jaxengine.requests"
+    "check.compiled": (
+        "sharding models.config models.quantization.base models.layers.base models.layers.states scheduler.batches "
+        "sampling"
     ),
-    "jaxengine.rl:bridges": (
-        "jaxengine.models jaxengine.models.layers jaxengine.rl jaxengine.engine jaxengine.runner jaxengine.requests "
-        "jaxengine.api"
+    "check.model": (
+        "sharding models.params models.config models.config.readers models models.layers.base "
+        "models.layers.attention models.layers.experts models.layers models:registry models.weights.adapters "
+        "scheduler.batches sampling config.base config.features config.inputs config checkpoint runner.extensions "
+        "runner.extensions.pictures runner.extensions.drafts runner.extensions:build runner.start check.compiled"
     ),
+    "check": (
+        "sharding models.config models.quantization.base models jaxengine:base config.base config runner.base "
+        "runner.executables check.compiled check.model"
+    ),
+    "plan": (
+        "sharding models.params models.config models models:registry models.weights scheduler.batches "
+        "scheduler.pages jaxengine:base sampling config.base config checkpoint runner.base runner.executables "
+        "runner.programs runner.extensions.pictures runner.extensions:build runner runner.start check.model check"
+    ),
+    "api": (
+        "models.config models.quantization.base scheduler.base config.execution config.features config runner "
+        "runner.start runner.weights cluster engine.stats engine engine:loop requests.pooling requests.params "
+        "requests.output requests plan"
+    ),
+    "rl:bridges": ("models models.layers.base runner.weights engine.stats requests.params requests.output rl api"),
     "jaxengine": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
-        "jaxengine.checkpoint jaxengine.requests.structured jaxengine.requests.pooling jaxengine.requests jaxengine.api"
+        "models.params models.config scheduler.base jaxengine:base config.base config.execution config.features "
+        "config checkpoint requests.structured requests.pooling requests.params requests.output requests rl api"
     ),
-    "jaxengine.server": (
-        "jaxengine.scheduler jaxengine.scheduler.pages jaxengine.config jaxengine.checkpoint jaxengine.parsers "
-        "jaxengine.requests.structured jaxengine.requests jaxengine.api"
+    "server.base": ("scheduler.base scheduler.pages config parsers requests.params requests.output requests api"),
+    "server.adapters": "scheduler.base config.base checkpoint requests.params api server.base",
+    "server.weights": "scheduler.base api server.base",
+    "bench": (
+        "scheduler.base scheduler.batches scheduler scheduler.extensions jaxengine:base config.base "
+        "config.features config checkpoint runner engine:loop requests.params requests.output api jaxengine"
     ),
-    "jaxengine.bench": (
-        "jaxengine.scheduler jaxengine.scheduler:loop jaxengine.scheduler.extensions jaxengine:base jaxengine.config "
-        "jaxengine.checkpoint jaxengine.runner jaxengine.engine:loop jaxengine.requests jaxengine.api jaxengine"
+    "server.link": (
+        "scheduler.base scheduler.batches config.inputs config media.base checkpoint engine engine.extensions "
+        "requests.media requests.pooling requests.params requests.output requests api server.base"
     ),
-    "jaxengine.server.link": (
-        "jaxengine.scheduler jaxengine.config jaxengine.media:what jaxengine.checkpoint jaxengine.engine "
-        "jaxengine.engine.extensions jaxengine.requests.media jaxengine.requests.pooling jaxengine.requests "
-        "jaxengine.api jaxengine.server"
+    "server.observe": (
+        "jaxengine:base config.base config engine.stats engine:loop requests.pooling requests.params "
+        "requests.output api server.base server.adapters"
     ),
-    "jaxengine.server.observe": (
-        "jaxengine:base jaxengine.config jaxengine.engine jaxengine.engine:loop jaxengine.requests.pooling "
-        "jaxengine.requests jaxengine.api jaxengine.server"
+    "simulate": (
+        "models scheduler.base scheduler.batches scheduler.pages scheduler jaxengine:base config.base "
+        "config.execution config records runner engine.stats engine engine:loop requests.params check.model plan "
+        "api server.base"
     ),
-    "jaxengine.simulate": (
-        "jaxengine.models jaxengine.scheduler jaxengine.scheduler.pages jaxengine.scheduler:loop "
-        "jaxengine:base jaxengine.config jaxengine.records jaxengine.runner jaxengine.engine jaxengine.engine:loop "
-        "jaxengine.requests jaxengine.api jaxengine.check jaxengine.plan jaxengine.server"
+    "replay": (
+        "models scheduler.base scheduler.batches jaxengine:base config.base config checkpoint records runner.base "
+        "runner.programs runner runner.start runner.weights"
     ),
-    "jaxengine.replay": (
-        "jaxengine.models jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.records "
-        "jaxengine.runner:base jaxengine.runner.programs jaxengine.runner"
+    "server.grpc": (
+        "scheduler.base jaxengine:base config media requests.params requests.output requests api server.base "
+        "server.adapters server.weights server.observe"
     ),
-    "jaxengine.server.grpc": (
-        "jaxengine.scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.requests jaxengine.api "
-        "jaxengine.server jaxengine.server.observe"
+    "server.stored": "scheduler.base workers api",
+    "server.http.request": (
+        "scheduler.base jaxengine:base requests.params requests.output requests api server.base server.observe"
     ),
-    "jaxengine.server.stored": "jaxengine.scheduler jaxengine.workers jaxengine.api",
-    "jaxengine.server.http": (
-        "jaxengine.scheduler jaxengine:base jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.observe"
+    "server.http.answer": "requests.output server.http.request",
+    "server.http": (
+        "scheduler.base jaxengine:base requests.params requests.output requests api server.base server.adapters "
+        "server.weights server.http.request server.http.answer"
     ),
-    "jaxengine.server.http.chat": (
-        "jaxengine.scheduler jaxengine:base jaxengine.tokens jaxengine.parsers jaxengine.requests.structured "
-        "jaxengine.requests.media jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
+    "server.http.chat": (
+        "scheduler.base jaxengine:base tokens parsers.scan parsers.tools parsers requests.structured "
+        "requests.media requests.params requests.output requests api server.base server.http.request "
+        "server.http.answer server.http"
     ),
-    "jaxengine.server.http.completions": (
-        "jaxengine.scheduler jaxengine.tokens jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
+    "server.http.completions": (
+        "scheduler.base tokens requests.params requests.output requests api server.base server.http.request "
+        "server.http.answer server.http"
     ),
-    "jaxengine.server.http.responses": (
-        "jaxengine.scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
-        "jaxengine.server jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat"
+    "server.http.responses": (
+        "scheduler.base tokens media.fetching media parsers.scan parsers.tools requests.params api server.base "
+        "server.stored server.http.request server.http.answer server.http server.http.chat"
     ),
-    "jaxengine.server.http.messages": (
-        "jaxengine.scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
-        "jaxengine.server jaxengine.server.http jaxengine.server.http.chat"
+    "server.http.messages": (
+        "scheduler.base tokens media parsers.scan requests.params requests.output api server.base "
+        "server.http.request server.http.answer server.http server.http.chat"
     ),
-    "jaxengine.server.http.audio": (
-        "jaxengine.scheduler jaxengine.requests.media jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.http"
+    "server.http.audio": (
+        "scheduler.base requests.media requests.params requests.output api server.base server.http.request "
+        "server.http.answer server.http"
     ),
-    "jaxengine.server.http.pooling": (
-        "jaxengine.scheduler jaxengine.requests.pooling jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.http"
+    "server.http.pooling": (
+        "scheduler.base requests.pooling requests.params api server.base server.http.request server.http.answer "
+        "server.http"
     ),
-    "jaxengine.server.batch:base": "jaxengine.scheduler jaxengine.config jaxengine.server jaxengine.server.http",
-    "jaxengine.server.http.batches": (
-        "jaxengine.scheduler jaxengine.api jaxengine.server jaxengine.server.http jaxengine.server.batch:base"
+    "server.batch:base": "scheduler.base config.base server.base server.http.request",
+    "server.http.batches": ("scheduler.base api server.base server.http.request server.http.answer server.batch:base"),
+    "server.http:app": (
+        "scheduler.base jaxengine:base engine.stats api server.base server.adapters server.observe server.stored "
+        "server.http.request server.http.answer server.http server.http.chat server.http.completions "
+        "server.http.responses server.http.messages server.http.audio server.http.pooling server.http.batches"
     ),
-    "jaxengine.server.http:app": (
-        "jaxengine.scheduler jaxengine:base jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.observe "
-        "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
-        "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling "
-        "jaxengine.server.http.audio jaxengine.server.http.batches"
+    "server.batch": (
+        "config.base config requests.params api server.base server.adapters server.batch:base server.http:app"
     ),
-    "jaxengine.server.batch": (
-        "jaxengine.config jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.batch:base "
-        "jaxengine.server.http:app"
+    "server.processes": (
+        "models.params models.config scheduler.base jaxengine:base config.inputs config cluster engine api "
+        "server.base server.adapters server.link server.observe server.grpc server.stored server.http:app "
+        "server.batch"
     ),
-    "jaxengine.server.processes": (
-        "jaxengine.models.params jaxengine.models.config jaxengine.scheduler jaxengine:base jaxengine.config "
-        "jaxengine.cluster jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.link "
-        "jaxengine.server.observe jaxengine.server.grpc jaxengine.server.stored jaxengine.server.http:app "
-        "jaxengine.server.batch"
+    "server.ray": (
+        "scheduler.base config checkpoint requests.media requests.params requests api server.base server.adapters "
+        "server.observe server.stored server.http.request server.http.answer server.http:app server.batch"
     ),
-    "jaxengine.server.ray": (
-        "jaxengine.scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests.media jaxengine.requests "
-        "jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.stored jaxengine.server.http "
-        "jaxengine.server.http:app jaxengine.server.batch"
+    "server": (
+        "scheduler.base jaxengine:base config.kv config requests.structured requests.params requests.output api "
+        "server.base server.adapters server.observe server.batch:base server.processes server.ray"
     ),
-    "jaxengine.server:entries": (
-        "jaxengine:base jaxengine.config jaxengine.server jaxengine.server.observe jaxengine.server.batch:base "
-        "jaxengine.server.processes jaxengine.server.ray"
+    "commands": (
+        "sharding models.params models.config models.config.readers models.quantization.base models.quantization "
+        "models models:registry models.weights.formats models.weights.adapters models.weights scheduler.base "
+        "jaxengine:base config.base config media.fetching checkpoint records runner.executables "
+        "runner.extensions:build runner.start cluster requests.params requests.output check plan api bench "
+        "server.observe simulate replay server.batch server"
     ),
-    "jaxengine.commands": (
-        "jaxengine.sharding jaxengine.models.params jaxengine.models.config jaxengine.models.quantization "
-        "jaxengine.models jaxengine.models:registry jaxengine.models.weights.formats "
-        "jaxengine.models.weights.adapters jaxengine.models.weights jaxengine.scheduler jaxengine:base "
-        "jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.records jaxengine.runner.executables "
-        "jaxengine.runner.extensions:build jaxengine.runner "
-        "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
-        "jaxengine.plan jaxengine.simulate jaxengine.replay jaxengine.server:entries jaxengine.server.batch"
-    ),
-    "jaxengine:main": "jaxengine.commands",
+    "jaxengine:main": "commands",
 }
 
 
@@ -425,7 +406,8 @@ def room_of(module: str) -> str:
         if module in modules:
             return room
     path, _ = sources()[module]
-    return module if path.name == "__init__.py" else module.rpartition(".")[0]
+    folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return folder.removeprefix("jaxengine.")
 
 
 @cache

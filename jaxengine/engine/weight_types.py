@@ -12,7 +12,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 # (recompute, drop). `drop` also frees the cached prefixes at once, which no request finds in any of the modes.
 KVMode = Literal["keep", "recompute", "drop"]
 Version = int | str
-# Utilities of the engine by which a server pauses it and replaces weights, see jaxengine.engine.extensions.weights.weights.
+# Utilities of the engine by which a server pauses it and replaces weights, see
+# jaxengine.engine.extensions.weights.weights.
 WEIGHT_UTILITIES = (
     "pause_engine",
     "pause_is_there",

@@ -315,7 +315,8 @@ class StageRunner:
         """Copy the previous stage's hidden states, [replicas * T, D], to this stage's devices."""
         if not self._several_processes:
             return jax.device_put(hidden, self._ranks)
-        # Every stage has the same number of devices of each process, at the same indices (jaxengine.runner.start.devices).
+        # Every stage has the same number of devices of each process, at the same indices
+        # (jaxengine.runner.start.devices).
         assert isinstance(hidden.sharding, NamedSharding) and isinstance(hidden.sharding.mesh, Mesh)
         here = dict(zip(hidden.sharding.mesh.devices.flat, self.programs.mesh.devices.flat, strict=True))
         parts = [jax.device_put(shard.data, here[shard.device]) for shard in hidden.addressable_shards]

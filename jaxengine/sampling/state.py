@@ -18,8 +18,8 @@ from jax import lax
 from jaxengine.sampling.top_tokens import first_id
 from jaxengine.scheduler.base.token_params import COLUMNS, MAX_LOGPROB_TOKEN_IDS
 
-# The parameters of rows: a field for each of jaxengine.scheduler.base.token_params.COLUMNS. On the device each is an array
-# [R], in a batch [S, 1].
+# The parameters of rows: a field for each of jaxengine.scheduler.base.token_params.COLUMNS. On the device each is an
+# array [R], in a batch [S, 1].
 RowParams = namedtuple("RowParams", COLUMNS)
 # Value of each parameter that changes nothing, in the type of its column; halves of seeds are bits.
 NEUTRAL = RowParams(

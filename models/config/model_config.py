@@ -62,8 +62,8 @@ class ModelConfig:
     `multipliers` are for families with more of them. `rms_norm_eps` is that of all norms, of whatever kind. A
     checkpoint may have `num_nextn_predict_layers` layers after the last that predict further tokens. `pooler` is None
     for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` maps names
-    of checkpoint modules to the storage of their matrices (jaxengine.models.quantization.base.rules.Quantization); None for
-    plain weights. `tower` is the tower of images, or of sounds; None for a model without, or for one that is served
+    of checkpoint modules to the storage of their matrices (jaxengine.models.quantization.base.rules.Quantization); None
+    for plain weights. `tower` is the tower of images, or of sounds; None for a model without, or for one that is served
     without it. `sound_tower` is the one of sounds in a model that has one of images as well.
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets

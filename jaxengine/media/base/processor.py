@@ -81,8 +81,8 @@ class MediaProcessor(Protocol):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an item for the tower.
 
-        value: uint8 [H, W, 3] for an image, jaxengine.media.base.frames.Video for a video, jaxengine.media.base.samples.Sound
-          for a sound.
+        value: uint8 [H, W, 3] for an image, jaxengine.media.base.frames.Video for a video,
+          jaxengine.media.base.samples.Sound for a sound.
         options: mm_processor_kwargs of the engine, overridden by the request's.
         most: as of check_room.
 

@@ -1,7 +1,7 @@
 """Prompts of embeddings in place of tokens: rows that the first layer gets, read from arrays and files and checked.
 
-A prompt's rows are media without an encoder (jaxengine.scheduler.base.media): one item for each page of them, so that room
-is needed only for the pages that a step computes, and equal beginnings are found in the prefix cache.
+A prompt's rows are media without an encoder (jaxengine.scheduler.base.media): one item for each page of them, so that
+room is needed only for the pages that a step computes, and equal beginnings are found in the prefix cache.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def choose_devices(
     Args:
       devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
         for `jax.devices()`.
-      mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used; None for
-        none.
+      mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used; None
+        for none.
 
     Raises ConfigError for too few devices, for a mesh together with other options about devices, and for processes that
     cannot have equal parts of every stage.

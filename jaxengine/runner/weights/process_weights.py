@@ -109,7 +109,8 @@ def raise_faults(answers: Sequence[Answer]) -> None:
 
 
 def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function of `jaxengine.runner.weights.sleep` in all processes, each with its runner; return its result here.
+    """Call a function of `jaxengine.runner.weights.sleep` in all processes, each with its runner; return its result
+    here.
 
     arguments: plain JSON. Raises what it raises here, and RuntimeError, with the process's name, for an error
     elsewhere.

@@ -55,7 +55,8 @@ class UpdateWeights(RequestModel):
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     """Create the routes that pause the engine, put it to sleep and replace its weights, for operators; none without
-    enable_admin. Their errors are those of the functions of jaxengine.server.weights.weights: RequestError, EngineDeadError.
+    enable_admin. Their errors are those of the functions of jaxengine.server.weights.weights: RequestError and
+    EngineDeadError.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:

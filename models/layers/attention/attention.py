@@ -52,11 +52,12 @@ class StepInputs(NamedTuple):
       schedule: result of jaxengine.pallas_kernels.attention.op.attention_schedule; with an indexer, of
         jaxengine.pallas_kernels.attention.selected.selection_schedule.
       temperature: f32[T], factor of queries; None for none.
-      made: result of jaxengine.models.layers.attention.mla_made.made_rows; None if no row has expanded (non-absorbed) keys and
-        values.
+      made: result of jaxengine.models.layers.attention.mla_made.made_rows; None if no row has expanded (non-absorbed)
+        keys and values.
       of_layer: [T, P], this layer's further input besides the hidden states; None for none.
       selected: i32[T, k], positions of the keys that the last indexer before has selected; None without one.
-      blocks: result of jaxengine.models.layers.attention.compressed.token_blocks; None for layers without compressed keys.
+      blocks: result of jaxengine.models.layers.attention.compressed.token_blocks; None for layers without compressed
+        keys.
     """
 
     rows: Rows

@@ -1,7 +1,7 @@
 """Checkpoints of NVIDIA's Model Optimizer (github.com/NVIDIA/Model-Optimizer): FP8, NVFP4, MXFP8, and mixtures of them.
 
-Settings are in `quantization_config` or, in older versions, in a file of their own (jaxengine.models.config.readers.hf), with
-slightly different names.
+Settings are in `quantization_config` or, in older versions, in a file of their own
+(jaxengine.models.config.readers.hf), with slightly different names.
 """
 
 from __future__ import annotations

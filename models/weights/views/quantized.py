@@ -1,8 +1,8 @@
 """View of a checkpoint with quantised matrices as the codes, scales and zeros that a model declares.
 
 Each module's tensors are interpreted by its scheme (jaxengine.models.quantization.base.stored); here their names are
-replaced by those that jaxengine.models.quantization.base.quantized declares, and everything that can be checked is, before
-anything is loaded.
+replaced by those that jaxengine.models.quantization.base.quantized declares, and everything that can be checked is,
+before anything is loaded.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def text_forms(self) -> Mapping[str, Mapping[str, str]]:
-        """Forms, by name, of the tools that take one text (parsers.tool_forced.TEXT) of a form: {"grammar": ...} in
+        """Forms, by name, of the tools that take one text (parsers.tools.forced.TEXT) of a form: {"grammar": ...} in
         Lark's notation, or {"regex": ...}.
         """
         return self._text_forms
