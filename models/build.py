@@ -1,6 +1,6 @@
 """Build: what a model is built for (its dtype, its devices, how its weights are stored), and its abstract construction.
 
-It is the one argument that families pass through to layers. It knows neither the families (models/registry.py) nor
+It is the one argument that families pass through to layers. It knows neither the families (models/model_classes.py) nor
 where weights come from (models/weights).
 """
 

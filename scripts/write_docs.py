@@ -25,7 +25,8 @@ from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import class_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.models.families import declared
-from jaxengine.models.registry import MODELS, read_hf
+from jaxengine.models.model_classes import MODELS
+from jaxengine.models.registry import read_hf
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.params.options import RequestOptions
 from jaxengine.requests.params.sampling_params import _RULES, SamplingParams

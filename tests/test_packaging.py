@@ -94,7 +94,7 @@ def test_the_sdist_is_small_and_complete(built):
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     assert not [name for name, member in members.items() if member.issym() or member.islnk()]
     outside = {name for name in members if not name.startswith("jaxengine/")}
-    assert outside == {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO", ".gitignore"}
+    assert outside == {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO", ".gitignore"}
 
 
 def test_it_lives_beside_packages_of_its_folders_names(built, tmp_path):

@@ -50,7 +50,7 @@ APART = {
         "jaxengine.runner.extensions.build",
         "jaxengine.runner.extensions.settle",
     ),
-    "models:registry": ("jaxengine.models.registry",),
+    "models:registry": ("jaxengine.models.registry", "jaxengine.models.model_classes"),
     "pallas_kernels:base": (
         "jaxengine.pallas_kernels.cards",
         "jaxengine.pallas_kernels.registry",

@@ -7,7 +7,8 @@ import inspect
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.registry import ENCODERS, MODELS, model_for_hf
+from jaxengine.models.model_classes import ENCODERS, MODELS
+from jaxengine.models.registry import model_for_hf
 
 
 def register_model(architecture: str, model_class: type[CausalLM]) -> None:

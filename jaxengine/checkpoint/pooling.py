@@ -44,8 +44,9 @@ from jaxengine.models.config.pooler import (
     Splade,
 )
 from jaxengine.models.config.readers.hf import hf_architecture
+from jaxengine.models.model_classes import ENCODERS
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.registry import ENCODERS, family_of, usual_pooling
+from jaxengine.models.registry import family_of, usual_pooling
 
 _ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
 _CLASSES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}

@@ -9,8 +9,9 @@ from pathlib import Path
 from jaxengine.config.features.pooling_model import NORMALIZE, RELU, PoolingModel, TokenTask
 from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields, ModelConfigError
 from jaxengine.models.config.pooler import TOKEN_CLASSIFY, TOKEN_EMBED, Dense, Pooler, TokenHead
+from jaxengine.models.model_classes import ENCODERS
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.registry import ENCODERS, family_of
+from jaxengine.models.registry import family_of
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 
 # Modules of BAAI/bge-m3, in files of their own: (task, module).

@@ -48,7 +48,7 @@ def llava_or_pixtral(
     return kind(folder, config_json, model_config, tokenizer)
 
 
-# Keys are the class names of jaxengine.models.registry.MODELS.
+# Keys are the class names of jaxengine.models.model_classes.MODELS.
 PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]] = {
     "LlavaForConditionalGeneration": llava_or_pixtral,
     "LlavaNextForConditionalGeneration": LlavaNextProcessor,

@@ -24,7 +24,7 @@ from jaxengine import AsyncLLM
 from jaxengine.checkpoint import plugins
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.models.registry import MODELS
+from jaxengine.models.model_classes import MODELS
 from tests.conftest import TINY_OPTIONS
 from tests.fast_compile import fast_compile
 

@@ -11,7 +11,7 @@ import pytest
 from jaxengine import LLM, ConfigError, SamplingParams, register_model
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.families.llama import LlamaForCausalLM
-from jaxengine.models.registry import MODELS
+from jaxengine.models.model_classes import MODELS
 from jaxengine.runner.start.open import open_resolved
 
 

@@ -12,7 +12,7 @@ from jaxengine.checkpoint import plugins
 from jaxengine.checkpoint.plugins import load_plugins
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.command_line import given_options
-from jaxengine.models.registry import MODELS
+from jaxengine.models.model_classes import MODELS
 from tests.tables import each_row
 
 SOURCE = """

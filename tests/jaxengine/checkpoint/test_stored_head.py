@@ -17,8 +17,9 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import hf_architecture, read_config_json
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.params.source import WHOLE
-from jaxengine.models.registry import MODELS, build_model, read_hf
+from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.load import load_params
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.tables import each_row

@@ -14,8 +14,9 @@ from jaxengine.media.processors.mrope import EmbeddingRun, mrope_positions
 from jaxengine.media.registry import PROCESSORS, processor_for
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.hf import read_config_json
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.registry import MODELS, read_folder
+from jaxengine.models.registry import read_folder
 from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.tokens.tokenizer import Tokenizer
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint

@@ -20,8 +20,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.quantization.registry import rounded
-from jaxengine.models.registry import MODELS, build_model
+from jaxengine.models.registry import build_model
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention import unpaged

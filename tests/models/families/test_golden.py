@@ -10,7 +10,8 @@ from jaxengine.models.families.declared_dense import DENSE_ROWS
 from jaxengine.models.families.declared_experts import EXPERT_ROWS
 from jaxengine.models.families.declared_hub import HUB_ROWS
 from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
-from jaxengine.models.registry import MODELS, read_hf
+from jaxengine.models.model_classes import MODELS
+from jaxengine.models.registry import read_hf
 from tests.models.conftest import CHECKPOINTS, forward
 
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/golden.npz"))

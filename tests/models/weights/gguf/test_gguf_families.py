@@ -14,8 +14,9 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.build import Build
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.families.declared import DeclaredForCausalLM
+from jaxengine.models.model_classes import MODELS
 from jaxengine.models.params.source import CheckpointNames, WeightSource
-from jaxengine.models.registry import MODELS, build_model, read_hf
+from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.gguf.layout import LAYOUTS
 from jaxengine.models.weights.load import load_params
