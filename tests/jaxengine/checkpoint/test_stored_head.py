@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.stored_head import MAX_ROWS, say_head, with_stored_head
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.architectures import usual_name
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import hf_architecture, read_config_json
@@ -52,7 +53,7 @@ def test_text_config_goes_before_its_wrapper(name: str):
 
 
 def test_every_wrapper_is_recorded():
-    recorded = {hf_architecture(ConfigFields(read_config_json(FOLDER / name))) for name in WRAPPERS}
+    recorded = {usual_name(hf_architecture(ConfigFields(read_config_json(FOLDER / name)))) for name in WRAPPERS}
     # Whisper's configuration is flat.
     named = {name for name in MODELS if name.endswith("ForConditionalGeneration")} - {"WhisperForConditionalGeneration"}
     assert recorded == named
