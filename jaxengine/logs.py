@@ -27,7 +27,7 @@ def log_to_stderr(process: str | None = None) -> None:
 
     process: name of this process, put before each line; None when there is only one process.
     """
-    if not isinstance(sys.stderr, _Forgiving):
+    if sys.stderr is not None and not isinstance(sys.stderr, _Forgiving):
         sys.stderr = _Forgiving(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
     handler = _BesideBars()
     handler.setFormatter(_Lines("" if process is None else f"({process} pid={os.getpid()}) "))
@@ -58,13 +58,13 @@ class _Forgiving:
 
     def write(self, text: str) -> int:
         """Write a text, or nothing; return the number of its characters."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # full, or closed
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush, as far as that is possible."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # full, or closed
             self._stream.flush()
 
 

@@ -297,7 +297,11 @@ def _fit(measured: Sequence[MeasuredStep]) -> Fit:
 
 
 def _shares(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return f64[n], none negative, with the least sum of relative errors of rows f64[m, n] @ it against f64[m]."""
+    """Return f64[n], none negative, with the least sum of relative errors of rows f64[m, n] @ it against f64[m].
+
+    Times below a nanosecond, which a coarse clock gives, count as one.
+    """
+    seconds = np.maximum(seconds, 1e-9)
     rows, found = rows.copy(), _least(rows, seconds)
     while (found < 0).any():  # what would be negative is left out, and the rest fitted again
         rows[:, found < 0] = 0.0

@@ -47,7 +47,7 @@ class Tiles:
     Attributes:
       rows: rows of one token that share a tile, as wide as its longest; at most those of the step's shape.
       tokens: of a row of several tokens.
-      keys, keys_alone: of a block of keys; the latter in a shape of one row.
+      keys, keys_alone: of a block of keys; the latter for rows of one token in a shape of one row.
     """
 
     rows: int = 1
@@ -66,7 +66,7 @@ class Tiles:
         pairs = 0
         for count, length in zip(counts[counts > 1].tolist(), lengths[counts > 1].tolist(), strict=True):
             ends = np.minimum(np.arange(tokens, count + tokens, tokens), count) + (length - count)
-            pairs += tokens * _ceil(ends, block)
+            pairs += tokens * _ceil(ends, self.keys)
         return float(rows * _ceil(longest, block)), float(pairs)
 
 

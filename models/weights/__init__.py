@@ -1,1 +1,1 @@
-"""Parameter declarations, and the loaders that turn checkpoints of every format into arrays."""
+"""Loaders that turn checkpoints of every format into arrays."""

@@ -130,8 +130,8 @@ class Media:
         tokens.
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
-        offsets in the page; without embeddings, the M-RoPE positions if those of a token differ from each other, as
-        those of a mark before an image may; for the first page, the digest of a prefix. Other pages have no entry.
+        offsets in the page; the M-RoPE positions of a page's tokens, if those of one differ from each other, as those
+        of a mark before an image may; for the first page, the digest of a prefix. Other pages have no entry.
         page_size: in tokens.
         """
         found = {0: self.prefix_digest} if self.prefix_length else dict[int, bytes]()
@@ -143,8 +143,9 @@ class Media:
                 found[page] = found.get(page, b"") + item.digest + where.tobytes()
         if self.rope_positions is not None:
             elsewhere = np.flatnonzero((self.rope_positions != self.rope_positions[0]).any(axis=0)) // page_size
-            for page in {*np.unique(elsewhere).tolist()} - found.keys():
-                found[page] = self.rope_positions[:, page * page_size : (page + 1) * page_size].tobytes()
+            for page in np.unique(elsewhere).tolist():
+                places = self.rope_positions[:, page * page_size : (page + 1) * page_size]
+                found[page] = found.get(page, b"") + places.tobytes()
         return found
 
     def mrope_positions(self, start: int, count: int) -> np.ndarray:

@@ -49,7 +49,7 @@ class HttpCounts:
     @property
     def has_counts(self) -> bool:
         """Whether requests were counted since the last `take`."""
-        return bool(self._rows)
+        return bool(self._rows or self._parsed)
 
     def take(self) -> Rows:
         """Return the counts since the last call, as plain JSON values for `add`."""

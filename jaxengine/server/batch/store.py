@@ -122,7 +122,8 @@ class BatchStore:
     def create(self, owner: str, fields: Record) -> Record:
         """Store a new batch with a new id and the `fields` of its record, and list it as live; return the record.
 
-        An owner with `client_batches` batches loses the oldest that has ended. Raises OverloadedError if none has.
+        An owner with `client_batches` batches loses the oldest that has ended. Raises OverloadedError if none has, and
+        OSError for a disk that takes no more, which changes nothing.
         """
         batch_id = f"batch_{_new_id()}"
         record = {"id": batch_id, **fields}
@@ -133,14 +134,15 @@ class BatchStore:
                 if not ended:
                     problem = f"{len(known)} batches of yours have not ended (max_batches_per_client)"
                     raise OverloadedError(problem, retry_after=_RETRY_SECONDS)
-                self._records.remove(owner, ended[-1])
-            # The entry first: a record without one would wait for ever.
-            (self._live / batch_id).write_text(owner)
             try:
+                # The entry first: a record without one would wait for ever.
+                (self._live / batch_id).write_text(owner)
                 self._records.write(owner, record)
             except OSError:
-                (self._live / batch_id).unlink()
+                (self._live / batch_id).unlink(missing_ok=True)
                 raise
+            if len(known) >= self.bounds.client_batches:
+                self._records.remove(owner, ended[-1])
         return record
 
     def batch(self, owner: str, batch_id: str) -> Record | None:

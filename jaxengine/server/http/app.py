@@ -213,7 +213,7 @@ class TrafficMiddleware:
 
         Sets scope["root_path"], ROUTE_KEY by X-Session-Id or else the request's id, and COUNT_PARSED. Logs exceptions
         other than ApiError. POST requests count as running until they end. Metrics count all requests but those of a
-        batch, whose state has a holder already.
+        batch, whose state has a holder already, and outputs that were parsed for these, too.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)

@@ -5,6 +5,7 @@ What processors and towers make of pictures: tests/models/families.
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,11 @@ def test_what_is_refused(case, tight):
         long = {**prompt, "prompt": write("image") + " w3" * 60}
         with pytest.raises(RequestError, match=r"computes a prompt with images at once: .* \d\d tokens, got \d\d"):
             tight.generate(long, use_tqdm=False)
+        with pytest.MonkeyPatch.context() as patch:
+            media = tight.core.inputs.media
+            patch.setattr(media, "_config", dataclasses.replace(media._config, num_encoder_rows=1))
+            with pytest.raises(RequestError, match="needs all images of a prompt at once: .* raise encoder_cache_size"):
+                tight.generate(prompt, use_tqdm=False)
     with pytest.raises(RequestError, match="beam search"):
         tight.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
     check_idle(tight)

@@ -265,3 +265,7 @@ def test_marks_around_a_picture_may_be_elsewhere_than_text():
     straight[:, 8:] = np.arange(5, 9)
     text = Media(media.items, straight.astype(np.int32), -3)
     assert text.end == 8 and text.marks(4).keys() == {1}
+    # In a page with embeddings too: a mark before the next image, or the same token as text.
+    elsewhere = places.copy()
+    elsewhere[1:, 11] -= 1
+    assert Media(media.items, places, -3).marks(16) != Media(media.items, elsewhere, -3).marks(16)

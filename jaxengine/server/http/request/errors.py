@@ -104,7 +104,7 @@ def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
         case EngineDeadError():
             return ApiError(503, "the engine cannot answer at the moment", headers={"Retry-After": "5"})
         case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return ApiError(507, "the server's disk is full", headers={"Retry-After": "60"})
+            return ApiError(507, "the server has no room left on a disk", headers={"Retry-After": "60"})
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     return ApiError(500, "internal error of the server")
