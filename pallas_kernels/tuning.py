@@ -71,6 +71,9 @@ class TpuAttention(_Sizes):
     run_tiles: int = 8  # fewest run tiles of a step, unless tiles are already the smallest
     min_block_q: int = 16  # rows of a bfloat16 tile: with fewer the heads of a group could not be stacked as they are
     run_rows: int = 512  # query rows (tokens x heads of a group) that keep the matrix unit busy on one tile of keys
+    # The same where results of all heads are few (narrow_bytes): copies and steps take a larger share of a block there.
+    narrow_rows: int = 1024
+    narrow_bytes: int = 2 << 20  # most bytes of the float32 results of a tile of narrow_rows
     single_tiles: int = 8  # single tiles of a grid step
     single_keys: int = 1024  # keys of a block of single tiles: long blocks amortise the work per block
     run_keys: int = 512  # keys of a block of run tiles: short blocks waste less on keys past the causal edge

@@ -59,6 +59,7 @@ EAGER_BATCHES = ("mixed",)
 FURTHER_FEATURES = ("chunks of 400", "codes of decodes", "dims (128, 128)")
 FURTHER_FEATURES += ("runs in a decode bucket", "window, sinks and soft cap")
 TPU_FEATURES = tuple(name for name in QUICK_FEATURES if name not in FURTHER_FEATURES)
+TPU_FEATURES += (PRODUCTION[0].name,)  # query heads of one kv head in parts
 WRITES = (TPU_LAZY.name, TPU_EAGER.name)
 UPDATED, MORE_DTYPES = ("bfloat16", "int8"), ("float32", "float8_e4m3fn", "float8_e5m2")
 # Transfers that begin at once: where new tokens are several, in one order or another.

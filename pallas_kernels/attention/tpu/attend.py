@@ -84,7 +84,7 @@ def ragged_paged_attention(
     if schedule.runs is None:
         assert schedule.single is not None
         return call(q, q_rest, tree_mask, schedule.single, block_q=1)
-    block_q = schedules.block_q_of(schedule.sizes, num_tokens, spec.group_size)
+    block_q = schedules.block_q_of(schedule.sizes, num_tokens, spec)
     o, lse = call(q, q_rest, tree_mask, schedule.runs, block_q=block_q)
     if schedule.single is None or batch.num_decode is None:
         return o, lse

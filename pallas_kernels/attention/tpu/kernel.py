@@ -272,7 +272,8 @@ def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
         if plan.by_token:
             tokens = ref[part.first_row // plan.group : part.end_row // plan.group, part.head]
             return tokens.reshape(part.end_row - part.first_row, -1)
-        return ref[part.head].reshape(plan.rows, -1)
+        heads = ref[part.head, part.first_row // plan.block_q : part.end_row // plan.block_q]
+        return heads.reshape(part.end_row - part.first_row, -1)
 
     pieces = [rows_of(ref) for ref in (refs.q, refs.q_rest) if ref is not None]
     missing = plan.keys[part.head].size - sum(piece.shape[1] for piece in pieces)

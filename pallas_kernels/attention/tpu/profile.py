@@ -93,14 +93,14 @@ def block_profile(
 
     def attend(q: jax.Array, kv: Any, batch: RaggedBatch) -> Any:
         table = tuning_of("tpu")  # sizes of the chip that is being traced for
-        block_q = block_q_of(table.tpu_attention, num_tokens, spec.group_size)
+        block_q = block_q_of(table.tpu_attention, num_tokens, spec)
         own = replace(table.tpu_attention, cores=1, min_block_q=block_q, max_block_q=block_q)
         tuning = replace(table, tpu_attention=own)
         schedule = attention_schedule(batch, spec, num_tokens=q.shape[0], page_size=page_size, tuning=tuning)
         return ragged_paged_attention(q, kv, batch, schedule, spec=spec, sinks=None, tree_mask=None, body=body)
 
     tuning = tuning_of("tpu").tpu_attention
-    tokens = tuning.single_tiles if decode else block_q_of(tuning, num_tokens, spec.group_size)
+    tokens = tuning.single_tiles if decode else block_q_of(tuning, num_tokens, spec)
     seqs = tokens if decode else 1
     pool = KVSpec(_PAGES, page_size, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, kv_dtype, spec.values_in_keys)
     kv = jax.eval_shape(functools.partial(alloc, pool, platform="tpu"))

@@ -47,12 +47,14 @@ class Schedule:
     sizes: TpuAttention = field(metadata={"static": True})  # sizes that the tiles were cut to
 
 
-def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
-    """Return the number of tokens per tile of `runs` for a step of num_tokens and groups of group_size query heads.
+def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int:
+    """Return the number of tokens per tile of `runs` for a step of num_tokens and the heads of `spec`.
 
     A power of two, or sizes.min_block_q: smaller where few tokens or large groups would leave most rows of a tile idle.
     """
-    wanted = min(sizes.max_block_q, num_tokens // sizes.run_tiles, sizes.run_rows // group_size)
+    narrow = sizes.narrow_bytes // (4 * spec.num_q_heads * spec.v_head_dim)
+    rows = max(sizes.run_rows // spec.group_size, min(sizes.narrow_rows // spec.group_size, narrow))
+    wanted = min(sizes.max_block_q, num_tokens // sizes.run_tiles, rows)
     return max(1 << max(wanted, 1).bit_length() - 1, sizes.min_block_q)
 
 
@@ -73,8 +75,9 @@ def attention_schedule(
     """Cut a batch of T = num_tokens tokens into segments, for attention.op.attention_schedule.
 
     `runs` is None if T is at most S; else `single` is None if batch.num_decode is, or serves the leading decodes. spec:
-    of which causal, window, chunk and group size count. tuning: sizes of tiles. A few integer operations on [T, S] and
-    smaller. Raises ValueError for `kv_limits`, and for a window on both sides, which the kernel does not have.
+    of which causal, window, chunk, the heads and the size of values count. tuning: sizes of tiles. A few integer
+    operations on [T, S] and smaller. Raises ValueError for `kv_limits`, and for a window on both sides, which the
+    kernel does not have.
     """
     if kv_limits is not None:
         raise ValueError("kv_limits: the TPU kernel has no tokens that see some that follow; XLA on CPU and GPU has")
@@ -85,7 +88,7 @@ def attention_schedule(
     live = index < batch.num_seqs
     if not has_runs(num_tokens, num_seqs):
         return Schedule(_walk(batch, spec, live, num_tokens, 1, page_size), None, sizes)
-    block_q = block_q_of(sizes, num_tokens, spec.group_size)
+    block_q = block_q_of(sizes, num_tokens, spec)
     if batch.num_decode is None:
         return Schedule(None, _walk(batch, spec, live, num_tokens, block_q, page_size), sizes)
     single = _walk(batch, spec, live & (index < batch.num_decode), num_seqs, 1, page_size)

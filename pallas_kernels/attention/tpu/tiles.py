@@ -131,15 +131,16 @@ def choose_parts(
     overlap instead.
 
     The softmax of one part is computed with the scores of the next. Parts are of the block's pages for a tile of
-    block_q = 1 token, each a multiple of a lane tile of keys (page_size: tokens of a page), else of the tile's tokens,
-    by sizes.part_rows. group: query heads per kv head.
+    block_q = 1 token, each a multiple of a lane tile of keys (page_size: tokens of a page), else of the tile's tokens
+    (`lies_by_token`) or query heads, by sizes.part_rows. group: query heads per kv head.
     """
-    if num_kv_heads > 1 or (block_q > 1 and not lies_by_token(num_kv_heads, group)):
+    if num_kv_heads > 1:
         return 1
     if block_q == 1:  # a part is a multiple of a lane tile
         counts = range(1, sizes.single_parts + 1)
         return max(count for count in counts if pages % count == 0 and pages // count * page_size % LANES == 0)
-    return min(1 << max(group * block_q // sizes.part_rows, 1).bit_length() - 1, block_q)
+    units = block_q if lies_by_token(num_kv_heads, group) else group
+    return math.gcd(1 << max(group * block_q // sizes.part_rows, 1).bit_length() - 1, units)
 
 
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:

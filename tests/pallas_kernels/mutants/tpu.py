@@ -112,6 +112,13 @@ MUTANTS = [
         _on("latent mixed"),
     ),
     Mutant(
+        "queries of a tile's first heads for all",
+        _TPU,
+        "ref[part.head, part.first_row // plan.block_q : part.end_row // plan.block_q]",
+        "ref[part.head, : (part.end_row - part.first_row) // plan.block_q]",
+        _on("production 8/1 heads of 128, pages of 16"),
+    ),
+    Mutant(
         "mask of a tile's first tokens for all",
         _TPU,
         "condition[part.first_row // plan.group : part.end_row // plan.group, None]",
