@@ -149,7 +149,9 @@ NAMED = {row.names[0]: row.config for row in read_names()}
 ONEVISION, PALIGEMMA = (
     NAMED[name] for name in ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "google/paligemma-3b-pt-224")
 )
-AYA = NAMED["CohereLabs/aya-vision-8b"]
+# Whether layers have windows, by the text's model_type.
+_COHERES = {"cohere": False, "cohere2": True}
+AYA, COMMAND_A = (NAMED[f"CohereLabs/{name}"] for name in ("aya-vision-8b", "command-a-vision-07-2025"))
 
 
 @pytest.mark.parametrize(
@@ -193,10 +195,21 @@ def test_published_by_name(name, unit, rows, features, whole_prompt):
     assert tower.whole_prompt == whole_prompt and tower.attends_both_ways == (whole_prompt > 0)
 
 
+def test_command_a_vision_takes_both_kinds_of_text():
+    kinds = {kind: read_hf(with_text(COMMAND_A, model_type=kind)) for kind in _COHERES}
+    assert {kind: any(each.window for each in config.attention) for kind, config in kinds.items()} == _COHERES
+    assert all(each.rope for each in kinds["cohere"].attention)
+    assert not all(each.rope for each in kinds["cohere2"].attention)
+
+
 def test_layers_behind_the_last_that_is_needed_stay_in_the_file():
     tower = read_hf(LLAVA).tower
     assert tower is not None and tower.unused[-1] == "vision_tower.encoder.layers.23."
     assert not any(name.startswith("vision_tower.encoder.layers.22.") for name in tower.unused)
+
+
+def with_text(raw: dict[str, Any], **text: Any) -> dict[str, Any]:
+    return raw | {"text_config": raw["text_config"] | text}
 
 
 def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
@@ -229,6 +242,10 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
         (AYA | {"alignment_intermediate_size": 5}, "alignment_intermediate_size must be an even number, got 5"),
         (AYA | {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy must be"),
         (AYA | {"text_config": {"model_type": "llama"}}, "model_type must be one of cohere, cohere2 in text_config"),
+        *(
+            (with_text(raw, model_type="llama"), f"model_type must be {kinds}")
+            for raw, kinds in ((COMMAND_A, "one of cohere, cohere2 in"), (PALIGEMMA, "gemma or gemma2 in"))
+        ),
         (changed(PALIGEMMA, model_type="clip_vision_model"), "vision_config.model_type must be siglip_vision_model"),
         (
             PALIGEMMA | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},
