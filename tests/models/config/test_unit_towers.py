@@ -149,6 +149,7 @@ NAMED = {row.names[0]: row.config for row in read_names()}
 ONEVISION, PALIGEMMA = (
     NAMED[name] for name in ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "google/paligemma-3b-pt-224")
 )
+GOT_OCR, LIGHTON_OCR = (NAMED[name] for name in ("stepfun-ai/GOT-OCR-2.0-hf", "lightonai/LightOnOCR-1B-1025"))
 # Whether layers have windows, by the text's model_type.
 _COHERES = {"cohere": False, "cohere2": True}
 AYA, COMMAND_A = (NAMED[f"CohereLabs/{name}"] for name in ("aya-vision-8b", "command-a-vision-07-2025"))
@@ -200,6 +201,20 @@ def test_command_a_vision_takes_both_kinds_of_text():
     assert {kind: any(each.window for each in config.attention) for kind, config in kinds.items()} == _COHERES
     assert all(each.rope for each in kinds["cohere"].attention)
     assert not all(each.rope for each in kinds["cohere2"].attention)
+
+
+def test_text_that_lacks_what_its_class_has():
+    """Files leave out what equals the defaults of the text's class."""
+    qwen = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "max_position_embeddings": 32768}
+    qwen |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 32)
+    qwen |= {"sliding_window": 4096, "max_window_layers": 28}
+    for raw in (ONEVISION, GOT_OCR, LIGHTON_OCR, INTERNVL):
+        kind = "qwen3" if raw is LIGHTON_OCR else "qwen2"
+        for window in (False, True):
+            own = {"rope_theta": 1e6, "use_sliding_window": window}
+            found = read_hf(raw | {"text_config": own}).attention
+            assert found == read_hf(raw | {"text_config": own | qwen | {"model_type": kind}}).attention
+            assert [each.window for each in found] == [None] * 28 + [4096 if window else None] * 4
 
 
 def test_layers_behind_the_last_that_is_needed_stay_in_the_file():
