@@ -23,12 +23,11 @@ _SHARED: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _GEMMA: dict[str, Any] = _SHARED | {
-    "vocab_size": 257152,
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
 }
 _GEMMA2: dict[str, Any] = _SHARED | {
     "hidden_size": 2304,

@@ -217,6 +217,20 @@ def test_text_that_lacks_what_its_class_has():
             assert [each.window for each in found] == [None] * 28 + [4096 if window else None] * 4
 
 
+def test_towers_that_lack_what_their_class_has():
+    siglip = {"hidden_size": 768, "intermediate_size": 3072, "patch_size": 16, "image_size": 224}
+    siglip |= {"num_hidden_layers": 12, "num_attention_heads": 12, "model_type": "siglip_vision_model"}
+    raws = tuple(raw | {"vision_feature_layer": -1} for raw in (ONEVISION, AYA)) + (COMMAND_A, PALIGEMMA)
+    for raw in raws:
+        assert read_hf(raw | {"vision_config": {}}) == read_hf(raw | {"vision_config": siglip})
+        with pytest.raises(ModelConfigError, match="vision_config must be a mapping, got None"):
+            read_hf(raw | {"vision_config": None})
+    gemma = {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "vocab_size": 256000}
+    gemma |= {"num_attention_heads": 16, "num_key_value_heads": 16, "model_type": "gemma"}
+    raw = PALIGEMMA | {"image_token_index": 5}
+    assert read_hf(raw | {"text_config": {}}) == read_hf(raw | {"text_config": gemma})
+
+
 def test_layers_behind_the_last_that_is_needed_stay_in_the_file():
     tower = read_hf(LLAVA).tower
     assert tower is not None and tower.unused[-1] == "vision_tower.encoder.layers.23."
