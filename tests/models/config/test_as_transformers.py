@@ -89,6 +89,14 @@ def test_rope_of_towers(name):
         read_hf(raw | {"vision_config": vision | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}})
 
 
+def test_sections_of_minicpmv():
+    raw = recorded("minicpmv4_7_vision")
+    rope = raw["text_config"]["rope_parameters"]
+    plain = {key: value for key, value in raw["text_config"].items() if key != "rope_parameters"}
+    for name, given in (("rope_scaling", rope), ("rope_parameters", rope | {"mrope_interleaved": False})):
+        assert read_hf(raw | {"text_config": plain | {name: given}}) == read_hf(raw)
+
+
 @each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased"])
 def test_windows_that_are_listed_and_switched_off_are_refused(name):
     raw = recorded(name)
