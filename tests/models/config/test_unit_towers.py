@@ -231,6 +231,11 @@ def test_towers_that_lack_what_their_class_has():
     assert read_hf(raw | {"text_config": {}}) == read_hf(raw | {"text_config": gemma})
 
 
+def test_lighton_without_a_tower_of_its_own():
+    tower = read_hf(LIGHTON_OCR | {"vision_config": None}).tower
+    assert tower == read_hf(LIGHTON_OCR | {"vision_config": {"hidden_act": "silu", "patch_size": 14}}).tower
+
+
 def test_layers_behind_the_last_that_is_needed_stay_in_the_file():
     tower = read_hf(LLAVA).tower
     assert tower is not None and tower.unused[-1] == "vision_tower.encoder.layers.23."
