@@ -4,10 +4,12 @@ tower that encodes images in tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.families.cohere import CohereForCausalLM
 from jaxengine.models.families.cohere2 import Cohere2ForCausalLM
 from jaxengine.models.families.llava import NAMES
@@ -28,24 +30,13 @@ _UNSCALED = {"logit_scale": 1.0}
 _TEXTS = {"cohere": CohereForCausalLM, "cohere2": Cohere2ForCausalLM}
 
 
-class Cohere2VisionForConditionalGeneration(Cohere2ForCausalLM):
-    """Cohere 2 with a vision tower."""
-
-    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
-    checkpoint_names: ClassVar[CheckpointNames] = NAMES
-
-    @classmethod
-    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = super().read_hf(text_fields(fields).with_defaults(**_DEFAULTS))
-        return shared | _UNSCALED | {"tower": read_cohere2_vision(fields)}
-
-
 class AyaVisionForConditionalGeneration(CohereForCausalLM):
     """Cohere or Cohere 2, by text_config's model_type, with a vision tower. Its layers are those of both: what differs
     is their attention's configuration.
     """
 
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
+    read_tower: ClassVar[Callable[[ConfigFields], TowerConfig]] = staticmethod(read_aya)
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -53,4 +44,10 @@ class AyaVisionForConditionalGeneration(CohereForCausalLM):
         kind = text.text("model_type", "cohere2")
         if kind not in _TEXTS:
             raise text.fail("model_type", f"one of {', '.join(_TEXTS)} in text_config")
-        return _TEXTS[kind].read_hf(text) | _UNSCALED | {"tower": read_aya(fields)}
+        return _TEXTS[kind].read_hf(text) | _UNSCALED | {"tower": cls.read_tower(fields)}
+
+
+class Cohere2VisionForConditionalGeneration(AyaVisionForConditionalGeneration):
+    """Command A Vision: Aya Vision with a tower of its own."""
+
+    read_tower: ClassVar[Callable[[ConfigFields], TowerConfig]] = staticmethod(read_cohere2_vision)

@@ -22,4 +22,4 @@ class GotOcr2ForConditionalGeneration(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(tie_word_embeddings=True)
-        return read_text(fields) | {"tower": read_got_ocr2(fields)}
+        return read_text(fields, "qwen2") | {"tower": read_got_ocr2(fields)}

@@ -55,7 +55,7 @@ class InternVLForConditionalGeneration(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         first = fields.has("llm_config")
         fields = _as_transformers(fields) if first else fields
-        return read_text(fields) | {"tower": read_internvl(fields, joined_qkv=first)}
+        return read_text(fields, "qwen2") | {"tower": read_internvl(fields, joined_qkv=first)}
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import text_fields
+from jaxengine.models.families.llava import TEXTS
 from jaxengine.models.families.qwen3 import Qwen3ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
@@ -32,9 +33,11 @@ class LightOnOcrForConditionalGeneration(Qwen3ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # Whatever is written of the projector: its activation is GELU, and there are no biases.
-        fixed = {"projector_hidden_act": "gelu", "multimodal_projector_bias": False}
+        fixed: dict[str, Any] = {"projector_hidden_act": "gelu", "multimodal_projector_bias": False}
+        if fields.mapping("vision_config") is None:
+            fixed["vision_config"] = {"hidden_act": "silu", "patch_size": 14}  # transformers' default
         fields = ConfigFields({**fields.with_defaults(tie_word_embeddings=True).raw, **fixed})
-        text = text_fields(fields)
+        text = text_fields(fields).with_defaults(**TEXTS["qwen3"][1])
         if text.text("model_type", "qwen3") != "qwen3":
             raise text.fail("model_type", "qwen3 in text_config")
         shared = super().read_hf(text)

@@ -37,11 +37,22 @@ _MISTRAL = _LLAMA | {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
+_QWEN: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 TEXTS: dict[str, tuple[type[LlamaForCausalLM], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, _LLAMA),
     "mistral": (MistralForCausalLM, _MISTRAL),
-    "qwen2": (Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3ForCausalLM, {}),
+    "qwen2": (Qwen2ForCausalLM, _QWEN),
+    "qwen3": (Qwen3ForCausalLM, _QWEN),
 }
 # Kernels of convolutions, which are matrices here.
 FLATTENED = ("embeddings.patch_embedding.weight", ".patch_conv.weight")
@@ -59,14 +70,14 @@ NAMES = CheckpointNames(
 )
 
 
-def read_text(fields: ConfigFields) -> dict[str, Any]:
-    """Read arguments of ModelConfig from the text part of a config.json, by the family of its model_type; Llama if it
-    has none.
+def read_text(fields: ConfigFields, default: str = "llama") -> dict[str, Any]:
+    """Read arguments of ModelConfig from the text part of a config.json, by the family of its model_type; `default` if
+    it has none.
 
     Raises ModelConfigError, also for a type that is not in TEXTS.
     """
     text = text_fields(fields)
-    kind = text.text("model_type", "llama")
+    kind = text.text("model_type", default)
     if kind not in TEXTS:
         raise text.fail("model_type", f"one of {', '.join(TEXTS)} in text_config")
     family, defaults = TEXTS[kind]
@@ -106,4 +117,4 @@ class LlavaOnevisionForConditionalGeneration(LlavaForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields) | {"tower": read_llava_onevision(fields)}
+        return read_text(fields, "qwen2") | {"tower": read_llava_onevision(fields)}

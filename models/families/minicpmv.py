@@ -11,9 +11,6 @@ from jaxengine.models.families.qwen3_5 import Qwen3_5ForCausalLM
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.minicpmv import MERGER, TOWER, read_minicpmv
 
-# Qwen3.5's rope in transformers, where a file does not say.
-_SECTIONS = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
-
 
 class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with a vision tower; embeddings have the positions of tokens."""
@@ -46,5 +43,8 @@ class MiniCPMV4_7ForConditionalGeneration(MiniCPMV4_6ForConditionalGeneration):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        rope = text_fields(fields).mapping("rope_parameters") or {}
-        return with_rope_sections(super().read_hf(fields), ConfigFields({"rope_parameters": _SECTIONS | dict(rope)}))
+        text = text_fields(fields)
+        rope = text.mapping("rope_parameters") or text.mapping("rope_scaling") or {}
+        # As Qwen3.5's in transformers: these sections by default, interleaved whatever the file says.
+        rope = {"mrope_section": [11, 11, 10], **rope, "mrope_interleaved": True}
+        return with_rope_sections(super().read_hf(fields), ConfigFields({"rope_parameters": rope}))

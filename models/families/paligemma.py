@@ -23,12 +23,11 @@ _SHARED: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _GEMMA: dict[str, Any] = _SHARED | {
-    "vocab_size": 257152,
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
 }
 _GEMMA2: dict[str, Any] = _SHARED | {
     "hidden_size": 2304,
@@ -47,7 +46,7 @@ class PaliGemmaForConditionalGeneration(GemmaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = super().read_hf(_text(fields, _GEMMA))
+        shared = super().read_hf(_text(fields, "gemma", _GEMMA))
         return shared | {"tower": read_paligemma(fields, shared["max_position_embeddings"])}
 
 
@@ -61,16 +60,18 @@ class PaliGemma2ForConditionalGeneration(Gemma2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        shared = super().read_hf(_text(fields, _GEMMA2))
+        shared = super().read_hf(_text(fields, "gemma2", _GEMMA2))
         windows = [layer.window for layer in shared["attention"] if layer.window is not None]
         return shared | {"tower": read_paligemma(fields, min([shared["max_position_embeddings"], *windows]))}
 
 
-def _text(fields: ConfigFields, defaults: dict[str, Any]) -> ConfigFields:
+def _text(fields: ConfigFields, kind: str, defaults: dict[str, Any]) -> ConfigFields:
     """Return the fields of text_config, with defaults, without use_bidirectional_attention, which says of prompts what
-    is always so here. Raises ModelConfigError if that is false.
+    is always so here. Raises ModelConfigError if that is false, and for a model_type other than `kind`.
     """
     text = text_fields(fields)
+    if text.text("model_type", kind) != kind:
+        raise text.fail("model_type", "gemma or gemma2 in text_config")
     text.require(use_bidirectional_attention=True)
     kept = {name: value for name, value in text.raw.items() if name != "use_bidirectional_attention"}
     return ConfigFields(kept).with_defaults(**defaults)

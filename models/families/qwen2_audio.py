@@ -26,18 +26,6 @@ AUDIO_NAMES = CheckpointNames(
     flattened=(".conv1.weight", ".conv2.weight"),
 )
 # What transformers takes for fields of the text part that a file lacks.
-_QWEN2: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-}
 _VOXTRAL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 131072,
@@ -70,7 +58,7 @@ class Qwen2AudioForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_sound_text(fields, _QWEN2) | {"tower": read_qwen2_audio(fields)}
+        return read_sound_text(fields, {"model_type": "qwen2"}) | {"tower": read_qwen2_audio(fields)}
 
 
 class VoxtralForConditionalGeneration(Qwen2AudioForConditionalGeneration):

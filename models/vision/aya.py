@@ -20,17 +20,6 @@ from jaxengine.models.vision.base.layers import tower_axis
 from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linear, read_layer_index, read_merge
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
-# What transformers takes for fields that a file lacks.
-_AYA = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "patch_size": 14,
-    "image_size": 384,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 14,
-}
-_COHERE2 = {"hidden_size": 1152, "image_size": 512, "num_hidden_layers": 27}
-
 
 @dataclass(frozen=True, kw_only=True)
 class AyaTowerConfig(TowerConfig):
@@ -68,7 +57,7 @@ def read_aya(fields: ConfigFields) -> AyaTowerConfig:
     than "full".
     """
     fields.require(vision_feature_select_strategy="full")
-    vit = read_siglip(fields, **_AYA)
+    vit = read_siglip(fields)
     size = fields.integer("alignment_intermediate_size", fields.part("text_config").integer("hidden_size", 8192))
     used = read_layer_index(fields, fields.value("vision_feature_layer", -1), vit.num_layers)
     return _tower(fields, vit, used, size, fields.number("adapter_layer_norm_eps", 1e-6))
@@ -78,7 +67,7 @@ def read_cohere2_vision(fields: ConfigFields) -> AyaTowerConfig:
     """Read Command A Vision's tower from a config.json: all of SigLIP, and no norm before the projector. Raises
     ModelConfigError.
     """
-    vit = read_siglip(fields, **_COHERE2)
+    vit = read_siglip(fields)
     return _tower(fields, vit, None, fields.integer("alignment_intermediate_size", 36864), None)
 
 

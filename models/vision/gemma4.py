@@ -25,7 +25,14 @@ from jaxengine.models.layers.base.norm import RMSNorm, rms_normalized
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
-from jaxengine.models.vision.base.layers import Attend, PatchEmbedding, axial_rope, rope_frequencies, tower_axis
+from jaxengine.models.vision.base.layers import (
+    Attend,
+    PatchEmbedding,
+    axial_rope,
+    read_axial_theta,
+    rope_frequencies,
+    tower_axis,
+)
 
 TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
@@ -116,7 +123,7 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
         num_heads=heads,
         head_dim=head_dim,
         norm_eps=vision.number("rms_norm_eps"),
-        theta=_read_theta(vision),
+        theta=read_axial_theta(vision, _THETA),
         patch_size=patch,
         spatial_merge_size=side,
         num_positions=vision.integer("position_embedding_size"),
@@ -124,16 +131,6 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
         standardized=vision.boolean("standardize"),
         filler_id=filler_id,
     )
-
-
-def _read_theta(vision: ConfigFields) -> float:
-    """Read the base of the rotary frequencies from `rope_parameters` of a vision_config, 100 by default. Raises
-    ModelConfigError, also for another kind of rope.
-    """
-    rope = vision.mapping("rope_parameters") or {}
-    if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise vision.fail("rope_parameters", 'a mapping with the rope_type "axial" or "default"')
-    return ConfigFields(rope).number("rope_theta", _THETA)
 
 
 class ClippedLinear(nnx.Module):

@@ -17,16 +17,6 @@ from jaxengine.models.config.tower import SHARES
 from jaxengine.models.vision.base.clip import SIGLIP
 from jaxengine.models.vision.llava import LlavaTower, LlavaTowerConfig, read_llava_next
 
-# What transformers takes for fields that a file lacks.
-_VISION = {
-    "model_type": SIGLIP,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "patch_size": 14,
-    "image_size": 384,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 16,
-}
 _ASPECT, _MAX_TILES = "vision_aspect_ratio", 64
 _TAPS = ("top_left", "top_right", "bottom_left", "bottom_right")
 
@@ -52,11 +42,13 @@ def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
     aspect = re.fullmatch(r"anyres_max_(\d{1,2})", fields.text(_ASPECT, "anyres_max_9"))
     if aspect is None or not 1 <= int(aspect[1]) <= _MAX_TILES:
         raise fields.fail(_ASPECT, f"anyres_max_N with N from 1 to {_MAX_TILES}")
-    vision = {**_VISION, **(fields.mapping("vision_config") or {})}
+    vision = fields.mapping("vision_config")
+    if vision is None:
+        raise fields.fail("vision_config", "a mapping")
     tower = read_llava_next(
         ConfigFields(
             {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", **fields.raw}
-            | {"vision_config": vision}
+            | {"vision_config": {"model_type": SIGLIP, **vision}}
         )
     )
     shared: dict[str, Any] = {each.name: getattr(tower, each.name) for each in fields_of(tower)}

@@ -32,6 +32,7 @@ from jaxengine.models.vision.base.layers import (
     TowerMLP,
     axial_rope,
     joined_qkv,
+    read_axial_theta,
     rope_frequencies,
     stretched,
 )
@@ -104,8 +105,7 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
         mm_projector_type="patchmerger",
         text_hidden_size=hidden_size,
     )
-    rope = vision.mapping("rope_parameters") or {}
-    if rope.get("rope_theta", THETA) != THETA or rope.get("rope_type", "axial") not in ("axial", "default"):
+    if read_axial_theta(vision, THETA) != THETA:
         raise vision.fail("rope_parameters", f'a mapping with the rope_theta {THETA} and the rope_type "axial"')
     sizes = _read_sizes(vision)
     for owner, name in ((fields, "projection_hidden_size"), (vision, "mm_hidden_size")):

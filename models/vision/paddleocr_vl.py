@@ -26,6 +26,7 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    read_axial_theta,
     rope_frequencies,
     stretched,
 )
@@ -100,7 +101,7 @@ def read_paddleocr_vl(fields: ConfigFields, hidden_size: int) -> PaddleOcrVLTowe
         merge=merge * merge,
         unit=math.lcm(UNIT, merge * merge),
         vit=vit,
-        rope_theta=ConfigFields(fields.mapping("rope_parameters") or {}).number("rope_theta", 10000.0),
+        rope_theta=read_axial_theta(fields),
         spatial_merge_size=merge,
     )
 

@@ -14,16 +14,6 @@ from jaxengine.models.vision.base.clip import ClipEncoder, read_siglip
 from jaxengine.models.vision.base.vit import VitConfig, linear
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
-# What transformers takes for fields that a file lacks.
-_DEFAULTS = {
-    "hidden_size": 1152,
-    "intermediate_size": 4096,
-    "patch_size": 14,
-    "image_size": 224,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PaliGemmaTowerConfig(TowerConfig):
@@ -43,7 +33,7 @@ def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
     """Read the vision tower's sizes from a config.json. most: tokens of a prompt with images. Raises
     ModelConfigError.
     """
-    vit = read_siglip(fields, **_DEFAULTS)
+    vit = read_siglip(fields)
     return PaliGemmaTowerConfig(
         num_features=vit.num_features,
         columns=(),

@@ -28,6 +28,7 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    read_axial_theta,
     rope_frequencies,
     tower_axis,
 )
@@ -93,8 +94,6 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
     # Mistral 3's tower is another one by default than what a tower's own class has.
     patch = vision.integer("patch_size", 14 if joins and fields.mapping("vision_config") is None else 16)
     merge = fields.integer("spatial_merge_size", 2) if joins else 1
-    rope = ConfigFields(vision.mapping("rope_parameters") or {})
-    theta = rope.number("rope_theta", None) or vision.number("rope_theta", 10000.0)
     return PixtralTowerConfig(
         num_features=3 * patch * patch,
         columns=("segment", "row", "column"),
@@ -108,7 +107,7 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
         projector_activation=_activation(fields, "projector_hidden_act"),
         patch_size=patch,
         spatial_merge_size=merge,
-        rope_theta=theta,
+        rope_theta=read_axial_theta(vision),
         projector_bias=fields.boolean("multimodal_projector_bias", not joins),
         norm_eps=norm_eps or 0.0,
         joins=joins,

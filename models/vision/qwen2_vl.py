@@ -30,6 +30,7 @@ from jaxengine.models.vision.base.layers import (
     TowerMLP,
     axial_rope,
     joined_qkv,
+    read_axial_theta,
     rope_frequencies,
 )
 
@@ -108,7 +109,6 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
     activation = fields.text("hidden_act")
     if activation not in ACTIVATIONS:
         raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-    rope = ConfigFields(fields.mapping("rope_parameters") or {})
     return {
         "num_features": channels * frames * patch * patch,
         "columns": ("segment", "row", "column"),
@@ -121,7 +121,7 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
         "patch_size": patch,
         "temporal_patch_size": frames,
         "spatial_merge_size": merge,
-        "rope_theta": rope.number("rope_theta", 10000.0),
+        "rope_theta": read_axial_theta(fields),
     }
 
 

@@ -60,11 +60,11 @@ def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str,
     return kind, read_vit(fields.part("vision_config", **DEFAULTS[kind]), has_class_token=kind == CLIP)
 
 
-def read_siglip(fields: ConfigFields, **defaults: Any) -> VitConfig:
+def read_siglip(fields: ConfigFields) -> VitConfig:
     """Return the sizes of `vision_config`, which must be of SigLIP (also where it has no model_type); those that it
-    lacks are `defaults`, or else transformers'. Raises ModelConfigError, also for another type.
+    lacks are transformers'. Raises ModelConfigError, also for another type.
     """
-    vision = fields.part("vision_config", **DEFAULTS[SIGLIP] | defaults)
+    vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", SIGLIP) != SIGLIP:
         raise vision.fail("model_type", SIGLIP)
     return read_vit(vision)

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TOWER
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.mlp import gelu, gelu_tanh
@@ -53,6 +54,17 @@ def rope_frequencies(size: int, theta: float) -> np.ndarray:
     for pair i.
     """
     return theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+
+
+def read_axial_theta(vision: ConfigFields, default: float = 10000.0) -> float:
+    """Read the base of a tower's rotary frequencies: `rope_theta` of `rope_parameters`, or of `rope_scaling`, else that
+    of the vision_config itself, else the default. Raises ModelConfigError, also for frequencies that are scaled.
+    """
+    name = "rope_parameters" if vision.mapping("rope_parameters") else "rope_scaling"
+    rope = ConfigFields(vision.mapping(name) or {})
+    if (rope.text("rope_type", None) or rope.text("type", "axial")) not in ("axial", "default"):
+        raise vision.fail(name, 'a mapping with the rope_type "axial" or "default"')
+    return rope.number("rope_theta", None) or vision.number("rope_theta", default)
 
 
 def axial_rope(

@@ -25,6 +25,9 @@ def recorded(name: str, **changes: Any) -> dict[str, Any]:
 
 SMALL, SCALED = {"rms_norm_eps": 1e-5}, {"routed_scaling_factor": 2.5}
 _WINDOWED = {"use_sliding_window": True}
+# The attribute of towers with the base of rotary frequencies.
+_AXIAL = dict.fromkeys(("glm_ocr_vision", "paddleocr_vl_vision", "qwen2_vl_vision", "pixtral_vision"), "rope_theta")
+_AXIAL |= {"gemma4_pictures_vision": "theta"}
 _LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
 _KEPT = _WINDOWED | _LINEAR  # what is not left out
 
@@ -69,6 +72,29 @@ def test_an_mscale_of_zero_is_none():
 def test_experts_of_rows_have_one_activation(name):
     with pytest.raises(ModelConfigError, match="hidden_act must be 'silu' for a model with experts, got 'gelu'"):
         read_hf(recorded(name, hidden_act="gelu"))
+
+
+@each_row("name", [*_AXIAL, "kimi_k25_vision"])
+def test_rope_of_towers(name):
+    raw = recorded(name)
+    vision = {key: value for key, value in raw["vision_config"].items() if not key.startswith("rope_")}
+    if name in _AXIAL:
+        for changes in ({"rope_theta": 77}, {"rope_scaling": {"type": "default", "rope_theta": 77}, "rope_theta": 5}):
+            tower = read_hf(raw | {"vision_config": vision | changes}).tower
+            assert getattr(tower, _AXIAL[name]) == 77
+    else:
+        with pytest.raises(ModelConfigError, match="rope_parameters must be a mapping with the rope_theta 10000"):
+            read_hf(raw | {"vision_config": vision | {"rope_theta": 77}})
+    with pytest.raises(ModelConfigError, match='rope_parameters must be a mapping with the rope_type "axial" or'):
+        read_hf(raw | {"vision_config": vision | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}})
+
+
+def test_sections_of_minicpmv():
+    raw = recorded("minicpmv4_7_vision")
+    rope = raw["text_config"]["rope_parameters"]
+    plain = {key: value for key, value in raw["text_config"].items() if key != "rope_parameters"}
+    for name, given in (("rope_scaling", rope), ("rope_parameters", rope | {"mrope_interleaved": False})):
+        assert read_hf(raw | {"text_config": plain | {name: given}}) == read_hf(raw)
 
 
 @each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased"])

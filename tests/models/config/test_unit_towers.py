@@ -149,7 +149,10 @@ NAMED = {row.names[0]: row.config for row in read_names()}
 ONEVISION, PALIGEMMA = (
     NAMED[name] for name in ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "google/paligemma-3b-pt-224")
 )
-AYA = NAMED["CohereLabs/aya-vision-8b"]
+GOT_OCR, LIGHTON_OCR = (NAMED[name] for name in ("stepfun-ai/GOT-OCR-2.0-hf", "lightonai/LightOnOCR-1B-1025"))
+# Whether layers have windows, by the text's model_type.
+_COHERES = {"cohere": False, "cohere2": True}
+AYA, COMMAND_A = (NAMED[f"CohereLabs/{name}"] for name in ("aya-vision-8b", "command-a-vision-07-2025"))
 
 
 @pytest.mark.parametrize(
@@ -193,10 +196,54 @@ def test_published_by_name(name, unit, rows, features, whole_prompt):
     assert tower.whole_prompt == whole_prompt and tower.attends_both_ways == (whole_prompt > 0)
 
 
+def test_command_a_vision_takes_both_kinds_of_text():
+    kinds = {kind: read_hf(with_text(COMMAND_A, model_type=kind)) for kind in _COHERES}
+    assert {kind: any(each.window for each in config.attention) for kind, config in kinds.items()} == _COHERES
+    assert all(each.rope for each in kinds["cohere"].attention)
+    assert not all(each.rope for each in kinds["cohere2"].attention)
+
+
+def test_text_that_lacks_what_its_class_has():
+    """Files leave out what equals the defaults of the text's class."""
+    qwen = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "max_position_embeddings": 32768}
+    qwen |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 32)
+    qwen |= {"sliding_window": 4096, "max_window_layers": 28}
+    for raw in (ONEVISION, GOT_OCR, LIGHTON_OCR, INTERNVL):
+        kind = "qwen3" if raw is LIGHTON_OCR else "qwen2"
+        for window in (False, True):
+            own = {"rope_theta": 1e6, "use_sliding_window": window}
+            found = read_hf(raw | {"text_config": own}).attention
+            assert found == read_hf(raw | {"text_config": own | qwen | {"model_type": kind}}).attention
+            assert [each.window for each in found] == [None] * 28 + [4096 if window else None] * 4
+
+
+def test_towers_that_lack_what_their_class_has():
+    siglip = {"hidden_size": 768, "intermediate_size": 3072, "patch_size": 16, "image_size": 224}
+    siglip |= {"num_hidden_layers": 12, "num_attention_heads": 12, "model_type": "siglip_vision_model"}
+    raws = tuple(raw | {"vision_feature_layer": -1} for raw in (ONEVISION, AYA)) + (COMMAND_A, PALIGEMMA)
+    for raw in raws:
+        assert read_hf(raw | {"vision_config": {}}) == read_hf(raw | {"vision_config": siglip})
+        with pytest.raises(ModelConfigError, match="vision_config must be a mapping, got None"):
+            read_hf(raw | {"vision_config": None})
+    gemma = {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "vocab_size": 256000}
+    gemma |= {"num_attention_heads": 16, "num_key_value_heads": 16, "model_type": "gemma"}
+    raw = PALIGEMMA | {"image_token_index": 5}
+    assert read_hf(raw | {"text_config": {}}) == read_hf(raw | {"text_config": gemma})
+
+
+def test_lighton_without_a_tower_of_its_own():
+    tower = read_hf(LIGHTON_OCR | {"vision_config": None}).tower
+    assert tower == read_hf(LIGHTON_OCR | {"vision_config": {"hidden_act": "silu", "patch_size": 14}}).tower
+
+
 def test_layers_behind_the_last_that_is_needed_stay_in_the_file():
     tower = read_hf(LLAVA).tower
     assert tower is not None and tower.unused[-1] == "vision_tower.encoder.layers.23."
     assert not any(name.startswith("vision_tower.encoder.layers.22.") for name in tower.unused)
+
+
+def with_text(raw: dict[str, Any], **text: Any) -> dict[str, Any]:
+    return raw | {"text_config": raw["text_config"] | text}
 
 
 def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
@@ -229,6 +276,10 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
         (AYA | {"alignment_intermediate_size": 5}, "alignment_intermediate_size must be an even number, got 5"),
         (AYA | {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy must be"),
         (AYA | {"text_config": {"model_type": "llama"}}, "model_type must be one of cohere, cohere2 in text_config"),
+        *(
+            (with_text(raw, model_type="llama"), f"model_type must be {kinds}")
+            for raw, kinds in ((COMMAND_A, "one of cohere, cohere2 in"), (PALIGEMMA, "gemma or gemma2 in"))
+        ),
         (changed(PALIGEMMA, model_type="clip_vision_model"), "vision_config.model_type must be siglip_vision_model"),
         (
             PALIGEMMA | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},
