@@ -98,6 +98,29 @@ def test_the_largest_item_is_as_large_as_any(name, tmp_path):
         assert sorted(item.rows[item.rows >= 0]) == list(range(item.num_rows))
 
 
+def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
+    """And too many units are refused before they are made."""
+    for name, options, count in (
+        ("got_ocr2_vision", {"crop_to_patches": True}, 13),
+        ("got_ocr2_vision", {"crop_to_patches": True, "max_patches": 3}, 4),
+        ("internvl_vision", {"max_patches": 9}, 10),
+        ("aya_vision", {"crop_to_patches": False}, 1),
+        ("cohere2_vision", {"max_patches": 64}, 65),
+        ("llama4_sees_vision", {"max_patches": 20}, 21),
+    ):
+        made = processor(tmp_path, name)
+        chosen, unit = made.with_options(options), made.tower.vit.num_patches
+        largest, shape = len(chosen.largest("image").patches), picture(0)
+        assert largest == count * unit, name
+        longest = made.process("image", np.resize(shape, (made.side, count * made.side, 3)), options, largest)
+        assert len(longest.patches) <= largest
+        made.units = None  # not called
+        with pytest.raises(RequestError, match="lower the limit in mm_processor_kwargs, or raise max_num_batched_enc"):
+            made.process("image", shape, options, unit - 1)
+        with pytest.raises(RequestError, match=r"mm_processor_kwargs\.max_patches must be an integer from 1 to 64"):
+            made.with_options({"max_patches": 65})
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
