@@ -193,7 +193,8 @@ class UnitProcessor:
         check_pictures(modality, value, self.modalities, 3)
         check_ratio(*value.shape[:2])
         # Before they are made: a small image may become many units.
-        check_room(modality, self.num_units(*value.shape[:2], options) * self.tower.vit.num_patches, most)
+        count = self.num_units(value.shape[0], value.shape[1], options)
+        check_room(modality, count * self.tower.vit.num_patches, most)
         units, (rows, columns) = self.units(value, options)
         check_room(modality, len(units) * self.tower.vit.num_patches, most)
         return self._processed(self._cut(units), rows, columns)
