@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.processors.settings import WHOLE, token_text
 from jaxengine.media.processors.tiles import TilesProcessor, tilings
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 
 _START, _END, _BREAK = "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
+# Fields of processor_config.json with texts in Aya's prompts, and transformers' texts of them.
+_AYA = {
+    "image_token": "<image>",
+    "start_of_img_token": _START,
+    "end_of_img_token": _END,
+    "tile_token": "TILE",
+    "tile_global_token": "TILE_GLOBAL",
+}
 
 
 class AyaVisionProcessor(TilesProcessor):
@@ -21,9 +31,12 @@ class AyaVisionProcessor(TilesProcessor):
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         super().__init__(folder, config_json, model_config, tokenizer)
-        self._named = read_object(folder, "processor_config.json") or {}
-        self._placeholder = self._text("image_token", "<image>")
+        path, named = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
+        self._texts = {name: token_text(path, named, name, usual) for name, usual in _AYA.items()}
+        self._placeholder = self._texts["image_token"]
         self._written = self._ids(self._placeholder)
+        if not self._written:
+            raise ModelFileError(path, f"image_token must be a text with tokens, got {self._placeholder[:100]!r}")
 
     def placeholder(self, modality: str) -> str:
         """Return the text that stands for an image."""
@@ -34,6 +47,20 @@ class AyaVisionProcessor(TilesProcessor):
         ModelConfigError as `token_id`.
         """
         return self.token_id("image_token_index", "image_token_id")
+
+    def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """Return the token ids of a prompt, with one for each placeholder text, whose tokens may depend on the text
+        around it. token_ids: of the whole text; what is before its own, of its beginning, stays there. Token ids of
+        another text are returned as they are.
+        """
+        plain, pieces = self._ids(text), text.split(self._placeholder)
+        before = len(token_ids) - len(plain)
+        if before < 0 or list(token_ids[before:]) != plain:
+            return list(token_ids)
+        found = list(token_ids[:before])
+        for number, piece in enumerate(pieces):
+            found += [*([self.image_id] if number else ()), *(self._ids(piece) if piece else ())]
+        return found
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         """Expand the prompt as UnitProcessor does, after putting one token for each placeholder text in it."""
@@ -47,15 +74,11 @@ class AyaVisionProcessor(TilesProcessor):
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): its tiles and the whole, each after its name, between two marks."""
         rows = self.tower.unit // self.tower.merge
-        tile, whole = self._text("tile_token", "TILE"), self._text("tile_global_token", "TILE_GLOBAL")
+        tile, whole = self._texts["tile_token"], self._texts["tile_global_token"]
         names = [*(f"{tile}_{number}" for number in range(1, item.num_rows // rows)), whole]
         pieces = [token for name in names for token in (*self._ids(name), *[self.image_id] * rows)]
-        start, end = self._text("start_of_img_token", _START), self._text("end_of_img_token", _END)
+        start, end = self._texts["start_of_img_token"], self._texts["end_of_img_token"]
         return [*self._ids(start), *pieces, *self._ids(end)]
-
-    def _text(self, name: str, default: str) -> str:
-        """Return the text of a token from processor_config.json, or the default."""
-        return str(self._named.get(name) or default)
 
     def _ids(self, text: str) -> list[int]:
         """Tokenize a piece of text between special tokens."""
@@ -73,7 +96,8 @@ class Cohere2VisionProcessor(TilesProcessor):
         more = told.get("extra_special_tokens")
         named = {**(more if isinstance(more, Mapping) else {}), **told}
         names = (("boi_token", _START), ("img_line_break_token", _BREAK), ("eoi_token", _END))
-        texts = (str(named.get(name) or default) for name, default in names)
+        path = Path(folder) / "tokenizer_config.json"
+        texts = (token_text(path, named, name, default) for name, default in names)
         self._start, self._break, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
 
     def read_settings(self, fields: ConfigFields) -> None:

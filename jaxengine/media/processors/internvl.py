@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxengine.media.base.frames import LARGEST_FRAMES
 from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.settings import token_text
 from jaxengine.media.processors.tiles import TilesProcessor
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.params.files import read_object
@@ -24,10 +25,10 @@ class InternVLProcessor(TilesProcessor):
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         super().__init__(folder, config_json, model_config, tokenizer)
-        named = read_object(folder, "tokenizer_config.json") or {}
-        names = [str(named.get(f"{end}_image_token") or text) for end, text in (("start", "<img>"), ("end", "</img>"))]
-        self.start, self.end = (tokenizer.encode(name, add_special_tokens=False) for name in names)
-        video = tokenizer.encode(str(named.get("video_token") or "<video>"), add_special_tokens=False)
+        named, path = read_object(folder, "tokenizer_config.json") or {}, Path(folder) / "tokenizer_config.json"
+        names = ("start_image_token", "<img>"), ("end_image_token", "</img>"), ("video_token", "<video>")
+        texts = (token_text(path, named, *name) for name in names)
+        self.start, self.end, video = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         self.video_id = video[0]
         if len(video) != 1 or not self.makes_videos_alike(Path(folder)):
             self.modalities = ("image",)

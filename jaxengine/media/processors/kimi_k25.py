@@ -118,8 +118,9 @@ class KimiK25Processor(KimiVLProcessor):
             raise fields.fail("size", f"equal max_height and max_width, a multiple of {merge} up to {4 * _SIDE}")
         return fields, side
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with one for each placeholder of a video."""
+    def encode(self, text: str, token_ids: Sequence[int] = ()) -> list[int]:
+        """Return the token ids of a prompt, with one for each placeholder of a video. token_ids: not used."""
+        del token_ids
         first, *others = text.split(self.video)
         ids = list(self.tokenizer.encode(first)) if first else []
         for each in others:
@@ -129,6 +130,10 @@ class KimiK25Processor(KimiVLProcessor):
     def placeholder(self, modality: str) -> str:
         """Return the text that stands for an image or a video."""
         return self.video if modality == "video" else super().placeholder(modality)
+
+    def raise_limits(self, least: int) -> None:
+        super().raise_limits(least)
+        self.frame_limit = max(self.frame_limit, least)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, or a video's frames with the time of each chunk. value: uint8[H, W, 3] or frames.Video;

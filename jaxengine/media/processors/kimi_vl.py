@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ class KimiVLProcessor(GridProcessor):
 
     def option_names(self) -> tuple[str, ...]:
         return (self.option,)
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor with the limit of patches of an engine's options, where it is higher. Raises
+        RequestError for options that there are not, and for an invalid one.
+        """
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.raise_limits(integer_option(options, self.option, 1, MOST_PATCHES))
+        return found
+
+    def raise_limits(self, least: int) -> None:
+        """Raise the limits of patches to `least` where they are lower."""
+        self.limit = max(self.limit, least)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Preprocess an image, uint8[H, W, 3], for the tower. options: `option` alone, the limit of patches to which it

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.settings import check_options
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
 from jaxengine.models.config.fields import ConfigFields
 
@@ -80,8 +82,7 @@ class Llama4Processor(UnitProcessor):
         Raises RequestError for an invalid one.
         """
         side, resize = self.side, self.pixels.resized
-        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
-        fills = boolean_option(options, "resize_to_max_canvas", self.fills)
+        most, fills = self._limits(options)
         height, width = picture.shape[:2]
         rows, columns = _tiling(height, width, side, most, fills)
         room = rows * side, columns * side
@@ -97,6 +98,24 @@ class Llama4Processor(UnitProcessor):
         canvas[: len(fitted), : fitted.shape[1]] = fitted
         tiles = list(canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
         return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
+
+    def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:
+        count = math.prod(_tiling(height, width, self.side, *self._limits(options)))
+        return count + (count > 1)
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor whose largest image has the tiles that an engine's options allow. Raises RequestError
+        for options that there are not, and for an invalid one.
+        """
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.max_tiles, found.fills = self._limits(options)
+        return found
+
+    def _limits(self, options: Mapping[str, Any]) -> tuple[int, bool]:
+        """Return max_tiles and `fills` as `options` replace them. Raises RequestError for an invalid one."""
+        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
+        return most, boolean_option(options, "resize_to_max_canvas", self.fills)
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): its tiles line by line with separators, if there are several, and the

@@ -7,7 +7,7 @@ newline embedding follows each line.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
 
 _NAME = "image_grid_pinpoints"
-_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _MAX_TILES, _MAX_PINPOINTS = 64, 256
 
 
@@ -30,6 +29,8 @@ class LlavaNextProcessor(LlavaProcessor):
       tilings: allowed (rows, columns).
     """
 
+    # transformers' image_grid_pinpoints where neither file has them.
+    pinpoints: Sequence[Sequence[int]] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
     tilings: tuple[tuple[int, int], ...]
 
     def read_settings(self, fields: ConfigFields) -> None:
@@ -41,7 +42,7 @@ class LlavaNextProcessor(LlavaProcessor):
         self.pads = False
         if set(self.size.values()) != {self.side}:
             raise fields.fail("size", f"{self.side}, the tower's image_size")
-        ours = self._pinpoints(self.config_fields, _PINPOINTS)
+        ours = self._pinpoints(self.config_fields, self.pinpoints)
         listed = self._pinpoints(fields, ours)
         if sorted(map(list, listed)) != sorted(map(list, ours)):
             raise fields.fail(_NAME, "that of config.json")

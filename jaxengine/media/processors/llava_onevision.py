@@ -26,6 +26,7 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
     """
 
     defaults = {**LlavaNextProcessor.defaults, "size": {"height": 384, "width": 384}}
+    pinpoints = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         super().__init__(folder, config_json, model_config, tokenizer)

@@ -17,7 +17,14 @@ import numpy as np
 from jaxengine.media.base.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
 from jaxengine.media.processors.minicpmv_canvas import Frame, canvas_positions
-from jaxengine.media.processors.settings import IMAGES, Pixels, check_options, check_pictures, read_settings
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    Pixels,
+    check_options,
+    check_pictures,
+    read_settings,
+    token_text,
+)
 from jaxengine.media.processors.units import integer_option
 from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
@@ -58,6 +65,7 @@ class MiniCPMVProcessor(GridProcessor):
 
     Attributes:
       resolution: a crop has about this many pixels squared.
+      slices: whether images are cut at all.
       most_slices: of an image; 1 for none.
       enlarges: whether an image that is not cut is enlarged to `resolution`.
     """
@@ -80,7 +88,7 @@ class MiniCPMVProcessor(GridProcessor):
         self.marks = {name: tokenizer.encode(text, add_special_tokens=False) for name, text in texts.items()}
         if self.has_canvas and any(len(ids) != 1 for ids in self.marks.values()):
             raise ModelFileError(folder, f"marks of images must be one token each: {', '.join(texts.values())}")
-        about = f"{self.resolution} {self.most_slices} {self.enlarges}"
+        about = f"{self.resolution} {self.slices} {self.most_slices} {self.enlarges}"
         self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"
 
     def _read_crops(self, fields: ConfigFields) -> None:
@@ -92,9 +100,10 @@ class MiniCPMVProcessor(GridProcessor):
         self.resolution = fields.integer("scale_resolution", 448)
         if self.resolution > _MOST_RESOLUTION:
             raise fields.fail("scale_resolution", f"1 to {_MOST_RESOLUTION}")
-        self.most_slices = fields.integer(_OPTION, 9) if fields.boolean("slice_mode", True) else 1
+        self.slices, self.most_slices = fields.boolean("slice_mode", True), fields.integer(_OPTION, 9)
         if self.most_slices > _MOST_SLICES:
             raise fields.fail(_OPTION, f"1 to {_MOST_SLICES}")
+        self.most_slices = self._limit({})
         upsize = fields.text(_UPSIZE, "always")
         if upsize not in ("always", "never"):
             raise fields.fail(_UPSIZE, "always or never")
@@ -114,8 +123,15 @@ class MiniCPMVProcessor(GridProcessor):
         """
         check_options(options, self.option_names())
         found = copy(self)
-        found.most_slices = integer_option(options, _OPTION, self.most_slices, _MOST_SLICES)
+        found.most_slices = self._limit(options)
         return found
+
+    def _limit(self, options: Mapping[str, Any]) -> int:
+        """Return most_slices as `options` replace it, which they do not where the settings cut no image. Raises
+        RequestError for an invalid one.
+        """
+        limit = integer_option(options, _OPTION, self.most_slices, _MOST_SLICES)
+        return limit if self.slices else 1
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Cut an image, uint8[H, W, 3], into crops and those into patches. options: max_slice_nums alone; most: limit
@@ -123,8 +139,7 @@ class MiniCPMVProcessor(GridProcessor):
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
-        limit = integer_option(options, _OPTION, self.most_slices, _MOST_SLICES)
-        crops = self._crops(value.shape[0], value.shape[1], limit)
+        crops = self._crops(value.shape[0], value.shape[1], self._limit(options))
         (rows, columns), (height, width) = crops.slices, crops.each
         grids = [(1, *self._grid(crops.whole)), *[(1, *self._grid(crops.each))] * (rows * columns)]
         check_room(modality, sum(math.prod(grid) for grid in grids), most)
@@ -296,11 +311,5 @@ def _read_marks(folder: Path) -> dict[str, str]:
     found = read_object(folder, "tokenizer_config.json") or {}
     extra = found.get("extra_special_tokens")
     told = {**found, **(extra if isinstance(extra, Mapping) else {})}
-    texts: dict[str, str] = {}
-    for name, usual in _MARKS.items():
-        text = told.get(name, usual)
-        text = text.get("content") if isinstance(text, Mapping) else text
-        if not isinstance(text, str) or not text:
-            raise ModelFileError(folder / "tokenizer_config.json", f"{name} must be a text, got {str(text)[:100]!r}")
-        texts[name] = text
-    return texts
+    path = folder / "tokenizer_config.json"
+    return {name: token_text(path, told, name, usual) for name, usual in _MARKS.items()}

@@ -18,12 +18,7 @@ class PaddleOcrVLProcessor(Qwen2VLProcessor):
     """Processor of PaddleOCRVLForConditionalGeneration."""
 
     modalities: tuple[str, ...] = ("image",)
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "patch_size": 14,
-        "temporal_patch_size": 1,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen2VLProcessor.defaults, "temporal_patch_size": 1}
     default_bounds: ClassVar[Mapping[str, Bounds]] = {"image": Bounds(384 * 384, 1536 * 1536)}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):

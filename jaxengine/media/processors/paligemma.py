@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.llava import LlavaProcessor
+from jaxengine.models.config.fields import ModelConfigError
 
 _STANDARD, _BICUBIC = (0.5, 0.5, 0.5), 3
 
@@ -25,20 +26,23 @@ class PaliGemmaProcessor(LlavaProcessor):
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         super().__init__(folder, config_json, model_config, tokenizer)
+        if model_config.bos_token_id is None:
+            raise ModelConfigError("bos_token_id must be a token, which follows images")
         self._bos: int = model_config.bos_token_id
-        self._newline = tokenizer.encode("\n", add_special_tokens=False)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand the prompt as UnitProcessor does, with the beginning-of-sequence token behind the last image, and not
-        before the first, and a line break at the end.
+        """Expand the prompt as UnitProcessor does, with a beginning-of-sequence token behind the last image instead of
+        one at the start, and another line break at the end, in one token with those of the prompt.
         """
         found = list(token_ids)
         if self.image_id in found:
             if found[0] == self._bos:
                 del found[0]
             behind = len(found) - found[::-1].index(self.image_id)
-            if found[behind : behind + 1] != [self._bos]:
-                found.insert(behind, self._bos)
-            if found[-len(self._newline) :] != self._newline:
-                found += self._newline
+            found.insert(behind, self._bos)
+            texts, end, breaks = self.tokenizer.convert_ids_to_tokens(found), len(found), 1
+            while end > behind + 1 and texts[end - 1] and not texts[end - 1].strip("\n"):
+                end -= 1
+                breaks += len(texts[end])
+            found[end:] = self.tokenizer.encode("\n" * breaks, add_special_tokens=False)
         return super().expand(found, items)

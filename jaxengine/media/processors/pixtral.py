@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +69,31 @@ class PixtralProcessor(GridProcessor):
     def option_names(self) -> tuple[str, ...]:
         return ("size",)
 
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor with the longest edge of an engine's options, if it is longer; else this one. Raises
+        RequestError for options that there are not, and for an invalid one.
+        """
+        check_options(options, self.option_names())
+        found, longest = copy(self), self._asked_longest(options)
+        found.longest = max(longest, self.longest)
+        return found
+
+    def _asked_longest(self, options: Mapping[str, Any]) -> int:
+        """Return the longest edge in pixels, as `options` replace it. Raises RequestError for an invalid one."""
+        if not options:
+            return self.longest
+        try:
+            return _read_longest(ConfigFields(dict(options)))
+        except ModelConfigError as error:
+            raise bad_option("size", options["size"], str(error)) from None
+
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize an image, uint8[H, W, 3], and cut it into patches for the tower. options: `size` alone, its longest
         edge; most: limit of patches. Raises RequestError for others, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
-        longest = self.longest
-        if options:
-            try:
-                longest = _read_longest(ConfigFields(dict(options)))
-            except ModelConfigError as error:
-                raise bad_option("size", options["size"], str(error)) from None
-        height, width = self._resized_size(value.shape[0], value.shape[1], longest)
+        height, width = self._resized_size(value.shape[0], value.shape[1], self._asked_longest(options))
         self.check_room("image", 1, height, width, most)
         return self.cut(self.pixels.normalized(self.pixels.resized(value, height, width)[None]))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -115,6 +116,23 @@ class Qwen2VLProcessor(GridProcessor):
 
     def option_names(self) -> tuple[str, ...]:
         return _OPTIONS
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor whose largest items are those that an engine's options allow, if they are larger; else
+        this one. Raises RequestError for options that there are not, and for invalid bounds.
+        """
+        check_options(options, self.option_names())
+        # Bounds that fit images need not fit videos; requests are refused then.
+        least, bounds = _asked_bounds(options, Bounds(1, MAX_PIXELS)).least, dict[str, Bounds]()
+        for kind, sizes in self.sizes.items():
+            most = max(least, sizes.bounds.most)
+            most = max(most, _asked_bounds(options, Bounds(1, most)).most)
+            bounds[kind] = Bounds(max(least, sizes.bounds.least), most)
+        if all(bounds[kind] == sizes.bounds for kind, sizes in self.sizes.items()):
+            return self
+        found = copy(self)
+        found.sizes = {kind: replace(sizes, bounds=bounds[kind]) for kind, sizes in self.sizes.items()}
+        return found
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """Resize and cut an image or a video's frames, for the tower. value: uint8[H, W, 3] or frames.Video; options:

@@ -44,6 +44,17 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
     raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of images")
 
 
+def token_text(path: Path, found: Mapping[str, Any], name: str, usual: str) -> str:
+    """Return the text of the token `name` in the content `found` of the file `path`, which has it by itself or as
+    {"content": text}; `usual` if it is not there. Raises ModelFileError for other values.
+    """
+    text = found.get(name)
+    text = text.get("content") if isinstance(text, Mapping) else usual if text is None else text
+    if not isinstance(text, str) or not text:
+        raise ModelFileError(path, f"{name} must be a text, got {str(text)[:100]!r}")
+    return text
+
+
 @dataclass(frozen=True)
 class Pixels:
     """Pixel transform: resizing, and (byte * scale - mean) / std per colour.

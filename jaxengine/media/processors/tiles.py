@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD, check_options
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
 from jaxengine.models.config.fields import ConfigFields
 
@@ -64,17 +65,38 @@ class TilesProcessor(UnitProcessor):
         `crop_to_patches` False the whole alone is returned, and (1, 1). Raises RequestError for an invalid one.
         """
         side, resize = self.side, self.pixels.resized
-        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
-        least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
-        if not boolean_option(options, "crop_to_patches", self.crops) or most == 1:
-            return [resize(picture, side, side)], (1, 1)
-        rows, columns = self.tiling(picture.shape[0], picture.shape[1], least, most)
+        rows, columns = self._tiling_for(picture.shape[0], picture.shape[1], options)
         whole = resize(picture, rows * side, columns * side)
         tiles = list(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
-        return tiles if len(tiles) == 1 or not self.adds_whole else [*tiles, resize(picture, side, side)], (
-            rows,
-            columns,
-        )
+        if len(tiles) > 1 and self.adds_whole:
+            tiles.append(resize(picture, side, side))
+        return tiles, (rows, columns)
+
+    def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:
+        rows, columns = self._tiling_for(height, width, options)
+        return rows * columns + (rows * columns > 1 and self.adds_whole)
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor whose largest image has the tiles that an engine's options allow. Raises RequestError
+        for options that there are not, and for an invalid one.
+        """
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.min_tiles, found.max_tiles, found.crops = self._limits(options)
+        return found
+
+    def _limits(self, options: Mapping[str, Any]) -> tuple[int, int, bool]:
+        """Return min_tiles, max_tiles and crops as `options` replace them. Raises RequestError for an invalid one."""
+        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
+        least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
+        return least, most, boolean_option(options, "crop_to_patches", self.crops)
+
+    def _tiling_for(self, height: int, width: int, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the (rows, columns) of an image of height x width pixels with these options; (1, 1) if it is not cut.
+        Raises RequestError for an invalid one.
+        """
+        least, most, crops = self._limits(options)
+        return self.tiling(height, width, least, most) if crops and most > 1 else (1, 1)
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         """Return the (rows, columns) whose shape is nearest to the image's; (1, 1) if the limits allow no tiling.

@@ -119,6 +119,13 @@ class UnitProcessor:
         options: mm_processor_kwargs, of which it uses `option_names`. Raises RequestError for an invalid one.
         """
 
+    def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:
+        """Return how many units an image of height x width pixels has, or 0 if the family only makes few. options: as
+        of `units`. Raises RequestError for an invalid one.
+        """
+        del height, width, options
+        return 0
+
     @abstractmethod
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`) in the prompt, with `image_id` for each of its embeddings."""
@@ -185,6 +192,9 @@ class UnitProcessor:
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         check_ratio(*value.shape[:2])
+        # Before they are made: a small image may become many units.
+        count = self.num_units(value.shape[0], value.shape[1], options)
+        check_room(modality, count * self.tower.vit.num_patches, most)
         units, (rows, columns) = self.units(value, options)
         check_room(modality, len(units) * self.tower.vit.num_patches, most)
         return self._processed(self._cut(units), rows, columns)

@@ -119,7 +119,7 @@ class MediaInputs:
         encode = getattr(self.processor, "encode", None)
         # Not without items: a placeholder that nothing replaces may be a token that the model does not have.
         if text is not None and encode is not None and any(values.values()):
-            token_ids = encode(text)  # without what a tokenizer adds to a text
+            token_ids = encode(text, token_ids)
         token_ids, media = self.read(token_ids, values, prompt.get(OPTIONS))
         kept = {name: value for name, value in prompt.items() if name not in (DATA, OPTIONS)}
         return {**kept, "prompt": text, "prompt_token_ids": token_ids, READY: media}

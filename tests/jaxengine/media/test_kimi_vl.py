@@ -172,6 +172,9 @@ def test_long_sides_are_shrunk(k25):
     shown = frames(1, 2, 40, 40)
     grids = [k25.process("video", shown, options).grid for options in ({}, {"max_patches": 100})]
     assert grids == [(2, 6, 6), (2, 10, 10)]
+    raised = k25.with_options({"max_patches": 400})
+    for kind in ("image", "video"):
+        assert 3 * len(k25.largest(kind).patches) < len(raised.largest(kind).patches)
     with pytest.raises(RequestError, match="mm_processor_kwargs has 'size'; this model has max_patches"):
         k25.process("video", frames(1, 2, 8, 8), {"size": 5})
     with pytest.raises(RequestError, match="a video must be shorter than a day"):

@@ -109,6 +109,20 @@ def test_settings_that_do_not_fit_are_refused(folder, changes, problem):
         path.write_text(before)
 
 
+def test_no_request_asks_for_slices_where_there_are_none(folder):
+    path = folder / "preprocessor_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"slice_mode": False}))
+    try:
+        made = opened(folder)
+    finally:
+        path.write_text(before)
+    item = made.process("image", picture(1, 90, 90), {"max_slice_nums": 9})
+    assert len(item.crops) == 1 == made.with_options({"max_slice_nums": 9}).most_slices
+    with pytest.raises(RequestError, match=MANY):
+        made.process("image", picture(1, 9, 9), {"max_slice_nums": 0})
+
+
 @each_row(
     "changes, problem",
     [

@@ -66,6 +66,21 @@ def test_pixels_are_those_of_transformers(tmp_path):
             assert item.num_rows * tower.merge == len(item.patches) <= len(processor.largest("image").patches)
 
 
+def test_missing_settings_are_those_of_transformers(tmp_path):
+    """All but the sizes that a tower has."""
+    for name, kind in KINDS.items():
+        folder = whole_checkpoint(name, tmp_path / name)
+        path = next(
+            folder / file for file in ("preprocessor_config.json", "processor_config.json") if file in FILES[name]
+        )
+        told = FILES[name][path.name]
+        kept = {key: value for key, value in told.get("image_processor", told).items() if key.endswith("_size")}
+        path.write_text(json.dumps({"image_processor": kept} if "image_processor" in told else kept))
+        processor = opened(folder)
+        pixels = processor.pixels if hasattr(processor, "pixels") else processor.sizes["image"].pixels
+        assert [pixels.mean, pixels.std] == [tuple(kind.image_mean), tuple(kind.image_std)], name
+
+
 def test_a_published_configuration_may_leave_out_the_token_after_an_image(tmp_path):
     folder = whole_checkpoint("paddleocr_vl_vision", tmp_path)
     raw = {**read_config_json(folder), "vision_end_token_id": 260}

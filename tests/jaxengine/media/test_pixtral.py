@@ -89,3 +89,11 @@ def test_a_prompt_needs_the_tokenizer(folder):
     item = blind.process("image", picture(1, 8, 8), {})
     with pytest.raises(RequestError, match=r"needs the model's tokenizer, for lines of it end with \[IMG_BREAK\]"):
         blind.expand([IMAGE], {"image": [item]})
+
+
+def test_a_longer_edge_of_an_engine_counts_for_the_largest(processor):
+    for edge, patches in ((128, 1024), (32, 256)):
+        chosen = processor.with_options({"size": {"longest_edge": edge}})
+        assert len(chosen.largest("image").patches) == patches
+    with pytest.raises(RequestError, match="size must be"):
+        processor.with_options({"size": 0})

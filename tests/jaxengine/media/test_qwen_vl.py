@@ -125,6 +125,11 @@ def test_options_of_an_engine_are_known_by_name(processors):
         assert each.with_options({"max_pixels": 100}) is each
         with pytest.raises(RequestError, match="mm_processor_kwargs has 'x'; this model has min_pixels"):
             each.with_options({"x": 1})
+        with pytest.raises(RequestError, match="min_pixels, max_pixels or size must be"):
+            each.with_options({"max_pixels": 0})
+        for kind in each.modalities:
+            larger = each.with_options({"max_pixels": 4 * each.sizes[kind].bounds.most}).largest(kind)
+            assert len(larger.patches) > 3 * len(each.largest(kind).patches)
 
 
 def test_what_is_no_picture_is_refused(processors):

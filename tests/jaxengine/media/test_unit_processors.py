@@ -12,10 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from jaxengine.media.base.frames import Video
+from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.media.processors.llava_onevision import LlavaOnevisionProcessor
 from jaxengine.media.processors.smolvlm import in_words
 from jaxengine.media.registry import PROCESSORS
+from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.readers.hf import read_config_json
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import read_hf
@@ -88,6 +93,61 @@ def test_newlines_beside_a_picture_of_gemma_are_one_token_with_its_own(tmp_path)
     assert [positions.tolist() for positions in expanded.positions] == [[*range(4, 20)], [*range(24, 40)]]
 
 
+def test_what_paligemma_adds_to_a_prompt(tmp_path, monkeypatch):
+    """As transformers: always, and line breaks are one token with those of the prompt."""
+    monkeypatch.setitem(CASES["paligemma_vision"], "tokens", {127: "<image>", 1: "<bos>", 124: "\n", 123: "\n\n"})
+    made = processor(tmp_path, "paligemma_vision")
+    item, tokens = made.process("image", picture(0), {}), [127] * 16
+    for prompt, wanted in (
+        ([1, 127, 5], [*tokens, 1, 5, 124]),
+        ([127, 1, 5, 124], [*tokens, 1, 1, 5, 123]),
+        ([127], [*tokens, 1, 124]),
+    ):
+        assert made.expand(prompt, {"image": [item]}).token_ids == wanted
+    raw = read_config_json(FOLDER / "paligemma_vision")
+    with pytest.raises(ModelConfigError, match="bos_token_id must be a token"):
+        PROCESSORS[raw["architectures"][0]](tmp_path, raw, replace(read_hf(raw), bos_token_id=None), made.tokenizer)
+
+
+def test_placeholders_of_aya_are_found_in_text(tmp_path):
+    made = processor(tmp_path, "aya_vision")
+    text = "w3 <image><image> w4 w5<image>"
+    plain = made.tokenizer.encode(text)
+    assert made.encode(text, plain) == [3, 127, 127, 4, 5, 127]
+    assert made.encode(text, [9, *plain]) == [9, 3, 127, 127, 4, 5, 127]
+    assert made.encode(text, [9, 8]) == [9, 8]
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_token": " "}))
+    with pytest.raises(ModelFileError, match="image_token must be a text with tokens, got ' '"):
+        processor(tmp_path, "aya_vision")
+
+
+def test_texts_of_tokens_may_be_described(tmp_path):
+    """As transformers stores a token with its properties."""
+    path = tmp_path / "tokenizer_config.json"
+    for name, token, file in (
+        ("internvl_vision", "start_image_token", path),
+        ("cohere2_vision", "boi_token", path),
+        ("aya_vision", "start_of_img_token", tmp_path / "processor_config.json"),
+    ):
+        made = processor(tmp_path, name)
+        raw, shown = read_config_json(FOLDER / name), made.process("image", picture(0), {})
+        for text, first in (("w7", 7), ({"content": "w7", "special": True}, 7), (None, 126)):
+            file.write_text(json.dumps({token: text}))
+            again = PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+            assert again.pieces(shown)[0] == first
+        file.write_text(json.dumps({token: {"content": 7}}))
+        with pytest.raises(ModelFileError, match=f"{token} must be a text, got '7'"):
+            PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+
+
+def test_tilings_by_default_are_those_of_transformers():
+    for ours, theirs in (
+        (LlavaNextProcessor, LlavaNextImageProcessorPil),
+        (LlavaOnevisionProcessor, LlavaOnevisionImageProcessorPil),
+    ):
+        assert [list(each) for each in ours.pinpoints] == theirs.image_grid_pinpoints
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_largest_item_is_as_large_as_any(name, tmp_path):
     made = processor(tmp_path, name)
@@ -96,6 +156,29 @@ def test_the_largest_item_is_as_large_as_any(name, tmp_path):
         item = made.largest("image", size)
         assert len(item.patches) <= len(largest.patches) and item.num_rows <= largest.num_rows
         assert sorted(item.rows[item.rows >= 0]) == list(range(item.num_rows))
+
+
+def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
+    """And too many units are refused before they are made."""
+    for name, options, count in (
+        ("got_ocr2_vision", {"crop_to_patches": True}, 13),
+        ("got_ocr2_vision", {"crop_to_patches": True, "max_patches": 3}, 4),
+        ("internvl_vision", {"max_patches": 9}, 10),
+        ("aya_vision", {"crop_to_patches": False}, 1),
+        ("cohere2_vision", {"max_patches": 64}, 65),
+        ("llama4_sees_vision", {"max_patches": 20}, 21),
+    ):
+        made = processor(tmp_path, name)
+        chosen, unit = made.with_options(options), made.tower.vit.num_patches
+        largest, shape = len(chosen.largest("image").patches), picture(0)
+        assert largest == count * unit, name
+        longest = made.process("image", np.resize(shape, (made.side, count * made.side, 3)), options, largest)
+        assert len(longest.patches) <= largest
+        made.units = None  # not called
+        with pytest.raises(RequestError, match="lower the limit in mm_processor_kwargs, or raise max_num_batched_enc"):
+            made.process("image", shape, options, unit - 1)
+        with pytest.raises(RequestError, match=r"mm_processor_kwargs\.max_patches must be an integer from 1 to 64"):
+            made.with_options({"max_patches": 65})
 
 
 @pytest.mark.parametrize(
