@@ -79,6 +79,15 @@ def test_the_mlp_that_experts_share_takes_them_too(model_of):
     assert targets_of([model_of("glm4_moe")]).shapes["model.layers.1.mlp.shared_experts.up_proj"] == (64, 32)
 
 
+def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
+    targets = targets_of([model_of("longcat_flash")])
+    names = [f"model.layers.{pair}.self_attn.{half}.q_b_proj" for pair in range(2) for half in range(2)]
+    shapes = {name: targets.shapes[name][::-1] for name in names}
+    write_adapter(tmp_path, shapes, seed=1, r=4, target_modules=["q_b_proj"])
+    assert set(read(tmp_path, targets).matrices) == set(names)
+    assert set(targets.experts) == {f"model.layers.{pair}.mlp.experts" for pair in range(2)}
+
+
 def test_experts_one_by_one_and_those_that_are_not_there(model, targets, tmp_path):
     shapes = single(targets, "up_proj", "down_proj")
     missing = "model.layers.0.mlp.experts.3.up_proj"
