@@ -39,7 +39,7 @@ class RoutedExpertsExtension(DeviceExtension):
         experts = shape.model.config.experts
         assert experts is not None
         self._taps = [Tap(EXPERTS, layer) for layer in shape.model.stage.layers if layer not in experts.dense_layers]
-        self.num_per_token, self.dtype = experts.num_per_token, np.uint8 if experts.num_experts <= 256 else np.uint16
+        self.num_per_token, self.dtype = experts.num_per_token, np.uint8 if experts.num_routed <= 256 else np.uint16
         self.description = f"leaves the experts of {len(self._taps)} layers"
 
     def label(self, bucket: Bucket) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,10 @@ from flax import nnx
 
 from jaxengine.models.config.taps import EXPERTS, Tap
 from jaxengine.models.layers.taps import Taps
+from jaxengine.models.registry import read_folder
 from jaxengine.models.unpaged import run_unpaged
 from jaxengine.rl import forward, log_probs
+from jaxengine.runner.extensions.routed_experts import RoutedExpertsExtension
 from tests.fixtures.drawn_weights import FOLDER
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
@@ -138,3 +143,13 @@ def test_experts_that_do_not_fit_are_refused(name, shape, options, said):
     with pytest.raises(ValueError, match=said):
         experts = jnp.zeros(shape, jnp.int32)
         forward(recorded.model, nnx.state(recorded.model), recorded.prompts[0][None], routed_experts=experts, **options)
+
+
+def test_experts_without_weights_have_numbers_too():
+    """Those that return their input, after the 250 of each layer."""
+    config = read_folder(FOLDER / "longcat_flash")
+    assert config.experts is not None
+    config = replace(config, experts=replace(config.experts, num_experts=250, num_zero_experts=10))
+    model: Any = SimpleNamespace(config=config, stage=SimpleNamespace(layers=range(config.num_layers)))
+    shape: Any = SimpleNamespace(model=model)
+    assert RoutedExpertsExtension(shape).dtype == np.uint16
