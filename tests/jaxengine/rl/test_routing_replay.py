@@ -18,6 +18,7 @@ from jaxengine.models.layers.taps import Taps
 from jaxengine.models.registry import read_folder
 from jaxengine.models.unpaged import run_unpaged
 from jaxengine.rl import forward, log_probs
+from jaxengine.rl.arguments import _experts_shape
 from jaxengine.runner.extensions.routed_experts import RoutedExpertsExtension
 from tests.fixtures.drawn_weights import FOLDER
 from tests.models.conftest import load_recorded
@@ -81,10 +82,11 @@ def loss(params, model, tokens, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v3", *(pytest.param(name, marks=FURTHER) for name in ("qwen3_moe", "llama4"))]
+    "name", ["deepseek_v3", *(pytest.param(name, marks=FURTHER) for name in ("qwen3_moe", "llama4", "longcat_flash"))]
 )
 def test_replayed_choices_of_equal_weights_change_no_bit(name):
-    """Whether the router's scores are softmax, sigmoid with a correction bias and groups, or weigh the inputs."""
+    """Whether the router's scores are softmax, sigmoid with a correction bias and groups, or weigh the inputs; and where
+    some experts have no weights."""
     recorded = load_recorded(name)
     tokens, params = recorded.prompts[1][None], nnx.state(recorded.model)
     experts = picked(recorded.model, tokens[0])[None].astype(np.uint8)
@@ -153,3 +155,4 @@ def test_experts_without_weights_have_numbers_too():
     model: Any = SimpleNamespace(config=config, stage=SimpleNamespace(layers=range(config.num_layers)))
     shape: Any = SimpleNamespace(model=model)
     assert RoutedExpertsExtension(shape).dtype == np.uint16
+    assert _experts_shape(model, (1, 4)) == ((1, 4, config.num_layers // 2, 3), 260)
