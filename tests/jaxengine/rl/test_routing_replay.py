@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxengine.models.config.taps import EXPERTS, Tap
+from jaxengine.models.config.taps import EXPERTS, ROUTER, Tap
 from jaxengine.models.layers.taps import Taps
 from jaxengine.models.registry import read_folder
 from jaxengine.models.unpaged import run_unpaged
@@ -85,8 +85,8 @@ def loss(params, model, tokens, **options):
     "name", ["deepseek_v3", *(pytest.param(name, marks=FURTHER) for name in ("qwen3_moe", "llama4", "longcat_flash"))]
 )
 def test_replayed_choices_of_equal_weights_change_no_bit(name):
-    """Whether the router's scores are softmax, sigmoid with a correction bias and groups, or weigh the inputs; and where
-    some experts have no weights."""
+    """Whether the router's scores are softmax, sigmoid with a correction bias and groups, or weigh the inputs;
+    and where some experts have no weights."""
     recorded = load_recorded(name)
     tokens, params = recorded.prompts[1][None], nnx.state(recorded.model)
     experts = picked(recorded.model, tokens[0])[None].astype(np.uint8)
@@ -154,5 +154,5 @@ def test_experts_without_weights_have_numbers_too():
     config = replace(config, experts=replace(config.experts, num_experts=250, num_zero_experts=10))
     model: Any = SimpleNamespace(config=config, stage=SimpleNamespace(layers=range(config.num_layers)))
     shape: Any = SimpleNamespace(model=model)
-    assert RoutedExpertsExtension(shape).dtype == np.uint16
+    assert RoutedExpertsExtension(shape).dtype == np.uint16 and Tap(ROUTER, 0).width(config) == 260
     assert _experts_shape(model, (1, 4)) == ((1, 4, config.num_layers // 2, 3), 260)
