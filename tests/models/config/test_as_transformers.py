@@ -41,6 +41,7 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("glm4_moe_lite", {**SMALL, "routed_scaling_factor": 1.8}),
         ("kimi_linear", {"routed_scaling_factor": 2.446}),
         ("dots1", {"sliding_window": 4096}),
+        ("longcat_flash", {"zero_expert_num": 256}),
         ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),
         ("llama4", {"attention_chunk_size": 8192}),
         ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
