@@ -83,7 +83,7 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # Experts of other groups count as 0 there, and not as the least.
-        fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK)
+        fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK, indexer_rope_interleave=False)
         return super().read_hf(fields.with_defaults(first_k_dense_replace=1))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

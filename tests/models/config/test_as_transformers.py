@@ -119,3 +119,17 @@ def test_olmo_hybrid_has_rope_where_its_base_is_not_null():
     assert read_hf(old | {"rope_theta": 5000.0}) == rotated and rotated.attention[-1].rope is not None
     for null in ({"rope_theta": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}):
         assert read_hf(old | null).attention[-1].rope is None
+
+
+@each_row(
+    ("name", "field", "value"),
+    [
+        ("axk2", "rope_interleave", False),
+        ("axk2", "indexer_rope_interleave", True),
+        *((name, "rope_interleave", False) for name in ("deepseek_v32", "glm_moe_dsa")),
+    ],
+)
+def test_the_pairs_of_rope_are_those_of_the_class_whatever_the_file_says(name, field, value):
+    assert read_hf(recorded(name, **{field: not value})) == read_hf(recorded(name))
+    with pytest.raises(ModelConfigError, match=f"^{field} must be "):
+        read_hf(recorded(name, **{field: value}))
