@@ -69,6 +69,8 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not old or not new:
         return merged | {"rope_parameters": old or new}
     if isinstance(full := old.get(FULL), Mapping):
+        if str(raw.get("model_type")).startswith("modernbert"):  # whose windows it scales too; its families refuse it
+            return dict(raw)
         kept = {name: value for name, value in full.items() if name not in ("rope_type", "type")}
         return merged | {"rope_parameters": {**old, FULL: {**kept, **new}}}
     theta = old.get("rope_theta")

@@ -133,3 +133,15 @@ def test_the_pairs_of_rope_are_those_of_the_class_whatever_the_file_says(name, f
     assert read_hf(recorded(name, **{field: not value})) == read_hf(recorded(name))
     with pytest.raises(ModelConfigError, match=f"^{field} must be "):
         read_hf(recorded(name, **{field: value}))
+
+
+def test_a_scaling_of_all_ropes_of_modernbert_is_refused():
+    """transformers gives it to the layers with windows as well."""
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    decoder = recorded("modernbert_decoder")
+    encoder = decoder | {"architectures": ["ModernBertModel"], "model_type": "modernbert"}
+    for raw, pooler in ((decoder, None), (encoder, Pooler("CLS"))):
+        for each in (raw, raw | {"rope_parameters": None}):
+            read_hf(each, pooler)
+            with pytest.raises(ModelConfigError, match="^rope_scaling must be absent"):
+                read_hf(each | {"rope_scaling": scaling}, pooler)
