@@ -19,8 +19,14 @@ from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
 
 GATE_RANK = 16
+_RENAMED = (
+    (".q_gate_proj", ".q_b_proj"),
+    ("layernorm.mlp.fc1", "layernorm.W_down"),
+    ("layernorm.mlp.fc2", "layernorm.W_up"),
+)
 
 
 class GatedNorm(nnx.Module):
@@ -79,6 +85,10 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     """DeepSeek-V3.2 with Axk2Attention, and GatedNorms before attention and before experts."""
 
     index_heads: ClassVar[int] = 16
+    # transformers renames these modules of published checkpoints, so that its adapters and trainers name its own.
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        suffixes=tuple((f"{theirs}.weight", f"{own}.weight") for theirs, own in _RENAMED), of_adapters=_RENAMED
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
