@@ -22,7 +22,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxengine.models.params.declare import Source
+from jaxengine.models.params.declare import Source, numbered
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PoolDecl:
 
     Attributes:
       axes: logical axes of the array.
-      sources: sources of the full product, with "{layer}" in their names.
+      sources: sources of the full product, with names that `numbered` completes.
       part: for b, the index of its source; None for a.
       num_experts: size of a stack of matrices, one per expert, with "{expert}" in the sources' names; else None.
     """
@@ -77,6 +77,6 @@ def declared_pools(model: Any) -> Iterator[DeclaredPool]:
         if not isinstance(variable, PoolArray):
             continue
         layer, decl = model.stage.layers[path[1]], variable.get_metadata()["decl"]
-        sources = tuple(each._replace(name=each.name.replace("{layer}", str(layer))) for each in decl.sources)
+        sources = tuple(each._replace(name=numbered(each.name, layer)) for each in decl.sources)
         value = variable.get_value()
         yield DeclaredPool(index, value.shape, value.dtype, replace(decl, sources=sources))

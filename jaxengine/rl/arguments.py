@@ -110,7 +110,7 @@ def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[tuple[int, 
     experts = model.config.experts
     if experts is None:
         raise ValueError(f"routed_experts must be None for {model.config.architecture}, which has no experts")
-    return (*shape, len(_expert_layers(model)), experts.num_per_token), experts.num_experts
+    return (*shape, len(_expert_layers(model)), experts.num_per_token), experts.num_routed
 
 
 def _expert_layers(model: CausalLM) -> list[int]:

@@ -70,6 +70,11 @@ class ExpertsConfig:
     shortcut: bool = False
     latent_size: int | None = None
 
+    @property
+    def num_routed(self) -> int:
+        """Return how many experts a router picks among: those with weights, and after them those without."""
+        return self.num_experts + self.num_zero_experts
+
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_per_token", "num_expert_group", "topk_group"):
             check_size(f"experts: {name}", getattr(self, name), MAX_EXPERTS)

@@ -66,7 +66,7 @@ class Tap(NamedTuple):
         if self.kind != ROUTER:
             return model.hidden_size
         assert model.experts is not None
-        return model.experts.num_experts
+        return model.experts.num_routed
 
 
 def split_names(value: Any) -> tuple[str, ...]:

@@ -19,8 +19,14 @@ from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.params.declare import Source
+from jaxengine.models.params.source import CheckpointNames
 
 GATE_RANK = 16
+_RENAMED = (
+    (".q_gate_proj", ".q_b_proj"),
+    ("layernorm.mlp.fc1", "layernorm.W_down"),
+    ("layernorm.mlp.fc2", "layernorm.W_up"),
+)
 
 
 class GatedNorm(nnx.Module):
@@ -79,11 +85,15 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     """DeepSeek-V3.2 with Axk2Attention, and GatedNorms before attention and before experts."""
 
     index_heads: ClassVar[int] = 16
+    # transformers renames these modules of published checkpoints, so that its adapters and trainers name its own.
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        suffixes=tuple((f"{theirs}.weight", f"{own}.weight") for theirs, own in _RENAMED), of_adapters=_RENAMED
+    )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # Experts of other groups count as 0 there, and not as the least.
-        fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK)
+        fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK, indexer_rope_interleave=False)
         return super().read_hf(fields.with_defaults(first_k_dense_replace=1))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:

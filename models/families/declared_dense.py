@@ -295,7 +295,7 @@ DENSE_ROWS: dict[str, Row] = {
             "norm_bias": False,
             **_UNBIASED,
         },
-        only={"classifier_bias": False},
+        only={"classifier_bias": False, "rope_scaling": None},
         eps="norm_eps",
         rope=no_rope,
         tied=True,

@@ -28,6 +28,7 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         kinds = fields.value("layer_types", None)
         if kinds is not None and kinds != ["indexed_attention"] * fields.integer("num_hidden_layers"):
             raise fields.fail("layer_types", "a list of indexed_attention for each layer, or absent")
+        fields.require(rope_interleave=True)
         own = ConfigFields({name: value for name, value in fields.raw.items() if name != "layer_types"})
         own = own.with_defaults(first_k_dense_replace=3, rms_norm_eps=1e-6, routed_scaling_factor=2.5)
         shared = super().read_hf(own)

@@ -121,6 +121,7 @@ class LongcatFlashForCausalLM(Decoder):
         shared = hf_latent_fields(ConfigFields({**fields.raw, **own}), bias=bias, output_bias=bias)
         # Queries are multiplied by this root, which may as well be done with the products.
         root = (shared["hidden_size"] / q_rank) ** 0.5
+        zeros = 0 if "zero_expert_num" in fields.raw else 256  # null is none
         experts = ExpertsConfig(
             num_experts=fields.integer("n_routed_experts"),
             num_per_token=fields.integer("moe_topk"),
@@ -129,7 +130,7 @@ class LongcatFlashForCausalLM(Decoder):
             dense_layers=tuple(range(1, 2 * count, 2)),
             correction_bias=True,
             routed_scaling_factor=fields.number("routed_scaling_factor", 6.0),
-            num_zero_experts=fields.integer("zero_expert_num", 0, minimum=0),
+            num_zero_experts=fields.integer("zero_expert_num", zeros, minimum=0),
             shortcut=True,
         )
         layers = (replace(each, scale=each.sm_scale * root) for each in shared["attention"])

@@ -228,7 +228,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         rows *= math.prod(mesh.ranks_sharing(axis) for axis in param.decl.axes if axis is not None)
         reached, at_once = 1.0, rows
         if param.decl.num_experts is not None:
-            picked = rows * config.experts.num_per_token / param.decl.num_experts
+            picked = rows * config.experts.num_per_token / config.experts.num_routed
             reached = min(1.0, picked)
             rows = max(picked, reached * expert_rows)
             at_once = rows if block is None else block / part[0]
@@ -249,7 +249,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
         if pool.decl.num_experts is not None:  # a row meets one pair
             own, slots, *pair = part
             sharing = math.prod(mesh.ranks_sharing(axis) for axis in pool.decl.axes if axis is not None)
-            rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // pool.decl.num_experts
+            rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // config.experts.num_routed
             reached_bytes += math.prod(pair) * min(own * slots, rows) * jnp.dtype(pool.dtype).itemsize
             flops += 2 * math.prod(pair) * rows
             row_bytes += rows * sum(pair) * itemsize

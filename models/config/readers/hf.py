@@ -46,8 +46,8 @@ def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Such a file results from applying the YaRN recipe of model cards in a folder that transformers 5 wrote.
     `rope_scaling` replaces `rope_parameters`; a warning is logged if their `rope_theta` is lost by that. If they have a
-    mapping for each kind of layers, `rope_scaling` is merged into the one for FULL layers. Nested configurations, such
-    as text_config, are treated alike.
+    mapping for each kind of layers, `rope_scaling` is merged into the one for FULL layers; that of a ModernBERT stays.
+    Nested configurations, such as text_config, are treated alike.
 
     Raises ModelConfigError if one of both is not a mapping.
     """
@@ -69,6 +69,8 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not old or not new:
         return merged | {"rope_parameters": old or new}
     if isinstance(full := old.get(FULL), Mapping):
+        if str(raw.get("model_type")).startswith("modernbert"):  # whose windows it scales too; its families refuse it
+            return dict(raw)
         kept = {name: value for name, value in full.items() if name not in ("rope_type", "type")}
         return merged | {"rope_parameters": {**old, FULL: {**kept, **new}}}
     theta = old.get("rope_theta")

@@ -78,7 +78,7 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
         return None
     experts, num_tokens = layer.experts, num_tokens * mesh.ranks_sharing(layer.axis)
     own = experts.num_experts // mesh.num_shards("experts") if layer.axis == "experts" else experts.num_experts
-    sizes = routed(num_tokens, experts.num_experts, experts.num_per_token)[:own]
+    sizes = routed(num_tokens, experts.num_routed, experts.num_per_token)[:own]
     if own < experts.num_experts:
         k = experts.num_per_token
         average = -(-num_tokens * k // mesh.num_shards("experts"))

@@ -138,8 +138,7 @@ class MixtureOfExperts(nnx.Module):
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
-        routed = count + experts.num_zero_experts
-        router = Source(f"{source}.{names.router}", routed)
+        router = Source(f"{source}.{names.router}", routed := experts.num_routed)
         self.router_dtype = router_dtype or build.dtype
         # Routers are not quantised in any checkpoint.
         plain = replace(build, scheme=PLAIN)
@@ -195,7 +194,7 @@ class MixtureOfExperts(nnx.Module):
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             weights, ids = self.route(x if routed_by is None else routed_by, rows.adapters)
-            ids = jnp.where(rows.is_token[:, None], ids, num_experts + self.experts.num_zero_experts)
+            ids = jnp.where(rows.is_token[:, None], ids, self.experts.num_routed)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
         y = self._computed(x, rows, weights, jnp.minimum(ids, num_experts))
         if not self.experts.num_zero_experts:

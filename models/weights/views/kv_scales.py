@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxengine.models.params.declare import numbered
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WeightSource
 
-# Names after "model.layers.{layer}.self_attn." of the scales of keys and of values, the newest first.
+# Names after "model.layers.{layer}.self_attn.", or "model.layers.{pair}.self_attn.{half}.", of the scales of keys and
+# of values, the newest first.
 _OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale")
 _OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
-KV_SCALES = tuple(f".self_attn.{name}" for name in dict.fromkeys((*_OF_KEYS, *_OF_VALUES)))
+KV_SCALES = tuple(
+    f".self_attn.{half}{name}" for name in dict.fromkeys((*_OF_KEYS, *_OF_VALUES)) for half in ("", "0.", "1.")
+)
 STORED_FOR = "float8_e4m3fn"
 
 # Headroom against saturation. fp8 is as exact at half the range, int8 is not.
@@ -139,7 +143,10 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
 
     names: the source's. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
     """
-    stored = {layer: [name for each in kind if (name := _name(layer, each)) in names] for layer in shape.paged}
+    stored = {
+        layer: [name for each in kind for name in (_name(layer, each), _paired(layer, each)) if name in names]
+        for layer in shape.paged
+    }
     if not any(stored.values()):
         return None
     scales = np.ones((shape.num_layers, shape.num_heads), np.float32)
@@ -161,3 +168,8 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
 def _name(layer: int, end: str) -> str:
     """Return the full name of a layer's scale."""
     return f"model.layers.{layer}.self_attn.{end}"
+
+
+def _paired(layer: int, end: str) -> str:
+    """Return the same where a checkpoint numbers pairs of layers."""
+    return numbered(f"model.layers.{{pair}}.self_attn.{{half}}.{end}", layer)

@@ -41,6 +41,17 @@ def test_few_rows_of_an_expert_are_a_tile():
     assert tiled == plain
 
 
+def test_experts_without_weights_cost_nothing():
+    """Of as many as the others: half of the rows, and a router twice as wide."""
+    assert EXPERTS.experts is not None
+    zeros = dataclasses.replace(EXPERTS, experts=dataclasses.replace(EXPERTS.experts, num_zero_experts=8))
+    plain, half = (
+        product_work(build_model(each, Build("bfloat16")), Bucket(64, 64), "bfloat16").flops
+        for each in (EXPERTS, zeros)
+    )
+    assert plain - half == 2 * 64 * (3 * 1024 * 32 - 8 * 1024)
+
+
 def test_rows_that_experts_are_filled_up_with_are_counted():
     """Of 2,048 tokens on four devices 1,024 rows are a device's, 512 of each expert, which may have seven more each."""
     model = build_model(EXPERTS, Build("bfloat16", MeshLayout(2, 1, 2, True, GATHER)))

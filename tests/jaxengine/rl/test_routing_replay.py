@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxengine.models.config.taps import EXPERTS, Tap
+from jaxengine.models.config.taps import EXPERTS, ROUTER, Tap
 from jaxengine.models.layers.taps import Taps
+from jaxengine.models.registry import read_folder
 from jaxengine.models.unpaged import run_unpaged
 from jaxengine.rl import forward, log_probs
+from jaxengine.rl.arguments import _experts_shape
+from jaxengine.runner.extensions.routed_experts import RoutedExpertsExtension
 from tests.fixtures.drawn_weights import FOLDER
 from tests.models.conftest import load_recorded
 from tests.tables import each_row
@@ -76,10 +82,11 @@ def loss(params, model, tokens, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v3", *(pytest.param(name, marks=FURTHER) for name in ("qwen3_moe", "llama4"))]
+    "name", ["deepseek_v3", *(pytest.param(name, marks=FURTHER) for name in ("qwen3_moe", "llama4", "longcat_flash"))]
 )
 def test_replayed_choices_of_equal_weights_change_no_bit(name):
-    """Whether the router's scores are softmax, sigmoid with a correction bias and groups, or weigh the inputs."""
+    """Whether the router's scores are softmax, sigmoid with a correction bias and groups, or weigh the inputs;
+    and where some experts have no weights."""
     recorded = load_recorded(name)
     tokens, params = recorded.prompts[1][None], nnx.state(recorded.model)
     experts = picked(recorded.model, tokens[0])[None].astype(np.uint8)
@@ -138,3 +145,14 @@ def test_experts_that_do_not_fit_are_refused(name, shape, options, said):
     with pytest.raises(ValueError, match=said):
         experts = jnp.zeros(shape, jnp.int32)
         forward(recorded.model, nnx.state(recorded.model), recorded.prompts[0][None], routed_experts=experts, **options)
+
+
+def test_experts_without_weights_have_numbers_too():
+    """Those that return their input, after the 250 of each layer."""
+    config = read_folder(FOLDER / "longcat_flash")
+    assert config.experts is not None
+    config = replace(config, experts=replace(config.experts, num_experts=250, num_zero_experts=10))
+    model: Any = SimpleNamespace(config=config, stage=SimpleNamespace(layers=range(config.num_layers)))
+    shape: Any = SimpleNamespace(model=model)
+    assert RoutedExpertsExtension(shape).dtype == np.uint16 and Tap(ROUTER, 0).width(config) == 260
+    assert _experts_shape(model, (1, 4)) == ((1, 4, config.num_layers // 2, 3), 260)

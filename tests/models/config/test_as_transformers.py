@@ -44,6 +44,7 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("glm4_moe_lite", {**SMALL, "routed_scaling_factor": 1.8}),
         ("kimi_linear", {"routed_scaling_factor": 2.446}),
         ("dots1", {"sliding_window": 4096}),
+        ("longcat_flash", {"zero_expert_num": 256}),
         ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),
         ("llama4", {"attention_chunk_size": 8192}),
         ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -144,3 +145,29 @@ def test_olmo_hybrid_has_rope_where_its_base_is_not_null():
     assert read_hf(old | {"rope_theta": 5000.0}) == rotated and rotated.attention[-1].rope is not None
     for null in ({"rope_theta": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}):
         assert read_hf(old | null).attention[-1].rope is None
+
+
+@each_row(
+    ("name", "field", "value"),
+    [
+        ("axk2", "rope_interleave", False),
+        ("axk2", "indexer_rope_interleave", True),
+        *((name, "rope_interleave", False) for name in ("deepseek_v32", "glm_moe_dsa")),
+    ],
+)
+def test_the_pairs_of_rope_are_those_of_the_class_whatever_the_file_says(name, field, value):
+    assert read_hf(recorded(name, **{field: not value})) == read_hf(recorded(name))
+    with pytest.raises(ModelConfigError, match=f"^{field} must be "):
+        read_hf(recorded(name, **{field: value}))
+
+
+def test_a_scaling_of_all_ropes_of_modernbert_is_refused():
+    """transformers gives it to the layers with windows as well."""
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    decoder = recorded("modernbert_decoder")
+    encoder = decoder | {"architectures": ["ModernBertModel"], "model_type": "modernbert"}
+    for raw, pooler in ((decoder, None), (encoder, Pooler("CLS"))):
+        for each in (raw, raw | {"rope_parameters": None}):
+            read_hf(each, pooler)
+            with pytest.raises(ModelConfigError, match="^rope_scaling must be absent"):
+                read_hf(each | {"rope_scaling": scaling}, pooler)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.experts import ExpertsConfig
@@ -84,3 +85,9 @@ def test_what_is_not_counted():
     odd = replace(CONFIG, hidden_size=40, experts=replace(EXPERTS, intermediate_size=24))
     for platform in ("tpu", "gpu"):
         assert expert_rows(layer_of(config=odd), ONE_DEVICE, 256, platform) is None
+
+
+def test_experts_without_weights_take_their_share_of_tokens():
+    config = replace(CONFIG, experts=replace(EXPERTS, num_zero_experts=16))
+    counted = expert_rows(nnx.eval_shape(lambda: layer_of(config=config)), ONE_DEVICE, 256, "tpu")
+    assert counted is not None and abs(counted.rows - 512) < 60

@@ -14,13 +14,14 @@ from safetensors.numpy import load_file
 from jaxengine.models.build import Build
 from jaxengine.models.config.lora import LoraSpec
 from jaxengine.models.config.readers.hf import read_config_json
+from jaxengine.models.families.axk2 import AXK2ForCausalLM
 from jaxengine.models.layers.base.lora import write_slot
 from jaxengine.models.lora import declared_pools
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import build_model, read_hf
 from jaxengine.models.weights.adapters.folder import read_adapter
 from jaxengine.models.weights.adapters.merged import MergedSource
-from jaxengine.models.weights.adapters.pools import slot_shape, slot_values, targets_of
+from jaxengine.models.weights.adapters.pools import AdapterTargets, slot_shape, slot_values, targets_of
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from tests.fixtures.adapters import damaged, joined_changes, merged, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
@@ -77,6 +78,27 @@ def test_the_mlp_that_experts_share_takes_them_too(model_of):
     assert shapes["model.layers.0.mlp.shared_expert.down_proj"] == (24, 64)
     assert shapes["model.layers.0.mlp.shared_expert_gate"] == (64, 1)
     assert targets_of([model_of("glm4_moe")]).shapes["model.layers.1.mlp.shared_experts.up_proj"] == (64, 32)
+
+
+def test_layers_that_a_checkpoint_numbers_in_pairs(model_of, tmp_path):
+    targets = targets_of([model_of("longcat_flash")])
+    names = [f"model.layers.{pair}.self_attn.{half}.q_b_proj" for pair in range(2) for half in range(2)]
+    shapes = {name: targets.shapes[name][::-1] for name in names}
+    write_adapter(tmp_path, shapes, seed=1, r=4, target_modules=["q_b_proj"])
+    assert set(read(tmp_path, targets).matrices) == set(names)
+    assert set(targets.experts) == {f"model.layers.{pair}.mlp.experts" for pair in range(2)}
+
+
+def test_modules_of_axk2_as_transformers_names_them():
+    for name, own in (
+        ("self_attn.q_gate_proj", "self_attn.q_b_proj"),
+        ("input_layernorm.mlp.fc1", "input_layernorm.W_down"),
+        ("post_attention_layernorm.mlp.fc2", "post_attention_layernorm.W_up"),
+    ):
+        name, own = (f"model.layers.1.{each}" for each in (name, own))
+        targets = AdapterTargets({own: (8, 8)}, {}, frozenset(), AXK2ForCausalLM.checkpoint_names)
+        assert targets.module(name) == own and name in targets.stored_names(own)
+        assert targets.names.renamed(f"{name}.weight") == f"{own}.weight"
 
 
 def test_experts_one_by_one_and_those_that_are_not_there(model, targets, tmp_path):

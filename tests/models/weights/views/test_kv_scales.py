@@ -10,6 +10,7 @@ import pytest
 
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.weights.views.kv_scales import (
+    KV_SCALES,
     KVScales,
     KVShape,
     largest_for,
@@ -72,6 +73,13 @@ def test_layers_without_pages_have_none():
 
 def test_none_is_no_fault():
     assert read_scales(Tensors({}), SHAPE) is None
+
+
+def test_layers_that_a_checkpoint_numbers_in_pairs():
+    names = {f"0.self_attn.{half}.k_scale": half + 1 for half in range(2)}
+    found = read_scales(Tensors(names), LATENT)
+    assert found is not None and found.k.tolist() == [[1.0], [2.0]]
+    assert all(name.endswith(KV_SCALES) for name in names)
 
 
 def test_latents_have_those_of_keys_only():
