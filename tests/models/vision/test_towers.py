@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,9 @@ def test_devices_share_a_tower_or_have_one_each(folders, name):
     config = read_folder(folders[name])
     shared = split(build_model(config, Build("float32")))
     layers = {path[1:4] for path in shared if path[0] == "layers"}
-    assert layers == {(layer, *part) for layer in range(config.tower.num_layers) for part in PARTS}
+    tower: Any = config.tower
+    count = tower.vit.num_layers if hasattr(tower, "vit") else tower.num_layers
+    assert layers == {(layer, *part) for layer in range(count) for part in PARTS}
     behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
     assert behind >= {"up", "down"} or name.startswith("gemma4")  # whose tower is followed by one product
     assert not split(build_model(config, Build("float32", whole_parts=("tower",))))

@@ -17,7 +17,7 @@ from jaxengine.engine.extensions.pictures import MediaStats
 from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.embeds import Embeds
 from jaxengine.requests.media.inputs import MediaInputs
-from jaxengine.scheduler.base.media import EMBEDS, Media
+from jaxengine.scheduler.base.media import EMBEDS, Media, MediaItem
 from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.server.link import messages, submit_messages
 from jaxengine.server.link.media_messages import MediaMessage, MissingMediaError, media_message, read_media
@@ -253,10 +253,13 @@ def test_large_items_are_not_shared(make):
 
 
 def test_a_prefix_crosses():
-    sent = Media((), rope_delta=3, prefix_length=7, prefix_digest=b"all")
+    item = MediaItem(
+        "image", b"a", np.arange(2, dtype=np.int32), np.zeros((2, 3), np.float32), np.zeros((0, 2), np.int32)
+    )
+    sent = Media((item,), rope_delta=3, prefix_length=7, prefix_digest=b"all")
     wire = msgspec.msgpack.encode(media_message(sent, []))
-    found = read_media(msgspec.msgpack.decode(wire, type=MediaMessage), [])
-    assert (found.rope_delta, found.prefix_length, found.prefix_digest) == (3, 7, b"all")
+    found = read_media(msgspec.msgpack.decode(wire, type=MediaMessage), [item])
+    assert (found.rope_delta, found.prefix_length, found.prefix_digest, found.end) == (3, 7, b"all", 7)
 
 
 def test_parts_of_memory_are_joined_again():
