@@ -253,9 +253,8 @@ def test_large_items_are_not_shared(make):
 
 
 def test_a_prefix_crosses():
-    item = MediaItem(
-        "image", b"a", np.arange(2, dtype=np.int32), np.zeros((2, 3), np.float32), np.zeros((0, 2), np.int32)
-    )
+    empty = np.zeros((0, 1), np.int32)
+    item = MediaItem("image", b"a", np.arange(2, dtype=np.int32), np.zeros((2, 3), np.float32), empty, empty[:, 0])
     sent = Media((item,), rope_delta=3, prefix_length=7, prefix_digest=b"all")
     wire = msgspec.msgpack.encode(media_message(sent, []))
     found = read_media(msgspec.msgpack.decode(wire, type=MediaMessage), [item])
