@@ -305,7 +305,7 @@ _PACKAGES = """# Map of the packages
 <!-- Written by scripts/write_docs.py from the docstrings of the packages; change those. -->
 
 Every package with the first sentence of its docstring. `tests/test_rooms.py` says which package may import which, and
-[How it works](architecture.md) how they work together. `tests/` mirrors this tree.
+[How it works](architecture.md) how they work together. `tests/` has the same packages.
 
 | package | contents |
 |---|---|

@@ -89,8 +89,11 @@ class WhisperProcessor:
             most_initial=-1 if most is None else min(first + most, vocab_size),
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt: a tokenizer would begin any other text with a transcript's first tokens."""
+    def encode(self, text: str, token_ids: Sequence[int] = ()) -> list[int]:
+        """Return the token ids of a prompt: a tokenizer would begin any other text with a transcript's first tokens.
+        token_ids: not used.
+        """
+        del token_ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def placeholder(self, modality: str) -> str:
