@@ -202,7 +202,7 @@ class DeclaredAttention(Attention):
 
 
 class ProjectedHead(nnx.Module):
-    """What follows the last hidden states before the logits: norm(activation(dense(x))), as `form.head` names both."""
+    """Head between the last hidden states and the logits: norm(activation(dense(x))), as `form.head` names both."""
 
     def __init__(self, config: ModelConfig, form: DeclaredForm, build: Build):
         size, (dense, norm) = config.hidden_size, form.head

@@ -1,1 +1,1 @@
-"""What the scheduler's parts share: requests, their parameters, options, errors."""
+"""Parts that the whole scheduler shares: requests, their parameters, options, errors."""

@@ -1,1 +1,1 @@
-"""What is compiled for a model: its shapes, its programs, the roofline of each."""
+"""Programs that are compiled for a model: its shapes, its steps, and the roofline of each."""

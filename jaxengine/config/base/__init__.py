@@ -1,1 +1,1 @@
-"""What the checks of all options share: errors, types of values, platforms, a user's own code."""
+"""Parts that the checks of all options share: errors, types of values, platforms, a user's own code."""

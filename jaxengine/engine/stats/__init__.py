@@ -1,1 +1,1 @@
-"""What an engine counts and measures, and its timeline."""
+"""Counts and measurements of an engine, and its timeline."""

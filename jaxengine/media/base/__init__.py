@@ -1,1 +1,1 @@
-"""What pictures, videos and sounds are to a processor, and the errors of reading them."""
+"""Types of decoded pictures, videos and sounds, the protocol of processors, and the errors of reading media."""

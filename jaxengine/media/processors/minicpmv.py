@@ -47,7 +47,7 @@ _SLACK = 1.25
 
 
 class Crops(NamedTuple):
-    """How an image is cut, in pixels: (height, width) of the whole, of each slice, and (rows, columns) of slices, (0,
+    """Cut of an image, in pixels: (height, width) of the whole, of each slice, and (rows, columns) of slices, (0,
     0) for none.
     """
 

@@ -96,8 +96,8 @@ class UnitProcessor:
         """
 
     def makes_videos_alike(self, folder: Path) -> bool:
-        """Whether the checkpoint preprocesses video frames like images; other videos are not supported. folder: of the
-        checkpoint. Raises ModelFileError for a missing or invalid file.
+        """Return whether the checkpoint preprocesses video frames like images; other videos are not supported.
+        folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
         """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)

@@ -1,1 +1,1 @@
-"""From an engine's tokens to a caller's outputs: text, stops, log-probabilities."""
+"""Output processing: an engine's tokens to a caller's outputs, with text, stops and log-probabilities."""

@@ -1,1 +1,1 @@
-"""What a request asks for: sampling parameters, their limits, and the prepared prompt."""
+"""Parameters of a request: sampling parameters, their limits, and the prepared prompt."""

@@ -1,1 +1,1 @@
-"""What programs, extensions and runner share: device state, program signatures, memory."""
+"""Parts that programs, extensions and runner share: device state, program signatures, memory."""

@@ -1,1 +1,1 @@
-"""What all of the server's interfaces share: options, names, keys, prompts, routing."""
+"""Parts that all of the server's interfaces share: options, names, keys, prompts, routing."""

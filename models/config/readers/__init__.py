@@ -1,1 +1,1 @@
-"""From config.json or a GGUF header to a model configuration."""
+"""Readers of model configurations: from config.json and from the headers of GGUF files."""

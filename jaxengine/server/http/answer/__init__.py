@@ -1,1 +1,1 @@
-"""What an HTTP answer is made of: bodies, streams of events, parts of results."""
+"""Parts of HTTP answers: bodies, streams of events, fields of results."""

@@ -1,1 +1,1 @@
-"""What an HTTP request brings: body, fields, limits, key, and the errors of refusing it."""
+"""Parts of HTTP requests: body, fields, limits, key, and the errors of refusing one."""
