@@ -32,8 +32,12 @@ _MAX_REASON = 500
 # How far a mask looks ahead where only one token may follow, or a guess, and for how long, of the thread's own time,
 # until nobody waits for a mask any more: well below what a step waits. Slow masks are not for looking ahead.
 _MAX_AHEAD, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
-# Of the library's, which no caller can follow, and ours.
-_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "anyOf, or lenient, is"
+# Words of the library's, which no caller can follow, and ours. Its second is of a schema that refers to itself for ever.
+_WORDS = {
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "anyOf, or lenient, is",
+    "NoExtensionBias": "no text can fit it",
+    "\n<non-verbose/>": "",
+}
 # Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
 # slow a model that runs on the same cores, and a usual one takes milliseconds.
 _NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
@@ -243,7 +247,9 @@ class Matchers:
         it answers an Open.
         """
         self.close(key)
-        reason = (str(error) or type(error).__name__).replace(*_ADVICE)
+        reason = str(error) or type(error).__name__
+        for theirs, ours in _WORDS.items():
+            reason = reason.replace(theirs, ours)
         return Failed(key, opened, reason[:_MAX_REASON])
 
     def _compile(self, message: Open) -> llguidance.LLMatcher:

@@ -39,7 +39,7 @@ from jaxengine.requests.params.options import RequestOptions, session_key
 from jaxengine.requests.params.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
 from jaxengine.requests.params.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.requests.pooling.params import PoolingParams
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
 from jaxengine.scheduler.base.logits_processor import LogitsProcessor
 from jaxengine.scheduler.base.request import Request
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -184,11 +184,7 @@ class InputProcessor:
 
             check_embedded(params)
         if not 1 <= len(token_ids) < longest:
-            raise RequestError(
-                f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)",
-                param="prompt",
-                value=len(token_ids),
-            )
+            raise prompt_length_error("prompt", len(token_ids), longest - 1, longest)
         params.verify_against(
             self.model_config.vocab_size,
             self.config.max_logprobs,
@@ -243,8 +239,7 @@ class InputProcessor:
         text, token_ids, salt = self.read_prompt(self.make_ready(prompt), params.prefix(model))
         token_ids = params.cut(token_ids, longest, model)
         if not 1 <= len(token_ids) <= longest:
-            problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
-            raise RequestError(problem, param="prompt", value=len(token_ids))
+            raise prompt_length_error("prompt", len(token_ids), longest, longest)
         index = self._count_request()
         request = Request(
             request_id=str(index) if request_id is None else request_id,

@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.tokens.cut_json import read_cut_json
 
 MAX_DEPTH = 32
 # Types of content parts other than text, named as in templates. They have no other keys.
 MEDIA_TYPES = ("image", "video", "audio")
+# Type of a content part that is a text -> its key for that. Those of /v1/responses are allowed as in vLLM.
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Names of a model's reasoning in answers; templates use the first.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
@@ -222,11 +224,12 @@ def _checked_part(part: Any, where: str) -> dict[str, str]:
     name = part.get("type")
     if isinstance(name, str) and name in MEDIA_TYPES and len(part) == 1:
         return {"type": str.__str__(name)}
-    if name not in ("text", "refusal"):
-        raise _refused(f"{where}.type must be 'text' or 'refusal', got {str(name)[:100]!r}", name)
-    if not isinstance(part.get(name), str):
-        raise _refused(f"{where}.{name} must be a text, got {kind(part.get(name))}", part.get(name))
-    return {"type": "text", "text": str.__str__(part[name])}
+    key = _TEXT_KEYS.get(name) if isinstance(name, str) else None
+    if key is None:
+        raise _refused(f"{where}.type must be 'text' or 'refusal', got {show_value(name)}", name)
+    if not isinstance(part.get(key), str):
+        raise _refused(f"{where}.{key} must be a text, got {kind(part.get(key))}", part.get(key))
+    return {"type": "text", "text": str.__str__(part[key])}
 
 
 def _refused(message: str, value: Any) -> RequestError:

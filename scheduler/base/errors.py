@@ -40,6 +40,19 @@ class OverloadedError(RequestError):
         self.retry_after = retry_after
 
 
+def prompt_length_error(param: str, length: int, most: int, max_model_len: int, unit: str = "tokens") -> RequestError:
+    """Return the error of a prompt that has no tokens, or more than `most` of them.
+
+    param: the prompt's field. length: of the prompt, in `unit`: "tokens", or "characters" where it was not tokenised.
+    Clients look for these words, to shorten a conversation or to choose another model: LiteLLM and Claude Code for the
+    first part, vLLM's for the second.
+    """
+    place = "" if param == "prompt" else f"{param}: "
+    problem = f"{place}prompt is too long: {length} {unit} > {most} maximum; this model's maximum context length is"
+    message = f"{problem} {max_model_len} tokens (max_model_len)" if length else f"{param} makes no tokens"
+    return RequestError(message, param=param, value=length)
+
+
 def show_value(value: Any) -> str:
     """Return a value as short text for an error message: reprlib's abbreviated repr, "<set of n>" for dicts and sets of
     more than 1000 entries, "<int too long to print>" for an int that Python does not print.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.scheduler.base.errors import RequestError, show_value
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error, show_value
 from jaxengine.server.base.workers import Workers
 
 _T = TypeVar("_T")
@@ -22,13 +22,14 @@ FORMS = "a string, a list of strings, a list of token ids or a list of lists of 
 
 
 def read_prompts(
-    prompt: Any, max_prompts: int, vocab_size: int, longest: int | None, *, param: str = "prompt"
+    prompt: Any, max_prompts: int, inputs: InputProcessor, longest: int | None, *, param: str = "prompt"
 ) -> list[str | list[int]]:
     """Return the prompts that a request has in its field `param`: all texts, or all lists of token ids, in order.
 
     prompt: the field's value, of any type. longest: limit of a prompt's token ids; None if prompts are truncated. Texts
-    may have any length here. vocab_size: ids must be below it. Raises RequestError for another form than FORMS, for no
-    prompts or more than `max_prompts`, for lists that are too long, for an empty prompt, and for ids out of range.
+    may have any length here. inputs: of the model, whose vocabulary has the ids. Raises RequestError for another form
+    than FORMS, for no prompts or more than `max_prompts`, for lists that are too long, for an empty prompt, and for ids
+    out of range.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
@@ -36,9 +37,7 @@ def read_prompts(
     for each in prompts:
         # Before its entries are checked.
         if longest is not None and isinstance(each, list) and len(each) > longest:
-            raise RequestError(
-                f"{param} has {len(each)} tokens; allowed are 1 to {longest}, by max_model_len", param=param
-            )
+            raise prompt_length_error(param, len(each), longest, inputs.config.max_model_len)
     texts = all(isinstance(each, str) for each in prompts)
     if not texts and not all(isinstance(each, list) and _is_ids(each) for each in prompts):
         raise RequestError(f"{param} must be {FORMS}, got {show_value(prompt)}", param=param)
@@ -46,7 +45,7 @@ def read_prompts(
         if not each:
             raise RequestError(f"{param} is empty; at least one token is needed", param=param)
         if not isinstance(each, str):
-            check_token_ids(param, each, vocab_size)
+            check_token_ids(param, each, inputs.model_config.vocab_size)
     return prompts
 
 
@@ -114,8 +113,7 @@ class PromptEncoder:
         """
         most = self._most_chars()
         if num_chars > most:
-            problem = f"{param} has {num_chars} characters; no more than {most} can fit into max_model_len"
-            raise RequestError(problem, param=param)
+            raise prompt_length_error(param, num_chars, most, self._inputs.config.max_model_len, "characters")
 
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
         """Return a prompt's token ids truncated as its request says.

@@ -25,7 +25,7 @@ from jaxengine.requests.params.extra_args import ALIGNMENT
 from jaxengine.requests.params.param_limits import MAX_TOKEN_IDS, RequestOutputKind
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.run_in_thread import make_ready, with_media
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
@@ -241,11 +241,7 @@ class RequestReader:
         count = min(len(token_ids), keep) if keep else len(token_ids)
         longest = self._inputs.config.max_model_len - 1
         if not 1 <= count <= longest:
-            raise RequestError(
-                f"the prompt has {count} tokens; allowed are 1 to {longest} (max_model_len - 1)",
-                param="prompt",
-                value=count,
-            )
+            raise prompt_length_error("prompt", count, longest, longest + 1)
         if parts and count < len(token_ids):
             problem = "messages with images or videos are too long, and cannot be cut short"
             raise RequestError(problem, param="truncate_prompt_tokens")

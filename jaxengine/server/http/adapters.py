@@ -24,7 +24,7 @@ class LoadRequest(RequestModel):
       lora_path: a folder in lora_root, relative to it or absolute.
     """
 
-    refused = {"load_inplace": (False,)}
+    refused = {"is_3d_lora_weight": (False,), "load_inplace": (False,)}
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -32,6 +32,8 @@ class LoadRequest(RequestModel):
 
 class UnloadRequest(RequestModel):
     """Adapter to unload, by its name."""
+
+    ignored = frozenset(("lora_int_id",))
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 

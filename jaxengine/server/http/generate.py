@@ -103,6 +103,7 @@ class GenerateRequest(NamedRequest):
         "reasoning_parser_kwargs": (),
         "token_offsets": (),
     }
+    ignored = frozenset(("parse_context",))  # read for other values of output_mode alone
 
     # Checked by read_prompts, as those of completions.
     token_ids: Annotated[list[int], SkipValidation]
@@ -127,11 +128,10 @@ class GenerateRequest(NamedRequest):
         """Return token_ids, checked, and cache_salt as a prompt for the engine. Raises RequestError for a value that is
         no list of ids or is empty, for more than max_model_len - 1 of them, and for ids outside the vocabulary.
         """
-        size, longest = inputs.model_config.vocab_size, inputs.config.max_model_len - 1
         ids = self.token_ids
         if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
             raise RequestError("token_ids must be a list of token ids, at least one", param="token_ids")
-        (ids,) = read_prompts(ids, 1, size, longest, param="token_ids")
+        (ids,) = read_prompts(ids, 1, inputs, inputs.config.max_model_len - 1, param="token_ids")
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:

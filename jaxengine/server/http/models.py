@@ -29,12 +29,13 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
 
 
 async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return (model name for the response, adapter name or None) for a request's `model`, `name`; None: the first of
-    `served`, the model's own names. For a name of lora_routes they are those of the adapter that it stands for.
+    """Return (model name for the response, adapter name or None) for a request's `model`, `name`; None or "": the first
+    of `served`, the model's own names. For a name of lora_routes they are those of the adapter that it stands for.
 
     engine: an OwnedEngine. Raises ApiError (404) for a model or adapter that is not served; EngineDeadError if the
     engine does not answer the request for its adapters.
     """
+    name = name or None  # clients of vLLM that have no name send ""
     if name is not None and name not in served:
         name = str(await engine.utility("route_model", name))
     if name is not None and name not in served:

@@ -20,9 +20,9 @@ from jaxengine.version import __version__
 
 
 class AbortRequest(RequestModel):
-    """Requests to abort, by the values of `id` in their responses."""
+    """Requests to abort, by the values of `id` in their responses: at least one, as none stands for all in vLLM."""
 
-    request_ids: Annotated[Texts, Field(max_length=1024)]
+    request_ids: Annotated[Texts, Field(min_length=1, max_length=1024)]
 
 
 class Version(Answer):

@@ -41,6 +41,8 @@ class TokenizeRequest(RequestModel):
       return_token_strs: also return the vocabulary's own spelling of the tokens.
     """
 
+    refused = {"media_io_kwargs": ({},)}
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None

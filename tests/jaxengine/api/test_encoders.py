@@ -113,7 +113,7 @@ def test_limits_and_cuts(case):
     assert not config.enable_prefix_caching and not config.enable_chunked_prefill
     ids = [FIRST, *(9 + n % 80 for n in range(longest - 2)), LAST]
     assert raw(llm, [ids]).shape[0] == 1
-    with pytest.raises(RequestError, match=f"prompt has {longest + 1} tokens; allowed are 1 to {longest}"):
+    with pytest.raises(RequestError, match=f"too long: {longest + 1} tokens > {longest} maximum"):
         llm.encode([[*ids, LAST]], use_tqdm=False)
     # The special tokens at both ends stay.
     cut = [FIRST, *ids[1:5], LAST]

@@ -116,7 +116,7 @@ def test_token_ids_limits_and_cuts(make_pooling_llm):
     longest = llm.core.inputs.config.max_model_len
     assert embeddings(llm, [[7] * longest]).shape == (1, SIZE)  # no room is kept for a token
     check_equal(embeddings(llm, [[7] * 200], truncate_prompt_tokens=-1), embeddings(llm, [[7] * longest]))
-    with pytest.raises(RequestError, match=f"prompt has {longest + 1} tokens; allowed are 1 to {longest}"):
+    with pytest.raises(RequestError, match=f"too long: {longest + 1} tokens > {longest} maximum"):
         llm.embed([[7] * (longest + 1)])
     with pytest.raises(RequestError, match="truncate_prompt_tokens is 0; allowed: -1, or 1 to"):
         llm.embed(ids, truncate_prompt_tokens=0)

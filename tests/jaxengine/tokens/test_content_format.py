@@ -121,6 +121,9 @@ def test_a_model_of_text_alone_gets_its_messages_as_ever(tokenizer):
     for template in (CHATML, QWEN, GEMMA):
         as_text = tokenizer.apply_chat_template([{"role": "user", "content": "What?\nHi"}], chat_template=template)
         assert tokenizer.apply_chat_template(parts, chat_template=template) == as_text
+    for name in ("input_text", "output_text"):  # as /v1/responses calls them
+        same = [{"role": "user", "content": [{**TEXT, "type": name}, "Hi"]}]
+        assert tokenizer.apply_chat_template(same, chat_template=template) == as_text
 
 
 def test_continuing_a_message_with_a_picture(tokenizer):

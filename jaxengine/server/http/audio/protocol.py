@@ -31,12 +31,18 @@ class TranscriptionRequest(_Numbers, NamedRequest):
     model_config = ConfigDict(strict=False, allow_inf_nan=False, protected_namespaces=())
     refused = {
         "chunking_strategy": ("auto",),
+        "hotwords": ("",),
         "include": (),
+        "include_stop_str_in_output": ("false",),
         "known_speaker_names": (),
         "known_speaker_references": (),
+        "length_penalty": ("1", "1.0"),
+        "n": ("1",),
         "to_language": ("en",),
         "stream_continuous_usage_stats": ("false",),
         "use_beam_search": ("false",),
+        "vllm_xargs": (),
+        "watermarking": ("false",),
     }
     ignored = HINTS
 

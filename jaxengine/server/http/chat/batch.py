@@ -36,6 +36,8 @@ class BatchChatRequest(ChatRequest):
     # A choice has one conversation's answer, and no place for what the prompt was.
     refused = {
         **ChatRequest.refused,
+        "best_of": (1,),
+        "early_stopping": (False,),
         "kv_transfer_params": (),
         "n": (1,),
         "prompt_logprobs": (),

@@ -15,7 +15,7 @@ from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.server.http.answer.answers import NULL_BODY
 from jaxengine.server.http.answer.sse import event, json_response
 from jaxengine.server.http.chat.output import ChatChoiceWriter
-from jaxengine.server.http.chat.protocol import ChatRequest, text_of
+from jaxengine.server.http.chat.protocol import ChatRequest, NamedTool, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.request.protocol import usage
 
@@ -45,6 +45,7 @@ class ChatAnswer:
             as_token_ids=body.names_tokens_by_id(server.config),
             with_token_ids=bool(body.return_token_ids),
             with_versions=bool(body.return_weight_versions),
+            is_named=isinstance(body.choice, NamedTool),
         )
         self._num_prompt_tokens = 0
 

@@ -29,6 +29,7 @@ class ChatChoiceWriter:
       as_token_ids: tokens are written as token_id:N.
       with_token_ids: choices also have token_ids.
       with_versions: choices also have weight_versions.
+      is_named: the request names the function to call: the finish reason is then "stop", as of OpenAI and vLLM.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ChatChoiceWriter:
         as_token_ids: bool,
         with_token_ids: bool,
         with_versions: bool,
+        is_named: bool = False,
     ):
         self._tokenizer = tokenizer
         self._role = role
@@ -50,6 +52,7 @@ class ChatChoiceWriter:
         self._as_token_ids = as_token_ids
         self._with_token_ids = with_token_ids
         self._spans = SpanWriter() if with_versions else None
+        self._is_named = is_named
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
@@ -120,15 +123,15 @@ class ChatChoiceWriter:
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
         """Return a choice whose field `kind`, "message" or "delta", is `said`. Its finish reason is "tool_calls" for
-        "stop" if the output has calls.
+        "stop" if the output has calls of the model's choice.
         """
-        reason = output.finish_reason
+        reason, calls = output.finish_reason, output.index in self._calling and not self._is_named
         logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids, self._given_ids)
         choice = {
             "index": output.index,
             kind: said,
             "logprobs": None if logprobs is None else {"content": logprobs},
-            "finish_reason": "tool_calls" if reason == "stop" and output.index in self._calling else reason,
+            "finish_reason": "tool_calls" if reason == "stop" and calls else reason,
             "stop_reason": output.stop_reason,
         }
         return {**choice, "token_ids": output.token_ids if self._with_token_ids else None, **sampling_fields(output)}

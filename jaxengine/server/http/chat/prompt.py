@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.run_in_thread import with_media
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.scheduler.base.errors import RequestError, prompt_length_error
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.prompts import PromptEncoder
 from jaxengine.server.http.chat.protocol import ChatRequest
@@ -64,8 +64,7 @@ class ChatRenderer:
         """Raise RequestError for no tokens, and for as many as max_model_len or more."""
         longest = self._inputs.config.max_model_len
         if not 1 <= len(token_ids) < longest:
-            problem = f"messages make {len(token_ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)"
-            raise RequestError(problem, param="messages")
+            raise prompt_length_error("messages", len(token_ids), longest - 1, longest)
 
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Return the text of a conversation, rendered on a thread, and its token ids. messages: of `body`, with

@@ -91,8 +91,8 @@ class _Completion:
             ready: Any = await make_ready(inputs, {"prompt_embeds": each, "cache_salt": body.cache_salt})
             self._add(ready)
         longest = inputs.config.max_model_len - 1 if body.truncate_prompt_tokens is None else None
-        vocab_size, most = inputs.model_config.vocab_size, most - len(embedded)
-        given = [] if embedded and not body.prompt else read_prompts(body.prompt, most, vocab_size, longest)
+        most -= len(embedded)
+        given = [] if embedded and not body.prompt else read_prompts(body.prompt, most, inputs, longest)
         special = body.add_special_tokens is not False
         texts = [each for each in given if isinstance(each, str)]
         side = None if body.truncate_prompt_tokens is None else body.truncation_side or "left"

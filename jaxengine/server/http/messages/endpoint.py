@@ -96,7 +96,8 @@ class _Message:
                         if output.finish_reason is not None:
                             self._end(output)
                             said += self._writer.close()
-                            self._stop |= {"stop_reason": "tool_use"} if self._calls(output) else {}
+                            if self._calls(output):
+                                self._stop = {"stop_reason": "tool_use", "stop_sequence": None}
                     yield said
             except RequestError as error:
                 raise self._body.as_asked(error) from None
@@ -120,8 +121,9 @@ class _Message:
             raise ApiError(500, str(stop or "the output cannot be used"))
 
     def _calls(self, output: CompletionOutput) -> bool:
-        """Whether an output ended with the call of a tool."""
-        return output.finish_reason == "stop" and self._writer.calls
+        """Whether an output ended with the call of a tool: not one that a stop sequence has cut, which must not run."""
+        is_cut = isinstance(output.stop_reason, str) and self._writer.is_cut
+        return output.finish_reason == "stop" and self._writer.calls and not is_cut
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts so far; cached ones are not among the input tokens."""

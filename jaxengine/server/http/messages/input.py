@@ -24,6 +24,9 @@ _BLOCKS = {
 # Blocks of an assistant's message that are left out: thinking that only Anthropic can read, and calls that its server
 # has made, with their results.
 _LEFT_OUT = re.compile(r"redacted_thinking|server_tool_use|(?!tool_result)[a-z_]{1,64}_tool_result")
+# Claude Code's line for Anthropic's accounts, which is left out as vLLM does: its hash differs from request to request,
+# so no prefix after it would be found again.
+_ACCOUNTS = "x-anthropic-billing-header"
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -41,13 +44,17 @@ def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, A
 
 
 def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield, once each, the parts of the blocks that have no effect, as "messages.cache_control", or "system." and the
-    type of a block that is left out. Arguments are those of `read_messages`.
+    """Yield, once each, the parts of the blocks that have no effect, as "messages.cache_control", or "messages." and
+    the type of a block that is left out, or _ACCOUNTS. Arguments are those of `read_messages`.
     """
     blocks = [("system", block) for block in system or ()] if isinstance(system, list) else []
+    instructions: list[tuple[str, Any]] = [("system", system), *blocks]
     for message in messages:
         content = message.get("content")
-        blocks += [("messages", block) for block in content] if isinstance(content, list) else []
+        own = [("messages", block) for block in content] if isinstance(content, list) else []
+        blocks += own
+        instructions += [("messages", content), *own] if message.get("role") == "system" else []
+    yield from dict.fromkeys(f"{place}.{_ACCOUNTS}" for place, one in instructions if _is_for_accounts(one))
     found = dict.fromkeys(
         (place, key)
         for place, block in blocks
@@ -56,6 +63,12 @@ def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str,
         if (key == "cache_control" and block.get(key) is not None) or _LEFT_OUT.fullmatch(key)
     )
     yield from (f"{place}.{key}" for place, key in found)
+
+
+def _is_for_accounts(block: Any) -> bool:
+    """Whether a block of instructions, or their text, is the line for Anthropic's accounts."""
+    text = block.get("text") if isinstance(block, dict) else block
+    return isinstance(text, str) and text.startswith(_ACCOUNTS)
 
 
 def _kind(block: dict[str, Any]) -> str:
@@ -67,7 +80,8 @@ def _kind(block: dict[str, Any]) -> str:
 def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     """Return the chat messages of one message's content. where: its path, for errors. Raises RequestError."""
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        left_out = role == "system" and _is_for_accounts(content)
+        return [] if left_out else [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise _refused(f"{where} must be a text or a list of blocks")
     return _blocks(role, content, where)
@@ -75,7 +89,7 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Convert the blocks of a message to chat messages: one for each result of a tool, then one with all other blocks,
-    left out if there are only results.
+    left out if there are only results, or no instructions are left.
 
     role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.
@@ -90,6 +104,8 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
             continue
         if kind not in _BLOCKS[role]:
             raise _refused(f"{place}.type is {show_value(kind)}; allowed for {role}: {', '.join(_BLOCKS[role])}")
+        if role == "system" and _is_for_accounts(block):
+            continue
         if kind in ("text", "image"):
             parts.append(_part(block, place))
         elif kind == "thinking":
@@ -99,7 +115,7 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
             results.append({**content, "content": _result(block.get("content"), f"{place}.content")})
         else:
             said.setdefault("tool_calls", []).append(_call(block, place))
-    if parts or len(said) > 1 or not results:
+    if parts or len(said) > 1 or not (results or role == "system"):
         results.append({**said, "content": _joined(parts)})
     return results
 

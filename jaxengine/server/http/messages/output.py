@@ -5,6 +5,7 @@ Blocks are consecutive: thinking, text, tool_use.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ class MessageWriter:
 
     Attributes:
       content: the completed blocks.
+      is_cut: whether the arguments of the last completed call are no whole JSON.
     """
 
     def __init__(self) -> None:
         self.content: list[dict[str, Any]] = []
+        self.is_cut = False
         self._block: dict[str, Any] | None = None
         self._texts: list[str] = []
 
@@ -77,6 +80,7 @@ class MessageWriter:
         said, text = self._say("content_block_stop"), "".join(self._texts)
         kind = self._block["type"]
         whole = {"input": _input(text)} if kind == "tool_use" else {kind: text}
+        self.is_cut = not _is_json(text) if kind == "tool_use" else self.is_cut
         self.content.append({**self._block, **whole})
         self._block = None
         return [said]
@@ -98,6 +102,15 @@ def _input(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is JSON, whole."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def sse(said: Said) -> bytes:

@@ -15,7 +15,7 @@ from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, 
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
 # Fields with the same name in a chat request.
-_SAME = {*ConversationRequest.model_fields, "chat_template_kwargs"} - {"model", "request_id"}
+_SAME = ConversationRequest.model_fields.keys() - {"model", "request_id"}
 # Field of the chat request -> its name here.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
@@ -169,6 +169,7 @@ class Conversation(RequestModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     def chat_request(self) -> ChatRequest:
         """Convert to a chat completion request. Raises RequestError with this API's field names, or pydantic's
@@ -184,6 +185,7 @@ class Conversation(RequestModel):
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
         functions = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
         fields: dict[str, Any] = {"messages": messages, "tools": [_chat_tool(tool) for tool in functions] or None}
+        fields["chat_template_kwargs"] = self.chat_template_kwargs
         if messages and messages[-1]["role"] == "assistant":
             fields["continue_final_message"] = True
         if choice is not None:
@@ -245,7 +247,6 @@ class MessagesRequest(Conversation, ConversationRequest):
 
     max_tokens: int
     stop_sequences: Texts | None = None
-    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _check_stop(self) -> Self:

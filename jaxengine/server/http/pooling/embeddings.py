@@ -36,7 +36,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt without a
         result.
         """
-        model = check_model(body.model, names)
+        model = check_model(body.model or None, names)
         name = body.register(prefix, request)
         params = body.pooling_params(task)
         prompts = await server.encode_input(body, params)

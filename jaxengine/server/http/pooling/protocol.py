@@ -20,6 +20,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "endianness": ("native", "little"),
     "media_io_kwargs": ({},),
 }
+# Of scores, which no chat template writes.
+_SCORES_REFUSED: dict[str, tuple[Any, ...]] = {
+    **_REFUSED,
+    "chat_template_kwargs": ({},),
+    "instruction": (),
+    "max_tokens_per_doc": (0,),
+    "max_tokens_per_query": (0,),
+}
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
@@ -64,7 +72,14 @@ class InputBody(PoolingBody):
       add_special_tokens: whether the tokenizer adds special tokens to texts; default true.
     """
 
-    refused = {**_REFUSED, "messages": (), "chat_template": (), "chat_template_kwargs": ({},)}
+    refused = {
+        **_REFUSED,
+        "add_generation_prompt": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "messages": (),
+    }
 
     # Checked by read_prompts: pydantic would try the union's lists item by item.
     input: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
@@ -118,6 +133,8 @@ class ClassifyRequest(InputBody):
 class ScoreRequest(PoolingBody):
     """Request of /score: two texts or lists of texts, under one of several pairs of names."""
 
+    refused = _SCORES_REFUSED
+
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
@@ -148,7 +165,7 @@ class RerankRequest(PoolingBody):
       return_documents: whether results include the texts; default true.
     """
 
-    refused = {**_REFUSED, "max_tokens_per_doc": (), "max_chunks_per_doc": (), "rank_fields": ()}
+    refused = {**_SCORES_REFUSED, "max_chunks_per_doc": (), "rank_fields": ()}
 
     query: str
     documents: Documents

@@ -40,9 +40,7 @@ class PoolingServer:
         """
         inputs = self.engine.inputs
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
-        given = read_prompts(
-            body.input, self.config.max_prompts, inputs.model_config.vocab_size, longest, param="input"
-        )
+        given = read_prompts(body.input, self.config.max_prompts, inputs, longest, param="input")
         return await self.encode_given(given, body, params, special=body.add_special_tokens is not False)
 
     async def encode_given(

@@ -34,7 +34,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Return the similarity or relevance of pairs of texts. Raises RequestError, EngineDeadError, and ApiError for
         an unknown model (404) or a pair without a result.
         """
-        model = check_model(body.model, names)
+        model = check_model(body.model or None, names)
         name = body.register("score", request)
         pairs = _limited(pairs_of(*body.texts()), config)
 
@@ -53,7 +53,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Return the top_n documents by their relevance to a query, the best first. Raises RequestError, also for an
         empty query, EngineDeadError, and ApiError for an unknown model (404) or a document without a result.
         """
-        model = check_model(body.model, names)
+        model = check_model(body.model or None, names)
         name = body.register("rerank", request)
         documents = body.texts()
         if not body.query:

@@ -159,7 +159,8 @@ def _fault(body: bytes | bytearray, problem: str) -> ApiError:
         problem = "it ends too early"
     elif (at := _AT.search(problem)) and (name := _CONSTANT.search(body, max(0, int(at[1]) - 1), int(at[1]) + 8)):
         problem = f"{name[0].decode()} is not a JSON number"
-    return ApiError(400, f"the body is not valid JSON: {problem.removeprefix(_MALFORMED)}")
+    # Without msgspec's path, which leaves out the names of fields.
+    return ApiError(400, f"the body is not valid JSON: {problem.removeprefix(_MALFORMED).partition(' - at `')[0]}")
 
 
 def _measure(body: bytes | bytearray) -> bool:

@@ -12,23 +12,38 @@ _LORA = "POST /v1/load_lora_adapter; see docs/lora.md"
 _PAUSES = "POST /pause and /resume; see docs/reinforcement_learning.md"
 _SLEEP = "POST /sleep and /wake_up; see docs/reinforcement_learning.md"
 _RENDERED = "POST /tokenize returns the tokens of a conversation; see docs/serving.md"
+_PARSED = "POST /v1/chat/completions parses what the model writes; see docs/parsers.md"
+_SCORED = "logprobs with logprob_token_ids of /v1/completions; see docs/reinforcement_learning.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
 
 # Path -> what to use. It stands for all paths below it, too. The status is 404: clients repeat calls that end with 501.
 NOT_BUILT: dict[str, str] = {
     # vLLM
+    "/cohere": "POST /v1/chat/completions; see docs/serving.md",
     "/collective_rpc": "workers run no code of callers; see docs/reinforcement_learning.md for weights and sleep",
+    "/fault_tolerance": "the server restarts its engine itself; see docs/serving.md",
     "/finish_weight_update": _ONE_CALL,
+    "/generative_scoring": _SCORED,
     "/get_world_size": _ONE_CALL,
     "/init_weight_transfer_engine": _ONE_CALL,
     "/is_scaling_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
+    "/kv_event_sources": "--kv-events-config names the endpoint of events; see docs/serving.md",
     "/reset_encoder_cache": "POST /reset_mm_cache; see docs/media.md",
     "/scale_elastic_ep": "the devices are those of the start; see docs/parallelism.md",
+    "/shutdown_weight_transfer_engine": _ONE_CALL,
+    "/start_draft_weight_update": _ONE_CALL,
     "/start_weight_update": _ONE_CALL,
+    "/v1/chat/completions/derender": _PARSED,
     "/v1/chat/completions/render": _RENDERED,
+    "/v1/completions/derender": _PARSED,
     "/v1/completions/render": _RENDERED,
+    "/v1/decisions": _SCORED,
+    "/v1/messages/render": _RENDERED,
     "/v1/realtime": _AUDIO,
+    "/v1/responses/render": _RENDERED,
+    "/v1/systemone": _SCORED,
     "/v2/embed": "/v1/embeddings; see docs/pooling_models.md",
+    "/weight_checker": "GET /weight_info?checksum=true; see docs/reinforcement_learning.md",
     # Trainers: SGLang's routes (slime, AReaL), TRL's server, and what SkyRL, prime-rl and AReaL add to vLLM
     "/areal_continue_generation": _PAUSES,
     "/areal_init_weights_update_group": _ONE_CALL,

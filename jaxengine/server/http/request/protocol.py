@@ -95,6 +95,7 @@ HINTS = frozenset(
     (
         "guided_decoding_backend",
         "metadata",
+        "mm_payload",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -459,8 +460,8 @@ def check_n(n: int | None, config: ServerConfig) -> None:
 
 def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
     """Return logit_bias by token id, an int where JSON has a text. Raises RequestError for keys that are no whole
-    numbers, and for more than `vocab_size` of them. Values, and whether an id is in the vocabulary, are not checked
-    here.
+    numbers, for two of the same number, and for more than `vocab_size` of them. Values, and whether an id is in the
+    vocabulary, are not checked here.
     """
     if len(logit_bias) > vocab_size:
         raise RequestError(
@@ -471,7 +472,12 @@ def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]
         raise RequestError(
             f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
         )
-    return {int(key): value for key, value in logit_bias.items()}
+    found = {int(key): value for key, value in logit_bias.items()}
+    if len(found) < len(logit_bias):
+        twice = next(key for key in logit_bias if key != str(int(key)))
+        problem = f"logit_bias has two keys for one token id, such as {show_value(twice)}; allowed is one for each"
+        raise RequestError(problem, param="logit_bias", value=twice)
+    return found
 
 
 def json_logprob(logprob: float) -> float:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, renamed
-from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, at_most
+from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, TextsByName, TokenIds, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 from jaxengine.server.http.responses.tools import (
     Callables,
@@ -42,9 +42,10 @@ Includable = Literal[
 ]
 Summary = Literal["none", "auto", "concise", "detailed"]
 # Fields with the same name in a chat request.
-_SAME = {*ConversationRequest.model_fields, "chat_template_kwargs", "mm_processor_kwargs", "parallel_tool_calls"} - {
-    "model",
-    "request_id",
+_SAME = {
+    *("chat_template_kwargs", "include_reasoning", "mm_processor_kwargs", "parallel_tool_calls"),
+    *("spaces_between_special_tokens", "stop_token_ids"),
+    *(ConversationRequest.model_fields.keys() - {"model", "request_id"}),
 }
 # Field of the chat request -> its name here.
 _NAMES = {
@@ -114,6 +115,7 @@ class ResponsesRequest(ConversationRequest):
       include: "message.output_text.logprobs", for top_logprobs of the text; "reasoning.encrypted_content", with which
         reasoning items can be sent back without their text (not secret: it is the text in base64). Parts of calls
         that this server never makes have no effect.
+      include_reasoning: False: leave reasoning out of the output.
       tools: functions, custom tools, and namespaces of both. Other tools of OpenAI are left out of the prompt, and are
         refused if tool_choice forces them.
       metadata: at most 16 texts, repeated in the response.
@@ -128,6 +130,7 @@ class ResponsesRequest(ConversationRequest):
         "conversation": (),
         "enable_response_messages": (False,),
         "max_tool_calls": (),
+        "media_io_kwargs": ({},),
         "moderation": (),
         "previous_input_messages": (),
         "previous_response": (),
@@ -141,10 +144,13 @@ class ResponsesRequest(ConversationRequest):
     background: bool | None = None
     max_output_tokens: int | None = None
     stream_options: ResponseStreamOptions | None = None
+    stop_token_ids: TokenIds | None = None
+    spaces_between_special_tokens: bool | None = None
     include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | ChosenOther | None = None
     parallel_tool_calls: bool | None = None
@@ -160,7 +166,7 @@ class ResponsesRequest(ConversationRequest):
             raise RequestError("background cannot be combined with stream", param="background")
         if self.background and self.store is False:
             raise RequestError("background needs store", param="background")
-        if self.top_logprobs is not None and not self.wants_logprobs:
+        if self.top_logprobs and not self.wants_logprobs:
             raise RequestError(
                 "top_logprobs is only allowed with 'message.output_text.logprobs' in include", param="top_logprobs"
             )

@@ -178,7 +178,8 @@ async def test_the_function_that_is_named(scripted):
     (choice,) = (await client.chat.completions.create(**ASK, tool_choice=named)).choices
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Zürich"})
-    assert choice.finish_reason == "tool_calls"
+    # As of OpenAI and vLLM: the model did not choose to call.
+    assert choice.finish_reason == "stop"
     assert schema_asked_for(engine) == {**PARAMETERS, "additionalProperties": False}
 
 

@@ -64,7 +64,7 @@ async def test_a_recorded_request_is_answered(scripted, case):
     ends = {"/v1/responses": "response.completed", "/v1/messages": "message_stop"}
     assert ends[case["path"].partition("?")[0]] in answer.text.split("\n\n")[-2]
     prompt = engine.calls[-1][0]["prompt"]
-    for absent in ("web_search", "image_generation", "tool_search", "encrypted"):
+    for absent in ("web_search", "image_generation", "tool_search", "encrypted", "x-anthropic-billing-header"):
         assert absent not in prompt
 
 
@@ -164,6 +164,27 @@ async def test_hints_and_tools_without_effect_are_named(scripted, path, fields, 
     answer = await post(app, path, **{**SAID.get(path, {}), **fields})
     assert answer.status == 200, answer.body
     assert named(answer) - {"reasoning"} == ignored
+
+
+async def test_the_line_for_anthropics_accounts_is_no_part_of_a_prompt(scripted):
+    """Its hash would keep every prefix from being found again."""
+    app, engine = scripted("Yes.")
+    brief = {"role": "user", "content": "Hi"}
+    for line in ("x-anthropic-billing-header: cch=1;", "x-anthropic-billing-header: cch=22;"):
+        block = {"type": "text", "text": line}
+        for system, messages, ignored in (
+            (line, [brief], "system"),
+            ([block, {"type": "text", "text": "Be"}], [brief], "system"),
+            ("Be", [brief, {"role": "system", "content": line}, {"role": "system", "content": [block]}], "messages"),
+        ):
+            ask = {"system": system, "messages": messages, "max_tokens": 5}
+            assert named(await post(app, "/v1/messages", **ask)) == {f"{ignored}.x-anthropic-billing-header"}
+    prompts = [each[0]["prompt"] for each in engine.calls]
+    assert prompts[:3] == prompts[3:] and not any("billing" in prompt for prompt in prompts)
+    assert ["<system>" in prompt for prompt in prompts[:3]] == [False, True, True]
+    # What a user or a model writes stays.
+    await post(app, "/v1/messages", messages=[{"role": "user", "content": [block]}], max_tokens=5)
+    assert line in engine.calls[-1][0]["prompt"]
 
 
 SEARCH, ANTHROPIC_SEARCH = {"type": "web_search"}, {"type": "web_search_20250305", "name": "web_search"}

@@ -16,8 +16,23 @@ import pytest
 from jaxengine.requests.params.repetition import RepetitionDetectionParams
 from jaxengine.requests.params.sampling_params import RequestOutputKind
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.adapters import LoadRequest, UnloadRequest
 from jaxengine.server.http.app import create_app
+from jaxengine.server.http.audio.protocol import TranscriptionRequest
+from jaxengine.server.http.chat.batch import BatchChatRequest
+from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.generate import GenerateRequest
+from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest
+from jaxengine.server.http.pooling.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from jaxengine.server.http.responses.protocol import ResponsesRequest
+from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.jaxengine.server.asgi_client import Answer, Recorder, post
 from tests.tables import each_row
 
@@ -291,6 +306,85 @@ async def test_a_field_that_is_not_built_is_refused(ask, field):
     for value in (None, *CompletionRequest.refused[field]):
         seen = await ask({**BASE, field: value})
         assert seen.answer.status == 200 and "x-unknown-fields" not in seen.answer.headers
+
+
+# Fields of vLLM 0.33's requests: those of most, and what each has of its own.
+_TEXT = """
+    cache_salt ec_transfer_params frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params logit_bias
+    min_p mm_payload model presence_penalty priority repetition_penalty request_id return_mm_kwargs seed session_id
+    skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream structured_outputs temperature top_k
+    top_p user vllm_xargs watermarking
+"""
+_BOTH = f"""{_TEXT}
+    add_special_tokens allowed_token_ids bad_words echo length_penalty logprob_token_ids logprobs max_tokens min_tokens
+    n prompt_logprobs repetition_detection response_format return_token_ids return_token_offsets
+    return_tokens_as_token_ids return_weight_versions routed_experts_prompt_start stream_interval stream_options
+    thinking_token_budget truncate_prompt_tokens truncation_side use_beam_search
+"""
+_POOLED = """
+    cache_salt chat_template_kwargs mm_processor_kwargs model padding priority request_id truncate_prompt_tokens
+    truncation_side use_activation user
+"""
+_INPUT = f"""{_POOLED}
+    add_generation_prompt add_special_tokens chat_template continue_final_message input media_io_kwargs messages
+"""
+_CHAT = """
+    add_generation_prompt chat_template chat_template_kwargs continue_final_message include_reasoning
+    max_completion_tokens media_io_kwargs messages mm_processor_kwargs tool_choice top_logprobs
+"""
+_CLAUDE = "chat_template_kwargs messages model output_config system thinking tool_choice tools"
+_PAIRS = f"{_POOLED} instruction max_tokens_per_doc max_tokens_per_query"
+_VECTORS = f"{_INPUT} dimensions embed_dtype encoding_format endianness"
+OF_VLLM = {
+    CompletionRequest: f"{_BOTH} prompt prompt_embeds suffix",
+    ChatRequest: f"{_BOTH} {_CHAT} documents parallel_tool_calls reasoning_effort return_prompt_text tools",
+    BatchChatRequest: f"""{_CHAT}
+        best_of cache_salt early_stopping echo frequency_penalty guided_decoding_backend include_stop_str_in_output
+        length_penalty logit_bias logprob_token_ids logprobs max_tokens min_p model n presence_penalty priority
+        repetition_penalty request_id response_format return_token_ids return_tokens_as_token_ids seed stop
+        structured_outputs temperature top_k top_p use_beam_search user watermarking
+    """,
+    ResponsesRequest: f"""{_TEXT}
+        background chat_template_kwargs enable_response_messages include include_reasoning input instructions
+        max_output_tokens max_tool_calls media_io_kwargs metadata mm_processor_kwargs parallel_tool_calls
+        previous_input_messages previous_response_id prompt prompt_cache_key prompt_cache_options prompt_cache_retention
+        reasoning safety_identifier service_tier store text tool_choice tools top_logprobs truncation
+    """,
+    MessagesRequest: f"""{_CLAUDE}
+        cache_salt ec_transfer_params kv_transfer_params max_tokens metadata mm_payload return_mm_kwargs stop_sequences
+        stream temperature top_k top_p vllm_xargs watermarking
+    """,
+    Conversation: _CLAUDE,
+    EmbeddingRequest: _VECTORS,
+    PoolingRequest: f"{_VECTORS} task",
+    ClassifyRequest: _INPUT,
+    ScoreRequest: f"{_PAIRS} data_1 data_2 documents items queries text_1 text_2",
+    RerankRequest: f"{_PAIRS} documents query top_n",
+    TokenizeRequest: """
+        add_generation_prompt add_special_tokens chat_template chat_template_kwargs continue_final_message
+        media_io_kwargs messages mm_processor_kwargs model prompt return_token_strs tools
+    """,
+    DetokenizeRequest: "model tokens",
+    GenerateRequest: """
+        cache_salt content_parts ec_transfer_params features kv_transfer_params model output_mode parse_context priority
+        reasoning_ended reasoning_parser_kwargs request_id return_token_ids sampling_params stream stream_options
+        token_ids token_offsets
+    """,
+    LoadRequest: "is_3d_lora_weight load_inplace lora_name lora_path",
+    UnloadRequest: "lora_int_id lora_name",
+    TranscriptionRequest: """
+        frequency_penalty hotwords include_stop_str_in_output language length_penalty max_completion_tokens min_p model
+        n presence_penalty prompt repetition_penalty response_format seed stream stream_continuous_usage_stats
+        stream_include_usage temperature timestamp_granularities to_language top_k top_p use_beam_search vllm_xargs
+        watermarking
+    """,
+}
+
+
+@each_row("model", OF_VLLM, ids=[model.__name__ for model in OF_VLLM])
+def test_no_field_of_vllm_is_taken_in_silence(model):
+    """Each is declared, refused by its name, or named in the answer as one without effect."""
+    assert not set(OF_VLLM[model].split()) - model.known_fields() - model.ignored
 
 
 SAMPLES = {str: "\u2603", int: 3, float: 0.5, bool: True, list: [{}], dict: {"\u2603": [1]}}

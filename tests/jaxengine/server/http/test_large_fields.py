@@ -217,7 +217,7 @@ async def test_bounds_are_named(app):
         ("/v1/completions", {"bad_words": ["x" * (MAX_BAD_WORDS_CHARS + 1)]}, f"{MAX_BAD_WORDS_CHARS} characters"),
         ("/v1/completions", {"stop": ["x" * MAX_STOP_CHARS, "y"]}, f"{MAX_STOP_CHARS} characters"),
         ("/v1/completions", {"logit_bias": {str(i): 1 for i in range(vocab_size + 1)}}, f"vocabulary has {vocab_size}"),
-        ("/v1/completions", {"prompt": [7] * 300}, "prompt has 300 tokens"),
+        ("/v1/completions", {"prompt": [7] * 300}, "prompt is too long: 300 tokens > 255 maximum"),
         ("/detokenize", {"tokens": [7] * (MAX_DETOKENIZE + 1)}, f"allowed are {MAX_DETOKENIZE}"),
     ):
         answer = await post(app, path, **{**ENDPOINTS[path][1], **fields})
@@ -237,7 +237,7 @@ async def test_a_conversation_that_cannot_fit_reaches_no_template(app, monkeypat
         ("/tokenize", {"prompt": None, "messages": [{"role": "user", "content": long}]}),
     ):
         answer = await post(app, path, **fields)
-        assert answer.status == 400 and "has 1000000 characters; no more than" in answer.error["message"]
+        assert answer.status == 400 and "prompt is too long: 1000000 characters > " in answer.error["message"]
     assert not rendered
 
 

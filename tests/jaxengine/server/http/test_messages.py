@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -52,8 +53,8 @@ def events_of(answer) -> list[dict]:
     return [event for _, event in said]
 
 
-def put_together(events: list[dict]) -> dict:
-    """The message, as Anthropic's clients add it up; the order of the events is checked."""
+def put_together(events: list[dict], whole: bool = True) -> dict:
+    """The message, as Anthropic's clients add it up; the order of the events is checked. whole: its calls are."""
     message, buffers, closed = {}, {}, set()
     for number, event in enumerate(events):
         match event["type"]:
@@ -75,7 +76,7 @@ def put_together(events: list[dict]) -> dict:
             case "content_block_stop":
                 closed.add(event["index"])
                 block = message["content"][event["index"]]
-                if block["type"] == "tool_use":
+                if block["type"] == "tool_use" and whole:
                     block["input"] = json.loads(block.pop("text"))
             case "message_delta":
                 assert len(closed) == len(message["content"])
@@ -148,6 +149,13 @@ async def test_a_conversation_with_calls_is_the_chat_it_means(scripted):
     assert engine.calls[-1][0]["prompt_token_ids"] == prompt
     counted = await post(app, PATH + "/count_tokens", model="tiny", messages=messages, system=system, tools=TOOLS)
     assert counted.json == {"input_tokens": len(prompt)}
+    # Each has the variables of the template and, with "", the model itself.
+    moved = {"messages": HI, "model": "", "chat_template_kwargs": {"mood": "very good " * 9}}
+    app, engine = scripted("Yes.", template=TEMPLATE)
+    assert (await post(app, PATH, **{**ASK, **moved})).json["model"] == "tiny"
+    counted = await post(app, PATH + "/count_tokens", **moved)
+    assert counted.json == {"input_tokens": len(engine.calls[-1][0]["prompt_token_ids"])}
+    assert counted.json["input_tokens"] > 20
 
 
 async def test_forced_calls_and_schemas(chat_engine):
@@ -178,6 +186,22 @@ async def test_ends_are_named(chat_engine):
     cut = (await post(app, PATH, **{**ASK, "max_tokens": 8}, ignore_eos=True, seed=3, stop_sequences=[stop])).json
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
     assert text.startswith(cut["content"][0]["text"])
+
+
+async def test_a_call_that_a_stop_sequence_cuts_is_not_to_be_run(scripted):
+    """As in vLLM: a cut call may have other arguments than the model meant; a whole one before the text is a call."""
+    for said, ended in (
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Zü', ("stop_sequence", "ri")),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Zü"}}</tool_call>\n', ("tool_use", None)),
+    ):
+        app, engine = scripted(said, **PARSERS)
+        complete = engine._completion
+        engine._completion = lambda *own, complete=complete: dataclasses.replace(complete(*own), stop_reason="ri")
+        ask = {**ASK, "tools": TOOLS, "stop_sequences": ["ri"]}
+        whole = (await post(app, PATH, **ask)).json
+        for one in (whole, put_together(events_of(await post(app, PATH, **ask, stream=True)), whole=False)):
+            assert (one["stop_reason"], one["stop_sequence"]) == ended
+            assert [block["type"] for block in one["content"]] == ["tool_use"]
 
 
 async def test_an_answer_that_is_ended_early_may_be_gone_on_with(chat_engine):

@@ -249,8 +249,8 @@ async def test_other_paths_stay(app, scoring_app):
     ("path", "fields", "param", "problem"),
     [
         ("/v1/embeddings", {"input": [[200]]}, "input", "input holds the token id 200; allowed are 0 to 127"),
-        ("/v1/embeddings", {"input": [[5] * 97]}, "input", "input has 97 tokens; allowed are 1 to 96"),
-        ("/v1/embeddings", {"input": "w5 " * 97}, "prompt", "prompt has 98 tokens; allowed are 1 to 96"),
+        ("/v1/embeddings", {"input": [[5] * 97]}, "input", "input: prompt is too long: 97 tokens > 96 maximum"),
+        ("/v1/embeddings", {"input": "w5 " * 97}, "prompt", "prompt is too long: 98 tokens > 96 maximum"),
         ("/v1/embeddings", {"input": ["w5"] * 9}, "input", "input holds 9 prompts; allowed are 1 to 8"),
         ("/v1/embeddings", {"input": [5, "w5"]}, "input", "input must be a string"),
         ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
