@@ -1,6 +1,6 @@
 """Options of vLLM that this engine does not have.
 
-The names are those of vLLM 0.32's EngineArgs and of its server's FrontendArgs, with a few of earlier versions that
+The names are those of vLLM 0.33's EngineArgs and of its server's FrontendArgs, with a few of earlier versions that
 programs still use. Each option is in one table: `HARMLESS` options do not affect results (the table gives the reason);
 `NOT_BUILT` options are refused unless they have a value that has no effect; `ELSEWHERE` options belong to other
 commands.
@@ -51,6 +51,7 @@ HARMLESS: dict[str, str] = {
     "show_hidden_metrics_for_version": "no metric is hidden",
     "trust_remote_code": _NO_CODE,
     "use_tqdm_on_load": "disable_log_stats switches progress bars off",
+    "watchdog_config": "the server watches its engine: jaxengine serve --engine-hang-timeout",
     # Of the server.
     "cohere_is_reasoning_model": "there are no Cohere endpoints",
     "disable_access_log_for_endpoints": _LOGGED,
@@ -59,11 +60,13 @@ HARMLESS: dict[str, str] = {
     "enable_offline_docs": "the page at /docs loads nothing from other hosts",
     "enable_prompt_tokens_details": "usage always has prompt_tokens_details",
     "enable_request_id_headers": "every answer has X-Request-Id",
+    "enable_scale_out": "/inference/v1/generate is always served",
     "enable_server_load_tracking": "/load is always available",
     "h11_max_header_count": _HEADERS,
     "h11_max_incomplete_event_size": _HEADERS,
     "log_error_stack": "faults of the server are always logged with their stacks",
     "ssl_cert_reqs": "with ssl_ca_certs clients must present a certificate",
+    "trust_request_mm_kwargs": "mm_processor_kwargs of requests are always read, within max_media_pixels",
     "uvicorn_log_level": _LOGGED,
     # Of earlier versions.
     "disable_frontend_multiprocessing": "the engine always has a process of its own",
@@ -107,8 +110,9 @@ _SWITCHES = """
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend
     enable_shm_tensor_arena enable_tower_connector_lora
     fully_sharded_loras interleave_mm_strings kv_sharing_fast_prefill
-    long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask
-    skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only use_fp64_gumbel use_replayssm
+    long_prefill_token_threshold_adaptive mm_encoder_only monokernel numa_bind ray_workers_use_nsight
+    return_sampling_mask skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only
+    use_fp64_gumbel use_replayssm
     dcp_q_replicate
     allow_credentials disable_fastapi_docs enable_log_outputs enable_per_request_metrics enable_ssl_refresh
     exclude_tools_when_tool_choice_none headless
@@ -130,11 +134,12 @@ _UNSET = """
     reasoning_config reasoning_parser_plugin scheduler_cls sleep_preserve_parameter_names
     video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
-    default_chat_template_kwargs fingerprint_value prompt_adapters ssl_ciphers tool_parser_plugin
-    tool_server uds
+    default_chat_template_kwargs fingerprint_value prompt_adapters reasoning_effort_map ssl_ciphers tool_parser_plugin
+    tool_server tool_strict_level uds
 """
 # Name -> values that have no effect, besides None, False and empty ones.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "anthropic_disabled_thinking_effort": ("auto", "none"),
     "allowed_headers": (["*"],),
     "allowed_methods": (["*"],),
     "chat_template_content_format": ("auto",),
@@ -182,7 +187,9 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "renderer_num_workers": (1,),
     "replayssm_buffer_len": (16,),
     "scheduler_reserve_full_isl": (True,),
+    "sleep_mode_backend": ("cumem",),
     "sparse_indexer_topk_backend": ("auto",),
+    "sse_keep_alive_interval": (0,),
     "swa_bounded_replay": (True,),
     "swap_space": (0, 4),
     "tokenizer_mode": ("auto", "hf"),
@@ -204,8 +211,8 @@ _HARMLESS_SWITCHES = """
     disable_log_requests enable_sleep_mode disable_nccl_for_dp_synchronization fail_on_environ_validation
     jit_monitor_verbose trust_remote_code use_tqdm_on_load use_v2_block_manager
     cohere_is_reasoning_model disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
-    enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers
-    enable_server_load_tracking log_error_stack
+    enable_log_requests enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_scale_out
+    enable_server_load_tracking log_error_stack trust_request_mm_kwargs
 """
 NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
 

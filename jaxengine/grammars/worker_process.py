@@ -32,7 +32,7 @@ _MAX_REASON = 500
 # How far a mask looks ahead where only one token may follow, or a guess, and for how long, of the thread's own time,
 # until nobody waits for a mask any more: well below what a step waits. Slow masks are not for looking ahead.
 _MAX_AHEAD, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
-# Words of the library's, which no caller can follow, and ours. Its second is of a schema that refers to itself for ever.
+# Words of the library's, which no caller can follow, and ours. The second is of a schema that refers to itself alone.
 _WORDS = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "anyOf, or lenient, is",
     "NoExtensionBias": "no text can fit it",
