@@ -19,7 +19,7 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 # Roles whose messages may contain media: the model's own answers are text.
 ROLES = ("user", "system", "developer", "tool")
 _DETAILS = ("auto", "low", "high", "original")
-_TEXTS = ("text", "refusal")
+_TEXTS = ("text", "refusal", "input_text", "output_text")
 # Values of a sound's `format`; the file's first bytes say what it is.
 _FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "mp4", "m4a", "aac", "webm")
 

@@ -56,12 +56,12 @@ def render_chat(
       templates: the model's template, or templates by name; None for a model without one, which needs chat_template.
       role_tokens: texts of the existing tokens, by names of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
-        and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks unless the list has {"type":
-        "image"}, {"type": "video"} or {"type": "audio"}, for which the template may look; an answer with tool_calls,
-        reasoning or a refusal may have no content. Arguments in tool_calls are objects or texts; of truncated JSON the
-        template gets as much as is there. A message of the role developer is a system message for templates that do
-        not know the role. Several instructions that the template refuses or leaves out become one at the beginning.
-        Other keys (name, ...) are passed to the template unchanged.
+        (also input_text, output_text) and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks
+        unless the list has {"type": "image"}, {"type": "video"} or {"type": "audio"}, for which the template may look;
+        an answer with tool_calls, reasoning or a refusal may have no content. Arguments in tool_calls are objects or
+        texts; of truncated JSON the template gets as much as is there. A message of the role developer is a system
+        message for templates that do not know the role. Several instructions that the template refuses or leaves out
+        become one at the beginning. Other keys (name, ...) are passed to the template unchanged.
       add_generation_prompt: the text ends with the beginning of an answer.
       continue_final_message: the text ends with the last message's, which the model goes on with. Not both.
       tools: None or a list of JSON-schema dicts, not empty.

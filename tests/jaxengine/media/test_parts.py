@@ -138,7 +138,7 @@ def test_parts_that_are_refused(part, message):
 def test_parts_of_other_kinds_are_refused_by_their_type():
     file = {"type": "input_file", "input_file": {}}
     for parts in ([file], [TEXT, file], [{"type": "image", "image": PICTURE}, file]):
-        with pytest.raises(RequestError, match=r"content\[\d\].type is 'input_file'; allowed: text, refusal, im"):
+        with pytest.raises(RequestError, match=r"content\[\d\].type is 'input_file'; allowed: text, refusal, inp"):
             collect(*parts)
     assert collect(TEXT, file, model=None) == ([{"role": "user", "content": [TEXT, file]}], []), "a template's affair"
 

@@ -59,8 +59,8 @@ def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str,
         (place, key)
         for place, block in blocks
         if isinstance(block, dict)
-        for key in ("cache_control", _kind(block))
-        if (key == "cache_control" and block.get(key) is not None) or _LEFT_OUT.fullmatch(key)
+        for key in ("cache_control", "is_error", _kind(block))
+        if (key in ("cache_control", "is_error") and block.get(key)) or _LEFT_OUT.fullmatch(key)
     )
     yield from (f"{place}.{key}" for place, key in found)
 

@@ -101,6 +101,7 @@ class ResponseAnswer(Answer):
     usage: ResponseUsage | None
     background: bool
     error: ResponseError | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -110,6 +111,7 @@ class ResponseAnswer(Answer):
     output_messages: None
     metadata: dict[str, str]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     reasoning: ResponseReasoning
     service_tier: str

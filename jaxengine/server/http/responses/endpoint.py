@@ -181,7 +181,7 @@ class _Making:
 
 def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams) -> dict[str, Any]:
     """Return the fields of a response that do not change while it is generated. store: whether it is stored. params:
-    the engine's, from which temperature and top_p are taken.
+    the engine's, from which temperature, top_p and penalties are taken.
     """
     plain = {"format": {"type": "text"}}
     text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
@@ -192,6 +192,7 @@ def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, par
         "model": model,
         "background": bool(body.background),
         "error": None,
+        "frequency_penalty": params.frequency_penalty,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -199,6 +200,7 @@ def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, par
         **dict.fromkeys(("max_tool_calls", "prompt", "input_messages", "output_messages")),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": params.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "service_tier": "default",

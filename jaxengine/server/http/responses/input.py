@@ -16,7 +16,7 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.server.http.responses.tools import ADDITIONAL_TOOLS, flat_name
 
 ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _IMAGE_PART = "input_image"
 # A call of the model -> where it has its arguments.
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
@@ -168,9 +168,10 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
         raise _refused(f"{where} holds a part of type {show_value(kind)}; allowed: {', '.join(kinds)}")
-    if not isinstance(part.get("text"), str):
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
         raise _refused(f"{where} holds a part whose text is not a string")
-    return part["text"]
+    return text
 
 
 def _refused(message: str) -> RequestError:

@@ -268,7 +268,7 @@ async def test_a_model_of_pictures_refuses_videos(app, engine):
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "input_file", "input_file": {}}]}]},
-            "messages[0].content[0].type is 'input_file'; allowed: text, refusal, image_url, ",
+            "messages[0].content[0].type is 'input_file'; allowed: text, refusal, input_text, ",
         ),
         (
             "/v1/chat/completions",

@@ -307,7 +307,7 @@ async def test_pairs_that_repeat_a_long_text_are_refused_before_they_are_made(sc
     answer = await post(scoring_app, "/score", **fields)
     assert answer.status == 400 and "characters together; allowed are 33554432" in answer.error["message"], answer.body
     answer = await post(scoring_app, "/score", text_1="w5 " * 100_000, text_2="w6")
-    assert answer.status == 400 and "no more than" in answer.error["message"]
+    assert answer.status == 400 and "prompt is too long: " in answer.error["message"]
     assert not made
 
 
@@ -317,4 +317,4 @@ async def test_a_text_that_is_too_long_is_cut_if_the_request_asks(app):
     found = await vectors(app, input=long + "w77 w12", truncate_prompt_tokens=8)
     assert np.abs(found - expected).max() < 1e-5
     answer = await post(app, "/v1/embeddings", input=long)
-    assert answer.status == 400 and "no more than" in answer.error["message"]
+    assert answer.status == 400 and "prompt is too long: " in answer.error["message"]

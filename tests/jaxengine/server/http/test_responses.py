@@ -158,6 +158,9 @@ async def test_calls_and_their_outputs_are_sent_back(scripted):
     await client.responses.create(model="tiny", input=[result], tools=[TOOL], previous_response_id=first.id)
     assert engine.calls[-1][0]["prompt"] == kept
     assert kept.endswith("<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n") and "Yes." in kept
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+    await client.responses.create(model="tiny", input=[refused, *items], tools=[TOOL], store=False)
+    assert "<|im_start|>assistant\nI will not.<|im_end|>" in engine.calls[-1][0]["prompt"]
 
 
 async def test_responses_that_are_not_stored(client, chat_engine):
@@ -260,7 +263,10 @@ async def test_a_name_that_is_taken_is_refused(app, client):
 
 async def test_what_a_response_was_asked_with(client, app):
     items = [{"role": "user", "content": f"Say {number}"} for number in range(3)]
-    response = await client.responses.create(**{**ASK, "input": items})
+    fields = {"presence_penalty": 0.5, **ASK["extra_body"]}
+    response = await client.responses.create(**{**ASK, "input": items, "extra_body": fields}, top_logprobs=0)
+    shown = response.model_dump()
+    assert (shown["presence_penalty"], shown["frequency_penalty"], shown["top_logprobs"]) == (0.5, 0.0, 0)
     listed = [item async for item in client.responses.input_items.list(response.id, order="asc", limit=2)]
     assert [item.content for item in listed] == ["Say 0", "Say 1", "Say 2"] and len({item.id for item in listed}) == 3
     newest = await client.responses.input_items.list(response.id, limit=1)
