@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, Self
 
@@ -24,7 +25,7 @@ from jaxengine.server.http.answer.sampling_mass import sampling_fields
 from jaxengine.server.http.answer.sse import answer, event, json_response, stream_events
 from jaxengine.server.http.answer.weight_spans import SpanWriter, WeightVersions
 from jaxengine.server.http.models import choose_model
-from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
+from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most, bias_by_id
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import (
@@ -32,7 +33,6 @@ from jaxengine.server.http.request.protocol import (
     ClosedModel,
     NamedRequest,
     StreamOptions,
-    bias_by_id,
     check_n,
     json_logprob,
     json_position,
@@ -216,7 +216,8 @@ class _Writer:
         self._body, self._num_prompt_tokens = body, num_prompt_tokens
         self._head = {"request_id": name, "output_mode": "tokens"}
         self._model, self._spans = model, SpanWriter()
-        self._num_tokens = self._num_cached_tokens = 0
+        self._num_tokens: Counter[int] = Counter()
+        self._num_cached_tokens = 0
         options = body.stream_options or StreamOptions()
         self._counts_last = bool(options.include_usage) or config.enable_force_include_usage
         self._counts_always = self._counts_last and bool(options.continuous_usage_stats)
@@ -253,7 +254,7 @@ class _Writer:
         for each in output.outputs:
             if not each.token_ids and each.finish_reason is None:
                 continue
-            more: dict[str, Any] = {"usage": self._usage()} if self._counts_always else {}
+            more: dict[str, Any] = {"usage": self._usage(each.index)} if self._counts_always else {}
             if self._body.return_token_ids and not self._has_begun:
                 more["prompt_token_ids"] = output.prompt_token_ids
             self._has_begun = True
@@ -266,12 +267,13 @@ class _Writer:
 
     def _count(self, output: RequestOutput) -> None:
         """Add an output's tokens to the counts."""
-        self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
+        self._num_tokens.update({each.index: len(each.token_ids) for each in output.outputs})
         self._num_cached_tokens = output.num_cached_tokens or 0
 
-    def _usage(self) -> dict[str, Any]:
-        """Return the token counts so far."""
-        return usage(self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens)
+    def _usage(self, index: int | None = None) -> dict[str, Any]:
+        """Return the token counts so far, of the completion `index` or of all."""
+        num_tokens = self._num_tokens.total() if index is None else self._num_tokens[index]
+        return usage(self._num_prompt_tokens, num_tokens, self._num_cached_tokens)
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         """Return the JSON of one completion, or of its new part. Call it once for each, as it counts the tokens for

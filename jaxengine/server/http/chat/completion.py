@@ -87,24 +87,22 @@ class ChatAnswer:
         """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
 
         An item is what an output of the engine adds: any number of events, b"" for none. The first ones of a choice
-        have its role and the text for `echo`; a last event has the token counts, if requested. Raises ChatRun.pieces'
-        errors.
+        have its role and the text for `echo`. If requested, each has the token counts of its choice so far, and a last
+        event those of all. Raises ChatRun.pieces' errors.
         """
         last, always = self._body.usage_in_stream(self._config)
-        begun: set[int] = set()
-        num_tokens = 0
+        num_tokens: dict[int, int] = {}
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             async for output, outputs in pieces:
                 chunks = []
-                about = {} if begun else self._about_prompt(output)
+                about = {} if num_tokens else self._about_prompt(output)
                 for piece in outputs:
-                    index = piece.output.index
-                    opening = [] if index in begun else self._writer.opening(index)
-                    begun.add(index)
-                    for choices, count in ((opening, num_tokens), (self._writer.chunks(*piece), None)):
-                        counts = {"usage": self._usage(count)} if always else {}
+                    index, added = piece.output.index, len(piece.output.token_ids)
+                    opening = [] if index in num_tokens else self._writer.opening(index)
+                    for choices, count in ((opening, 0), (self._writer.chunks(*piece), added)):
+                        num_tokens[index] = num_tokens.get(index, 0) + count
+                        counts = {"usage": self._usage(num_tokens[index])} if always else {}
                         chunks += [{"choices": [choice], **counts} for choice in choices]
-                num_tokens = self._run.num_completion_tokens
                 if chunks:
                     chunks[0] |= about
                 yield b"".join(event({**self._head, **chunk}) for chunk in chunks)
@@ -120,7 +118,7 @@ class ChatAnswer:
         }
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return usage counts. num_tokens: completion tokens; None: all of the engine's so far."""
+        """Return usage counts. num_tokens: completion tokens; None: those of all choices so far."""
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens
         counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)

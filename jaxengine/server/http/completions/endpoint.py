@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -146,16 +147,23 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the prompts and yield the response as server-sent events, without [DONE]: for each output any number of
-        them, b"" for none, and a last one with the token counts, if requested. Raises the errors of `outputs`.
+        them, b"" for none, and a last one with the token counts, if requested; each may have those of its choice so
+        far. Raises the errors of `outputs`.
         """
+        num_tokens: Counter[int] = Counter()
         writer = self._writer()
         last, always = self.body.usage_in_stream(self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
-                choices = [writer.choice(prompt, output, each) for each in output.outputs]
-                counts = {"usage": self._usage()} if always else {}
-                shown = [choice for choice in choices if always or ChoiceWriter.says_something(choice)]
-                yield b"".join(event({**self._head, "choices": [choice], **counts}) for choice in shown)
+                events = []
+                for each in output.outputs:
+                    choice = writer.choice(prompt, output, each)
+                    num_tokens[choice["index"]] += len(each.token_ids)
+                    count, cached = num_tokens[choice["index"]], output.num_cached_tokens or 0
+                    counts = {"usage": usage(len(output.prompt_token_ids), count, cached)} if always else {}
+                    if always or ChoiceWriter.says_something(choice):
+                        events.append(event({**self._head, "choices": [choice], **counts}))
+                yield b"".join(events)
         if last:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from jaxengine.scheduler.base.errors import RequestError, show_value
+
+_TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 
 def at_most(number: int) -> BeforeValidator:
@@ -49,3 +55,25 @@ TextsByName = Annotated[dict[str, str], BeforeValidator(_all_texts)]
 MAX_OPTIONS = 256
 # Variables of a chat template that requests may set.
 TemplateVariables = Annotated[JsonObject, at_most(MAX_OPTIONS)]
+
+
+def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
+    """Return logit_bias by token id, an int where JSON has a text. Raises RequestError for keys that are no whole
+    numbers, for two of the same number, and for more than `vocab_size` of them. Values, and whether an id is in the
+    vocabulary, are not checked here.
+    """
+    if len(logit_bias) > vocab_size:
+        raise RequestError(
+            f"logit_bias has {len(logit_bias)} entries; the vocabulary has {vocab_size}", param="logit_bias"
+        )
+    wrong = next((key for key in logit_bias if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise RequestError(
+            f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
+        )
+    found = {int(key): value for key, value in logit_bias.items()}
+    if len(found) < len(logit_bias):
+        twice = next(key for key in logit_bias if key != str(int(key)))
+        problem = f"logit_bias has two keys for one token id, such as {show_value(twice)}; allowed is one for each"
+        raise RequestError(problem, param="logit_bias", value=twice)
+    return found

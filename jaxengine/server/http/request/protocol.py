@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -26,12 +25,11 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
-from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
+from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most, bias_by_id
 from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams, with_kv_transfer
 
 _MAX_USER = 1024  # characters, as logs and answers repeat it
 MIN_LOGPROB = -9999.0
-_TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 # Earlier names of vLLM's fields, with the present ones. Ignoring them would give unconstrained answers.
 EARLIER = {
@@ -456,28 +454,6 @@ def check_n(n: int | None, config: ServerConfig) -> None:
     """Raise RequestError for a number of outputs below 1 or above the server's max_n. None is allowed."""
     if n is not None and not 1 <= n <= config.max_n:
         raise RequestError(f"n is {show_value(n)}; allowed are 1 to {config.max_n}", param="n", value=n)
-
-
-def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
-    """Return logit_bias by token id, an int where JSON has a text. Raises RequestError for keys that are no whole
-    numbers, for two of the same number, and for more than `vocab_size` of them. Values, and whether an id is in the
-    vocabulary, are not checked here.
-    """
-    if len(logit_bias) > vocab_size:
-        raise RequestError(
-            f"logit_bias has {len(logit_bias)} entries; the vocabulary has {vocab_size}", param="logit_bias"
-        )
-    wrong = next((key for key in logit_bias if not _TOKEN_ID.fullmatch(key)), None)
-    if wrong is not None:
-        raise RequestError(
-            f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
-        )
-    found = {int(key): value for key, value in logit_bias.items()}
-    if len(found) < len(logit_bias):
-        twice = next(key for key in logit_bias if key != str(int(key)))
-        problem = f"logit_bias has two keys for one token id, such as {show_value(twice)}; allowed is one for each"
-        raise RequestError(problem, param="logit_bias", value=twice)
-    return found
 
 
 def json_logprob(logprob: float) -> float:

@@ -255,10 +255,21 @@ async def test_wrong_types_end_in_no_server_error(app, path, model):
 
 
 async def test_usage_in_every_chunk_counts_what_has_been_said(app):
+    """Of the choice in it, as in vLLM, and in the last one of all."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    answer = await post(app, "/v1/chat/completions", messages=HI, stream=True, stream_options=options)
-    counts = [event["usage"]["completion_tokens"] for event in answer.events]
-    assert counts[0] == 0 < counts[1] and counts == sorted(counts)
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": HI, "n": 2}),
+        ("/v1/completions", {"prompt": ["Hi", "Hi there, all"]}),
+        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"n": 2}}),
+    ):
+        *events, last = (await post(app, path, **fields, stream=True, stream_options=options)).events
+        of = [[event["usage"] for event in events if event["choices"][0]["index"] == index] for index in (0, 1)]
+        counts = [[each["completion_tokens"] for each in own] for own in of]
+        assert counts[0] == counts[1] == sorted(counts[0]) and counts[0][0] <= 1 < counts[0][-1]
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 2 * counts[0][-1]
+        prompts = {own[0]["prompt_tokens"] for own in of}
+        whole = last["usage"]["prompt_tokens"]
+        assert sum(prompts) == whole and len(prompts) == 1 + (path == "/v1/completions")
 
 
 async def test_fields_that_clients_read_are_there(app):

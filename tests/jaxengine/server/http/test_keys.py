@@ -75,7 +75,8 @@ KEYS: dict[Any, str] = {
     ResponseAnswer: (
         "id created_at incomplete_details instructions metadata model object output parallel_tool_calls temperature "
         "tool_choice tools top_p background max_output_tokens max_tool_calls previous_response_id prompt reasoning "
-        "service_tier status text top_logprobs truncation usage user input_messages output_messages"
+        "service_tier status text top_logprobs truncation usage user input_messages output_messages presence_penalty "
+        "frequency_penalty"
     ),
 }
 # Those that vLLM does not have.
