@@ -203,7 +203,7 @@ class Front:
             body = _decode_body(call.body)
         except (msgspec.MsgspecError, ValueError, RecursionError):  # the replica says what is wrong
             return hint
-        if body.model is not None:
+        if body.model:  # "" stands for the model, as for the replica
             model = self._routes.pick(body.model, route_key(given, request_id))
             hint.adapter = None if model in self._names else model
         if self._reader is not None and path in PATHS and not body.background:

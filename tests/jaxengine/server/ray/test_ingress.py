@@ -300,7 +300,7 @@ async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
         assert (hint.cache_salt, hint.adapter, hint.key) == (body.get("cache_salt"), None, "mine")
         assert hint.session == f"{hint.session.partition('/')[0]}/s1"
     count = len(recorded.calls)
-    for model, adapter in (("tiny", None), ("ab", "a"), ("b", "b")):
+    for model, adapter in (("tiny", None), ("", None), ("ab", "a"), ("b", "b")):
         await client.post("/v1/completions", json={**BODY, "model": model})
         assert handle.hints[-1].adapter == adapter and bool(handle.hints[-1].token_ids)
     for _ in range(6):  # without a session the request's id decides, which the ingress has made
@@ -318,7 +318,7 @@ async def test_prompts_are_read_as_replicas_read_them(make_front, chat_engine):
         num_asked, answer = len(handle.hints), await client.post(path, json=body)
         assert len(handle.hints) == num_asked + 1 and answer.status_code < 500, path
         assert not handle.hints[-1].token_ids, path
-    assert len(recorded.calls) == count + 1
+    assert len(recorded.calls) == count + 2
     for headers in ([], [("X-Session-ID", "s1"), ("X-Session-ID", "s2")]):  # a replica takes the first, too
         await client.delete("/v1/sessions/s1" if not headers else "/v1/models", headers=headers)
         assert handle.hints[-1].session == hint.session
