@@ -238,7 +238,9 @@ async def test_what_fails_before_the_first_token_has_a_status_of_its_own(recorde
 async def test_what_fails_later_is_an_event(recorder, chat_engine):
     app = create_app(recorder, ServerConfig())
     recorder.fail_after, recorder.failure = 2, EngineDeadError("dead")
-    *chunks, error = (await post(app, PATH, prompt=IDS, stream=True, temperature=0)).events
+    # So many tokens that they are not all in the first output, however busy the machine is.
+    long = {"temperature": 0, "max_tokens": 240, "ignore_eos": True}
+    *chunks, error = (await post(app, PATH, prompt=IDS, stream=True, **long)).events
     assert len(chunks) == 2 and error["error"]["code"] == 503 and error["error"]["type"] == "ServiceUnavailableError"
     await idle(chat_engine)
 
