@@ -128,8 +128,9 @@ class WeightMethods(ABC):
         key = object()
         with self._lock:
             weights = _weights_of(self.core)
-            weights.hold(key, mode)
         try:
+            with self._lock:  # a Ctrl-C that came meanwhile is raised when it is released, with the pause begun
+                weights.hold(key, mode)
             return self._once_paused(key, function)
         finally:
             with self._lock:

@@ -76,11 +76,28 @@ async def kept(engine: AsyncLLM) -> asyncio.Task[Any]:
 
 @each_row(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
 def test_a_later_pause_ends_what_an_earlier_one_kept(engine, mode, reason):
+    """The operator's own pause, or an update that aborts. One that waits would end the operator's pause: it is refused,
+    before it reads, while requests are kept; those that the pause itself holds back are none of them.
+    """
+
     async def run() -> None:
         await begin(engine)
         task = await kept(engine)
+        if mode == "wait":
+            with pytest.raises(RequestError, match="requests that it keeps .*; allowed: .*resume_generation") as error:
+                await engine.update_weights("nowhere", mode=mode)
+            assert error.value.param == "mode" and not task.done()
+            await engine.pause_generation(mode)
+            late = asyncio.create_task(anext(engine.generate(PROMPTS[0], greedy(), "late")))
+            await asyncio.sleep(0.05)
         await engine.update_weights(changed(1), mode=mode)
         assert await asyncio.wait_for(task, 30) == reason and await engine.is_paused()
+        if mode == "wait":
+            assert not late.done()
+            # No step runs between the two.
+            both = asyncio.gather(engine.resume_generation(), engine.pause_generation(mode))
+            await asyncio.wait_for(both, 30)
+            assert await asyncio.wait_for(late, 30) and not engine.core.has_unfinished
 
     asyncio.run(run())
 

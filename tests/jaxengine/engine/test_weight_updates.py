@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -404,6 +405,24 @@ def test_calls_of_other_threads_wait(llm, expected):
     llm.resume_generation()
     thread.join()
     assert found == [expected[2]]
+
+
+def test_ctrl_c_during_an_update_leaves_no_pause(llm, expected, monkeypatch):
+    """It is raised when the lock is released; later requests run with the old weights or, once paused, with the new
+    ones."""
+    llm.update_weights(changed(0))
+    weights = llm.core.engine.extensions.require("weights")
+    for number, phase in enumerate(("check", "hold", "settle", "switch", "release")):
+        method = getattr(weights, phase)
+
+        def interrupted(*arguments: Any, method: Any = method) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return method(*arguments)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(weights, phase, interrupted)
+            llm.update_weights(changed(1))
+        assert not weights.is_held and tokens_of(llm) == expected[number > 1], phase
 
 
 def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):
