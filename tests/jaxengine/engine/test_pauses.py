@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from jaxengine import AsyncLLM, RequestError
 from jaxengine.runner.weights import sleep
+from jaxengine.runner.weights.weight_update import WeightUpdateError
 from tests.jaxengine.engine.test_weight_updates import NUM_TOKENS, PROMPTS, changed, greedy, tokens_of
+from tests.sharding.update_cases import faulty
 from tests.tables import each_row
 
 
@@ -54,6 +58,45 @@ def test_a_pause(engine, mode, reason):
         assert await engine.is_paused() and not late.done() and early.done() == (mode != "keep")
         await engine.resume_generation()
         assert (await early).finish_reason == reason and len((await late).token_ids) == 60
+
+    asyncio.run(run())
+
+
+def test_requests_go_on_under_faulty_updates(engine, expected):
+    """Tensors that do not fit, a trainer that fails half way, a caller who gives up: one error, and nothing else."""
+
+    async def run() -> None:
+        await begin(engine)
+        before, found = await engine.weight_info(checksum=True), []
+
+        async def requests() -> None:
+            while True:
+                async for output in engine.generate(PROMPTS[0], greedy()):
+                    last = output
+                found.append(last.outputs[0].token_ids)
+
+        task = asyncio.create_task(requests())
+        for fault, tensors in faulty(changed(1)):
+            with pytest.raises((WeightUpdateError, ConnectionError), match=fault):
+                await engine.update_weights(tensors)
+        begun, may_end = threading.Event(), threading.Event()
+
+        def slow() -> Iterator[tuple[str, Any]]:
+            yield from changed(1).items()
+            begun.set()
+            assert may_end.wait(30)
+
+        update = asyncio.create_task(engine.update_weights(slow(), version="given up"))
+        assert await asyncio.to_thread(begun.wait, 30)
+        update.cancel()
+        may_end.set()
+        await asyncio.wait([update])
+        num_found = len(found)
+        while len(found) < num_found + 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        assert update.cancelled() and await engine.weight_info(checksum=True) == before
+        assert all(each == expected[0] for each in found) and engine.core.engine.scheduler.num_preemptions == 0
 
     asyncio.run(run())
 
