@@ -1,14 +1,17 @@
-"""Admin routes under the names that trainers' clients have built in: those that AReaL adds to vLLM."""
+"""Admin routes under the names that trainers' clients have built in: those that AReaL and prime-rl add to vLLM."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.adapters.lora import load_from_root
+from jaxengine.server.base.names import served_names
 from jaxengine.server.base.options import ServerConfig
+from jaxengine.server.http.adapters import LoadRequest
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.request.auth import ADMIN
 from jaxengine.server.http.request.limits import JsonRoute
@@ -35,6 +38,10 @@ class ArealUpdate(RequestModel):
 class Done(Answer):
     success: bool
     message: str
+
+
+class Ok(Answer):
+    status: Literal["ok"]
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -64,6 +71,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Do as /update_weights with mode "abort" and kv "drop". An earlier pause stays."""
         done = await weights.update_from_path(engine, body.model_path, weights.UpdateOptions(mode="abort", kv="drop"))
         return _done(f"The weights have version {done['version']}")
+
+    if engine.inputs.config.enable_lora:
+        names = served_names(engine, config)
+
+        @routes.post("/load_lora_adapter")
+        @answers(Ok)
+        async def load_lora_adapter(body: LoadRequest) -> dict[str, str]:
+            """Do as /v1/load_lora_adapter with load_inplace, as prime-rl expects."""
+            await load_from_root(engine, config, names, body.lora_name, body.lora_path, in_place=True)
+            return {"status": "ok"}
 
     return routes
 
