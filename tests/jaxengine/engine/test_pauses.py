@@ -38,6 +38,30 @@ async def begin(engine: AsyncLLM) -> None:
     assert await engine.utility("reset_prefix_cache") and not engine.core.has_unfinished
 
 
+def test_running_requests_are_computed_again(engine, expected):
+    """While steps are in flight, and without any; nothing stays paused, and tokens are the same."""
+
+    async def run() -> None:
+        await begin(engine)
+        tasks = [asyncio.create_task(_tokens(engine, prompt)) for prompt in PROMPTS]
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            assert await engine.reset_prefix_cache(reset_running_requests=True)
+        assert [await task for task in tasks] == expected
+        assert await engine.reset_prefix_cache(reset_running_requests=True) and not await engine.is_paused()
+        assert [await _tokens(engine, prompt) for prompt in PROMPTS] == expected
+        await engine.pause_generation("keep")
+        assert await engine.reset_prefix_cache(reset_running_requests=True) and await engine.is_paused()
+
+    asyncio.run(run())
+
+
+async def _tokens(engine: AsyncLLM, prompt: list[int]) -> list[int]:
+    async for output in engine.generate(prompt, greedy(NUM_TOKENS)):
+        newest = output
+    return list(newest.outputs[0].token_ids)
+
+
 @each_row(("mode", "reason"), [("keep", "length"), ("wait", "length"), ("abort", "abort")])
 def test_a_pause(engine, mode, reason):
     """Running requests end as the mode says; those that come meanwhile wait for `resume_generation`."""

@@ -127,8 +127,10 @@ class Weights(Pauses):
         return not self.dozes and None in self._pauses
 
     def rest(self) -> float:
-        """Forget reads that nobody asks for any more; return in how many seconds to call again, inf without reads."""
-        return self._orders.expire()
+        """Forget reads that nobody asks for any more; return in how many seconds to call again, inf without reads, 0 if
+        requests that waited for `recompute` may run.
+        """
+        return 0.0 if self.recompute_if_still() else self._orders.expire()
 
     def poll(self) -> Events:
         """Forget reads that nobody asks for any more; return the requests that a pause of mode "abort" ends."""
@@ -286,6 +288,7 @@ class Weights(Pauses):
             "resume_engine": self.resume,
             "begin_sleep": self.begin_sleep,
             "wake_engine": self.wake,
+            "recompute_running": self.recompute,
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 
