@@ -398,7 +398,11 @@ class LLM(WeightMethods, VllmMethods):
         flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
         """
         with self._lock:
-            return self.core.utility(prefix_reset(reset_running_requests, reset_connector))
+            done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
+            while self.core.engine.scheduler.paused and self.core.has_unfinished:
+                self._step()
+            self.core.rest()
+            return done
 
     def reset_mm_cache(self) -> None:
         """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""

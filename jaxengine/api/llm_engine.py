@@ -137,7 +137,12 @@ class LLMEngine(VllmMethods):
         reset_running_requests: also compute running requests again from their first token, as soon as no step is in
         flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
         """
-        return self.core.utility(prefix_reset(reset_running_requests, reset_connector))
+        done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
+        while self.core.engine.scheduler.paused and self.core.has_unfinished:
+            self._outputs += self.core.step()
+            self._errors += [error for _, error in self.core.pop_rejected()]
+        self.core.rest()
+        return done
 
     def shutdown(self) -> None:
         """Stop the engine; later calls of `add_request` and `step` raise EngineDeadError. Does nothing in a fork of its
