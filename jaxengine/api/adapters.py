@@ -16,13 +16,16 @@ from jaxengine.requests.params.lora import LoRARequest
 _POLL_SECONDS = 0.01
 
 
-async def load_adapter(utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None) -> None:
+async def load_adapter(
+    utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None, *, in_place: bool = False
+) -> None:
     """Load an adapter from a path on the engine's machine; returns when it is loaded.
 
     utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the adapter is
-    loaded already. Raises RequestError, with nothing changed, or EngineDeadError.
+    loaded already. in_place: it takes the name of the adapter that has it, whose running requests continue with its own
+    matrices. Raises RequestError, with nothing changed, or EngineDeadError.
     """
-    ticket = await utility("load_adapter", name, path, number)
+    ticket = await utility("load_adapter", name, path, number, in_place)
     while ticket and not await utility("adapter_is_loaded", ticket):
         await asyncio.sleep(_POLL_SECONDS)
 

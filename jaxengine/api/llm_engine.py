@@ -18,6 +18,7 @@ from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.stats.metric_types import Histogram, Metric
+from jaxengine.engine.weight_types import prefix_reset
 from jaxengine.requests.output.outputs import AnyOutput
 from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.params.options import RequestOptions
@@ -130,9 +131,18 @@ class LLMEngine(VllmMethods):
         """Return counters, gauges and histograms, each with `name` and `value`."""
         return self.core.metrics.collect()
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes. Returns True."""
-        return self.core.utility("reset_prefix_cache")
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop all cached prefixes; running requests keep their pages. Returns True.
+
+        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
+        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
+        """
+        done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
+        while self.core.engine.scheduler.paused and self.core.has_unfinished:
+            self._outputs += self.core.step()
+            self._errors += [error for _, error in self.core.pop_rejected()]
+        self.core.rest()
+        return done
 
     def shutdown(self) -> None:
         """Stop the engine; later calls of `add_request` and `step` raise EngineDeadError. Does nothing in a fork of its

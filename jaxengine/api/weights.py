@@ -63,7 +63,8 @@ class WeightMethods(ABC):
           version: of the new weights, as reported by `weight_version` and in outputs; None for the last one plus one,
             or, if that is a text, for the number of updates of the model so far, this one included.
           mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort"). Requests
-            that arrive meanwhile wait in each case.
+            that arrive meanwhile wait in each case. "wait" is refused while `pause_generation` or `sleep` keeps
+            requests, because they could not end.
           kv: what happens to keys and values that the old weights computed: running requests are computed again
             ("recompute"), or continue with them ("keep"); "drop" is "recompute", and clears cached prefixes at once. No
             request uses cached pages that other weights have computed.
@@ -128,8 +129,9 @@ class WeightMethods(ABC):
         key = object()
         with self._lock:
             weights = _weights_of(self.core)
-            weights.hold(key, mode)
         try:
+            with self._lock:  # a Ctrl-C that came meanwhile is raised when it is released, with the pause begun
+                weights.hold(key, mode)
             return self._once_paused(key, function)
         finally:
             with self._lock:

@@ -17,6 +17,7 @@ from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.scan.call_start import CallStarts, listed_starts
 from jaxengine.parsers.scan.events import OutputParser, ReasoningParser
 from jaxengine.parsers.scan.harmony import STOP_WORDS
+from jaxengine.parsers.tools import gemma as tool_gemma
 from jaxengine.parsers.tools import harmony as tool_harmony
 from jaxengine.parsers.tools import hermes as tool_hermes
 from jaxengine.parsers.tools import json_list as tool_json_list
@@ -151,6 +152,35 @@ def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool =
     )
 
 
+def _other_objects(
+    models: str, call: tool_json_list.ListedCall, words: tuple[str, str], template: tuple[str, ...], **fields: Any
+) -> ToolFormat:
+    """Return the format of calls in a JSON list between two special tokens, whose objects have the form `call`. models,
+    template, fields: as of ToolFormat.
+    """
+    return ToolFormat(
+        partial(tool_json_list.JsonListToolParser, begins=words[:1], end=words[1], call=call),
+        models,
+        partial(tool_json_list.grammar, begins=words[:1], end=words[1], call=call),
+        special_tokens=True,
+        template=template,
+        **fields,
+    )
+
+
+def _gemma(models: str, words: tool_gemma.GemmaWords) -> ToolFormat:
+    """Return the format of calls in Gemma's notation with these words. models: as of ToolFormat."""
+    return ToolFormat(
+        partial(tool_gemma.GemmaToolParser, words=words),
+        models,
+        partial(tool_gemma.grammar, words=words),
+        starts=partial(tool_gemma.starts, words=words),
+        typed=True,
+        special_tokens=True,
+        template=(words.begin,),
+    )
+
+
 def _section(models: str, words: tool_sections.SectionWords, template: tuple[str, ...]) -> ToolFormat:
     """Return the format of calls in a section with these words. models, template: as of ToolFormat."""
     return ToolFormat(
@@ -190,34 +220,31 @@ def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fiel
     )
 
 
-def _objects(models: str, begin: str, end: str, space: str, **fields: Any) -> ToolFormat:
+def _objects(models: str, begin: str, end: str, space: str, key: str = "arguments", **fields: Any) -> ToolFormat:
     """Return the format of JSON objects between the words `begin` and `end` ("": none). models: as of ToolFormat.
-    space: text inside of the words; fields: of ToolFormat.
+    space: text inside of the words; key: of the arguments in a forced call; fields: of ToolFormat.
     """
     return ToolFormat(
         partial(tool_hermes.HermesToolParser, begin=begin, end=end),
         models,
-        partial(tool_hermes.grammar, begin=begin, end=end, space=space),
+        partial(tool_hermes.grammar, begin=begin, end=end, space=space, key=key),
         starts=partial(tool_hermes.starts, begin=begin),
         **fields,
     )
 
 
 _LLAMA3 = partial(ToolFormat, tool_llama3.Llama3ToolParser, grammar=tool_llama3.grammar)
+_HERMES = partial(ToolFormat, tool_hermes.HermesToolParser, grammar=tool_hermes.grammar, starts=tool_hermes.starts)
+_COHERE = partial(_other_objects, call=tool_json_list.COHERE, words=("<|START_ACTION|>", "<|END_ACTION|>"))
 _QWEN3_CODER = _parameters(
-    "Qwen3-Coder, Qwen3.5, Nemotron 3",
+    "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
     tool_parameters.QWEN3_CODER,
     ("<function=", "<parameter=", "<tool_call>", "</function>"),
 )
 
 TOOL_PARSERS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(
-        tool_hermes.HermesToolParser,
-        "Hermes 2 and 3, Qwen2.5, Qwen3",
-        tool_hermes.grammar,
-        starts=tool_hermes.starts,
-        template=("<tool_call>", '"arguments'),
-    ),
+    "hermes": _HERMES("Hermes 2 and 3, Qwen2.5, Qwen3", template=("<tool_call>", '"arguments')),
+    "qwen3_json": _HERMES("Qwen2.5, Qwen3, as `hermes`"),
     "llama3_json": _LLAMA3("Llama 3.1, 3.2", special_tokens=True, template=("Environment: ipython", '"parameters"')),
     "llama4_json": _LLAMA3("Llama 4, told to write JSON", special_tokens=True),
     "mistral": ToolFormat(
@@ -243,13 +270,23 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
     "deepseek_v32": _parameters("DeepSeek V3.2", tool_parameters.DEEPSEEK_V32, ("｜DSML｜",)),
+    "deepseek_v4": _parameters("DeepSeek V4", tool_parameters.DEEPSEEK_V4, ("｜DSML｜", "tool_calls>")),
+    "deepseek_v41": _parameters("DeepSeek V4.1", tool_parameters.DEEPSEEK_V41, ("｜DSML｜", " calls>")),
     "kimi_k2": _section("Kimi K2", tool_sections.KIMI_K2, ("<|tool_calls_section_begin|>",)),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
+    "step3p5": _QWEN3_CODER,
+    "mimo": _parameters("MiMo", tool_parameters.MIMO, ()),
     "seed_oss": _parameters("Seed-OSS", tool_parameters.SEED_OSS, ("<seed:tool_call>",)),
     "minimax_m2": _parameters("MiniMax M2", tool_parameters.MINIMAX_M2, ("<minimax:tool_call>",)),
     "glm45": _parameters("GLM-4.5, GLM-4.6", tool_parameters.GLM45, ("<arg_key>", "<arg_value>")),
     "glm47": _parameters("GLM-4.7", tool_parameters.GLM45, ()),
+    "ling3": _parameters("Ling 3", tool_parameters.GLM45, ()),
+    "poolside_v1": _parameters("Laguna", tool_parameters.GLM45, ()),
+    "hy_v3": _parameters("Hy3", tool_parameters.HY_V3, ("<tool_sep>",)),
+    "dots": _parameters("dots", tool_parameters.DOTS, ("<dots_function_call>",)),
+    "gemma4": _gemma("Gemma 4", tool_gemma.GEMMA4),
+    "functiongemma": _gemma("FunctionGemma", tool_gemma.FUNCTION_GEMMA),
     "granite": _json_list(
         "Granite 3",
         ("<|tool_call|>", "<tool_call>"),
@@ -257,6 +294,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         special_tokens=True,
         template=("<|tool_call|>", "<|start_of_role|>"),
     ),
+    "granite4": _HERMES("Granite 4", special_tokens=True, template=("<tool_call>", '"arguments', "<|start_of_role|>")),
     "granite-20b-fc": _objects("Granite 20B functioncalling", "<function_call>", "", " "),
     "phi4_mini_json": _json_list("Phi-4-mini", ("functools",), template=("<|tool|>", "<|/tool|>")),
     "hunyuan_a13b": _json_list(
@@ -265,6 +303,24 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "jamba": _json_list("Jamba 1.5", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>", "<|bom|>")),
     "ernie45": _objects(
         "ERNIE 4.5", "<tool_call>", "</tool_call>", "\n", template=("<tool_call>", "<response>", "</response>")
+    ),
+    "internlm": _objects(
+        "InternLM 2, 2.5, 3",
+        "<|action_start|><|plugin|>",
+        "<|action_end|>",
+        "\n",
+        "parameters",
+        special_tokens=True,
+        template=("<|action_start|>", "<|plugin|>"),
+    ),
+    "cohere_command3": _COHERE("Command R7B, Command A", template=("<|START_ACTION|>", "<|START_RESPONSE|>")),
+    "cohere_command4": _COHERE("Command A+", template=("<|START_ACTION|>", "<|START_TEXT|>")),
+    "apertus": _other_objects(
+        "Apertus",
+        tool_json_list.APERTUS,
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+        ("<|tools_prefix|>",),
+        starts=partial(tool_json_list.keyed_starts, ("<|tools_prefix|>",)),
     ),
     "longcat": _objects(
         "LongCat-Flash",
@@ -280,11 +336,20 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         special_tokens=True,
         template=("<|python_start|>", "<|python_end|>", "<|header_start|>"),
     ),
+    "lfm2": _pythonic("LFM2, LFM2.5", tool_pythonic.LFM2, special_tokens=True, template=("<|tool_list_start|>",)),
     "olmo3": _pythonic("Olmo 3", tool_pythonic.OLMO3, brackets=False, template=("<function_calls>",)),
     "xlam": _LLAMA3("xLAM 2"),
 }
 
 _THINK = ThinkFormat()
+_ALWAYS = ThinkFormat(always=True)
+_COHERE_THINK = ThinkFormat(
+    ("<|START_THINKING|>",),
+    ("<|END_THINKING|>",),
+    calls=("<|START_ACTION|>",),
+    answer=(("<|START_RESPONSE|>", "<|START_TEXT|>"), ("<|END_RESPONSE|>", "<|END_TEXT|>")),
+    special_tokens=True,
+)
 # The second opening word is the prompt's when reasoning is disabled.
 _SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
 _GRANITE = ThinkFormat(
@@ -292,28 +357,47 @@ _GRANITE = ThinkFormat(
 )
 
 REASONING_PARSERS: dict[str, ReasoningRow] = {
-    "deepseek_r1": ReasoningRow(ThinkFormat(always=True), "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
+    "deepseek_r1": ReasoningRow(_ALWAYS, "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
     "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
+    "deepseek_v4": ReasoningRow(_THINK, "DeepSeek V4"),
+    "deepseek_v41": ReasoningRow(_THINK, "DeepSeek V4.1"),
     "qwen3": ReasoningRow(_THINK, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
     "glm45": ReasoningRow(_THINK, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
     "glm47": ReasoningRow(_THINK, "GLM-4.7"),
+    "ling3": ReasoningRow(_THINK, "Ling 3"),
+    "poolside_v1": ReasoningRow(_THINK, "Laguna"),
+    "hy_v3": ReasoningRow(_THINK, "Hy3"),
+    "mimo": ReasoningRow(_THINK, "MiMo"),
+    "holo2": ReasoningRow(_THINK, "Holo2"),
+    "nemotron_v3": ReasoningRow(_THINK, "Nemotron 3"),
+    "step3": ReasoningRow(_ALWAYS, "Step 3"),
+    "step3p5": ReasoningRow(_ALWAYS, "Step 3.5, 3.7"),
+    "gemma4": ReasoningRow(
+        ThinkFormat(("<|channel>thought\n",), ("<channel|>",), special_tokens=True),
+        "Gemma 4",
+        ("<|channel>",),
+    ),
+    "cohere_command3": ReasoningRow(_COHERE_THINK, "Command A Reasoning", ("<|START_THINKING|>",)),
+    "cohere_command4": ReasoningRow(_COHERE_THINK, "Command A+"),
     "mistral": ReasoningRow(
         ThinkFormat(("[THINK]",), ("[/THINK]",), special_tokens=True), "Magistral, Ministral 3", ("[THINK]",)
     ),
     "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
     "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
     "hunyuan_a13b": ReasoningRow(
-        ThinkFormat(answer=("<answer>", "</answer>")), "Hunyuan-A13B", ("<answer>", "</think>")
+        ThinkFormat(answer=(("<answer>",), ("</answer>",))), "Hunyuan-A13B", ("<answer>", "</think>")
     ),
     "seed_oss": ReasoningRow(_SEED, "Seed-OSS", ("<seed:think>",)),
-    "ernie45": ReasoningRow(ThinkFormat(answer=("<response>", "</response>")), "ERNIE 4.5", ("<response>", "</think>")),
+    "ernie45": ReasoningRow(
+        ThinkFormat(answer=(("<response>",), ("</response>",))), "ERNIE 4.5", ("<response>", "</think>")
+    ),
     "olmo3": ReasoningRow(_THINK, "Olmo 3", ("</think>", "<function_calls>")),
     "kimi_k2": ReasoningRow(
         ThinkFormat(calls=("<|tool_calls_section_begin|>",), special_tokens=True),
         "Kimi K2",
         ("</think>", "<|tool_calls_section_begin|>"),
     ),
-    "minimax_m2": ReasoningRow(ThinkFormat(always=True), "MiniMax M2", ("</think>", "<minimax:tool_call>", "<invoke")),
+    "minimax_m2": ReasoningRow(_ALWAYS, "MiniMax M2", ("</think>", "<minimax:tool_call>", "<invoke")),
     "minimax_m2_append_think": ReasoningRow(
         ThinkFormat(always=True, shown=True), "MiniMax M2, whose thoughts stay in the content"
     ),

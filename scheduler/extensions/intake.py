@@ -22,14 +22,18 @@ class Intake(SchedulerExtension):
         """Start open, with nobody held back."""
         self.first: int | None = None
         self._waiting: list[Request] = []
+        self._ready: list[Request] = []
 
     def close(self, first: int) -> None:
         """Hold back all requests from this arrival index on. Changes nothing if it is closed already."""
         self.first = first if self.first is None else self.first
 
     def open(self) -> None:
-        """Admit all requests again; `ready` then returns those held back."""
+        """Admit all requests again; `ready` then returns those held back, also if it is closed again before: they
+        arrived earlier than the next closure.
+        """
         self.first = None
+        self._ready, self._waiting = [*self._ready, *self._waiting], []
 
     def admits(self, request: Request) -> bool:
         """Whether the request arrived before the closure, or there is none; any other is kept for `ready`."""
@@ -39,8 +43,8 @@ class Intake(SchedulerExtension):
         return False
 
     def ready(self) -> Iterable[Request]:
-        """Return the requests held back, once, after `open`; none while closed."""
-        if self.first is not None or not self._waiting:
+        """Return, once, the requests that were held back until `open`."""
+        if not self._ready:
             return ()
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        ready, self._ready = self._ready, []
+        return ready

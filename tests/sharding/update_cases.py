@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
+from jaxengine.runner.weights.weight_update import WeightUpdateError
 from tests.fixtures.drawn_weights import checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -51,6 +53,23 @@ def changed(model: str) -> dict[str, np.ndarray]:
     return {name: (each + 0.1 * rng.standard_normal(each.shape)).astype(each.dtype) for name, each in tensors.items()}
 
 
+def faulty(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, Iterator[tuple[str, Any]]]]:
+    """New weights that no engine may take, each with the text of its error: one tensor of the last layer is wrong."""
+    name = max(name for name in tensors if name.endswith("self_attn.q_proj.weight"))
+    own = tensors[name]
+    broken = own.copy()
+    broken[-1, -1] = np.nan
+    for wrong, fault in ((None, "missing"), (broken, "finite"), (own[:, 1:], "shape"), (own.astype(int), "floating")):
+        yield fault, iter([(key, each) for key, each in (tensors | {name: wrong}).items() if each is not None])
+    yield "twice", iter([*tensors.items(), (name, own)])
+
+    def until_it_fails() -> Iterator[tuple[str, Any]]:
+        yield from [*tensors.items()][:-1]
+        raise ConnectionError("the trainer is gone")
+
+    yield "gone", until_it_fails()
+
+
 class Held:
     """The arrays that an engine has now: weights, and keys and values."""
 
@@ -65,8 +84,9 @@ class Held:
 
 
 def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Tokens with the stored weights, with others, with the first ones again, and after sleeps; `alive`: how many of
-    the weights and pools are left that an update or a sleep was to give up; `names`: of weights with checksums."""
+    """Tokens with the stored weights, with others, with the first ones again, and after sleeps; `same`: whether the
+    first ones were there still after faulty updates, each of which was refused; `alive`: how many of the weights and
+    pools are left that an update or a sleep was to give up; `names`: of weights with checksums."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     with LLM(str(checkpoint(model)), compile_cache_dir=cache, **OPTIONS, **options) as llm:
 
@@ -80,7 +100,14 @@ def run(model: str, cache: str, options: dict[str, Any]) -> dict[str, Any]:
         found.append(tokens())
         llm.update_weights(checkpoint(model), kv="drop", chunk_bytes=1000)
         found.append(tokens())
-        same = llm.weight_info(checksum=True)["checksums"] == sums
+        refused = []
+        for fault, tensors in faulty(changed(model)):
+            try:
+                llm.update_weights(tensors, chunk_bytes=1000 if len(refused) % 2 else None)
+            except (WeightUpdateError, ConnectionError) as error:
+                refused.append(fault in str(error))
+        same = refused == [True] * 6 and llm.weight_version == 2
+        same = same and llm.weight_info(checksum=True)["checksums"] == sums
         for level in (1, 2):
             held = Held(llm)
             llm.sleep(level)

@@ -89,7 +89,7 @@ class Adapters(LoopExtension):
         return {
             "adapter_forms": lambda: self._forms,
             "load_adapter": self.store.begin_load,
-            "adapter_is_loaded": self.store.is_loaded,
+            "adapter_is_loaded": lambda ticket: self.store.is_loaded(ticket, self._unload),
             "unload_adapter": self._unload,
             "adapters": self._names,
         }

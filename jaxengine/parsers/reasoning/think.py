@@ -28,7 +28,7 @@ class ThinkFormat:
     Attributes:
       begins, ends: words around reasoning, and alternative spellings; the model writes the first one.
       calls: words around calls that reasoning never mentions: such a word ends it, whatever follows.
-      answer: words around the answer, if there are any.
+      answer: words before and after the answer, if there are any; alternatives are separated in tuples.
       always: an output begins with reasoning, with or without the opening word in prompt or output.
       shown: reasoning stays in the content, between <think> and the end word.
       special_tokens: see registry.ReasoningFormat.
@@ -37,7 +37,7 @@ class ThinkFormat:
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     calls: tuple[str, ...] = ()
-    answer: tuple[str, str] | None = None
+    answer: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     always: bool = False
     shown: bool = False
     special_tokens: bool = False
@@ -91,7 +91,8 @@ class ThinkFormat:
         but may open reasoning. False: reasoning has ended before it, or it continues an answer without reasoning.
         """
         for text, decides in ((continued, False), (prompt[-_TAIL_CHARS:].rstrip(), True)):
-            begun = max(_end_of_last(text, word) for word in self.begins)
+            # The line break after a word at the end of a prompt has been stripped.
+            begun = max(_end_of_last(text, word.rstrip()) for word in self.begins)
             ended = max(_end_of_last(text, word) for word in self.ends)
             # A prompt may mention the words; only the one at its end counts.
             if begun != ended and (not decides or max(begun, ended) == len(text)):
@@ -235,10 +236,10 @@ class AnswerParser:
     Text after them is content, too, unless it is white space.
     """
 
-    def __init__(self, inner: ReasoningParser, begin: str, end: str):
+    def __init__(self, inner: ReasoningParser, begins: tuple[str, ...], ends: tuple[str, ...]):
         self._inner = inner
-        self._opening = Opening(begin)
-        self._end = Marker("\n" + end, end)
+        self._opening = Opening(*begins)
+        self._end = Marker(*ends, *("\n" + end for end in ends))
         self._space: list[str] = []
         self._state = self._before
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Schema = Mapping[str, Any]
+# Words in a marker that may be tokens of their own.
+_WORDS = re.compile(r"(<[^<>]*>|｜[^｜]*｜)")
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,13 @@ class CallGrammar:
     json: Callable[[Schema], str]
 
     def word(self, text: str) -> str:
-        """Return the grammar term for a marker: a token if the vocabulary has one of this text, otherwise a literal."""
-        token_id = self.token_id(text)
-        return literal(text) if token_id is None else f"<[{token_id}]>"
+        """Return the grammar term for a marker: a token if the vocabulary has one of this text, otherwise a literal, or
+        several terms if words in it are tokens.
+        """
+        token_ids = [(part, self.token_id(part)) for part in (text, *_WORDS.split(text)) if part]
+        if token_ids[0][1] is None and any(token_id is not None for _, token_id in token_ids[1:]):
+            return " ".join(map(self.word, (part for part, _ in token_ids[1:])))
+        return literal(text) if token_ids[0][1] is None else f"<[{token_ids[0][1]}]>"
 
     def listed(self, rule: str, separator: str) -> str:
         """Return the grammar term for one `rule`, or several separated by `separator` if `many`."""

@@ -30,11 +30,13 @@ class JsonCall:
     Args:
       names: keys that may hold the arguments.
       bare: accept an object with a name and otherwise only scalars as a call without arguments.
+      name_key: the key that holds the function's name.
     """
 
-    def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = False):
+    def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = False, name_key: str = "name"):
         self._out = out
         self._names = names
+        self._name_key = name_key
         self._bare = bare
         self._scanner = JsonScanner()
         self._text: list[str] = []
@@ -128,7 +130,7 @@ class JsonCall:
         self._literal = []
         if is_key:
             self._key = value
-        elif self._key == "name" and self._name is None:
+        elif self._key == self._name_key and self._name is None:
             self._name = value
             return bool(value) and value.isprintable()  # half a surrogate pair is not printable
         elif self._key in self._names and not self._has_arguments:
@@ -148,7 +150,7 @@ class JsonCall:
                 self._arguments.append(char)
             return self._in_arguments or self._in_null
         self._holds_more |= char in "{["
-        return self._key != "name"
+        return self._key != self._name_key
 
     def _send(self) -> None:
         """Send what is certain of a call to `out`: its start, once, and the arguments since the last time."""
@@ -160,3 +162,37 @@ class JsonCall:
             self._started, self._text = True, []
         self._out.arguments("".join(self._arguments))
         self._arguments = []
+
+
+class KeyedCall(JsonCall):
+    """Reader of one object {name: {...}}, whose first key is the function's name and its value the arguments."""
+
+    def __init__(self, out: Collector):
+        super().__init__(out, ())
+
+    def _end_string(self, is_key: bool) -> bool:
+        """Handle a key (`is_key`) or string value of the object itself, which has just ended.
+
+        Returns False if the object cannot be a call.
+        """
+        text, self._literal = "".join(self._literal), []
+        if self._has_arguments:
+            return True
+        try:
+            self._name = json.loads(text, strict=False) if is_key else ""
+        except ValueError:
+            return False
+        return bool(self._name) and self._name.isprintable()
+
+    def _begin_value(self, char: str) -> bool:
+        """Handle `char`, with which a value of the object itself begins that is no string: the arguments, if it is the
+        first value.
+
+        Returns False if the object cannot be a call.
+        """
+        if self._has_arguments:
+            return True
+        self._in_arguments = char == "{"
+        if self._in_arguments:
+            self._arguments.append(char)
+        return self._in_arguments

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxengine.parsers.scan.events import Collector
 from jaxengine.parsers.scan.json_call import JsonCall, Progress
 from jaxengine.parsers.scan.markers import Opening
 
 
 class JsonCallList:
-    """Reader of one list, from its opening bracket on. names, bare: see JsonCall.
+    """Reader of one list, from its opening bracket on. call: returns a reader of one of its objects.
 
     Brackets and commas around calls are dropped; without any call they are content.
     """
 
-    def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = True):
+    def __init__(self, out: Collector, call: Callable[[Collector], JsonCall]):
         self._out = out
-        self._bare = bare
-        self._names = names
+        self._new_call = call
         self._before: list[str] = []
         self._opening = Opening("[")
         self._call: JsonCall | None = None
@@ -55,7 +56,7 @@ class JsonCallList:
         at, found = self._opening.read(text, at)
         if found:
             self._before.append(self._opening.held[:-1])
-            self._call = JsonCall(self._out, self._names, self._bare)
+            self._call = self._new_call(self._out)
             self._call.read("{", 0)
             self._state = self._object
         return at, Progress.REJECTED if found is False else Progress.MORE

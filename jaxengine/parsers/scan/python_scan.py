@@ -238,10 +238,11 @@ def _scalar_json(text: str) -> str | None:
     """
     if text in _NAMES:
         return _NAMES[text]
-    try:
-        return str(int(text, 0))
-    except ValueError:
-        pass
+    for base in (0, 10):  # in base 10 digits may follow a zero: 07
+        try:
+            return str(int(text, base))
+        except ValueError:
+            pass
     try:
         number = float(text)
     except ValueError:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from jaxengine.parsers.scan.events import Collector, Event
-from jaxengine.parsers.scan.json_call import Progress
+from jaxengine.parsers.scan.json_call import JsonCall, Progress
 from jaxengine.parsers.scan.json_call_list import JsonCallList
 
 TEXT = "input"
@@ -31,7 +32,7 @@ class RequiredToolParser:
 
     def __init__(self, new_id: Iterable[str]):
         self._out = Collector(new_id)
-        self._calls = JsonCallList(self._out, ("parameters",))
+        self._calls = JsonCallList(self._out, partial(JsonCall, names=("parameters",), bare=True))
         self._progress = Progress.MORE
 
     def feed(self, text: str) -> list[Event]:

@@ -18,15 +18,17 @@ from jaxengine.parsers.scan.states import StateParser
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n") -> Iterator[str]:
+def grammar(
+    calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n", key: str = "arguments"
+) -> Iterator[str]:
     """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call; space: text inside of the
-    words.
+    words; key: of the arguments.
 
     Raises as calls.json does.
     """
     between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")
-    yield f"call: {calls.word(begin)} {between}({calls.objects('arguments')}) {between}{calls.word(end) if end else ''}"
+    yield f"call: {calls.word(begin)} {between}({calls.objects(key)}) {between}{calls.word(end) if end else ''}"
     yield from calls.arguments()
 
 

@@ -1,47 +1,97 @@
 """Parser of tool calls in a JSON list after a word: <tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>.
 
-The words are in the rows of the registry. Text may surround the list.
+The words are in the rows of the registry. Text may surround the list. Cohere's and Apertus's objects have other keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
-from jaxengine.parsers.scan.call_grammar import CallGrammar
-from jaxengine.parsers.scan.events import Event
-from jaxengine.parsers.scan.json_call import Progress
+from jaxengine.parsers.scan.call_grammar import CallGrammar, literal
+from jaxengine.parsers.scan.events import Collector, Event
+from jaxengine.parsers.scan.json_call import JsonCall, KeyedCall, Progress
 from jaxengine.parsers.scan.json_call_list import JsonCallList
 from jaxengine.parsers.scan.markers import Marker, Opening
 from jaxengine.parsers.scan.states import StateParser
 
-_KEYS = ("arguments", "parameters")
+
+@dataclass(frozen=True)
+class ListedCall:
+    """Form of the objects in a list.
+
+    Attributes:
+      reader: returns a reader of one object.
+      objects: returns the grammar alternatives of one object, which use the rules of CallGrammar.arguments.
+    """
+
+    reader: Callable[[Collector], JsonCall]
+    objects: Callable[[CallGrammar], str]
 
 
-def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Iterator[str]:
+def _numbered_objects(calls: CallGrammar) -> str:
+    """Return the grammar alternatives {"tool_call_id": "0", "tool_name": ..., "parameters": ...}."""
+    heads = (f'", "tool_name": {json.dumps(name, ensure_ascii=False)}, "parameters": ' for name in calls.functions)
+    begin = literal('{"tool_call_id": "')
+    return " | ".join(f'{begin} /[0-9]{{1,3}}/ {literal(head)} arguments_{at} "}}"' for at, head in enumerate(heads))
+
+
+def _keyed_objects(calls: CallGrammar) -> str:
+    """Return the grammar alternatives {name: arguments}."""
+    heads = (f"{{{json.dumps(name, ensure_ascii=False)}: " for name in calls.functions)
+    return " | ".join(f'{literal(head)} arguments_{at} "}}"' for at, head in enumerate(heads))
+
+
+def keyed_starts(begins: tuple[str, ...], name: str) -> Iterator[tuple[str, ...]]:
+    """Yield the beginnings of a list, after each of the words `begins`, whose first object is {name: {...}}; see
+    CallStarts.words.
+    """
+    for begin in begins:
+        yield (begin, "[", "{", json.dumps(name, ensure_ascii=False), ":", "{")
+
+
+NAMED = ListedCall(
+    partial(JsonCall, names=("arguments", "parameters"), bare=True), lambda calls: calls.objects("arguments")
+)
+COHERE = ListedCall(partial(JsonCall, names=("parameters",), bare=True, name_key="tool_name"), _numbered_objects)
+APERTUS = ListedCall(KeyedCall, _keyed_objects)
+
+
+def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "", call: ListedCall = NAMED) -> Iterator[str]:
     """Yield Lark rules for a list of calls, with the top rule `calls`. begins: words before the list; end: the word
-    after it, "" for none.
+    after it, "" for none; call: form of its objects.
 
     Raises as calls.json does.
     """
     closing = calls.word(end) if end else ""
     yield f'calls: {calls.word(begins[0])} "[" {calls.listed("call", ", ")} "]" {closing}'
-    yield f"call: {calls.objects('arguments')}"
+    yield f"call: {call.objects(calls)}"
     yield from calls.arguments()
 
 
 class JsonListToolParser(StateParser):
     """Parser of a list of calls. begins: words before the list; end: the word after it, "" for none.
 
-    bare: an output may begin with the list itself.
+    bare: an output may begin with the list itself. call: form of the objects.
     """
 
-    def __init__(self, new_id: Iterable[str], begins: tuple[str, ...], end: str = "", bare: bool = False):
+    def __init__(
+        self,
+        new_id: Iterable[str],
+        begins: tuple[str, ...],
+        end: str = "",
+        bare: bool = False,
+        call: ListedCall = NAMED,
+    ):
         super().__init__(new_id)
+        self._call = call
         self._begin = Marker(*begins)
         self._end = end
         self._before = ""
         self._opening = Opening("[")
-        self._calls = JsonCallList(self._out, _KEYS)
+        self._calls = JsonCallList(self._out, call.reader)
         self._closing = Opening(end)
         self._broken_end = Marker(end or begins[0])
         self._state = self._before_list if bare else self._content
@@ -81,7 +131,7 @@ class JsonListToolParser(StateParser):
         at, found = self._opening.read(text, at)
         if found:
             self._before += self._opening.held[:-1]
-            self._calls = JsonCallList(self._out, _KEYS)
+            self._calls = JsonCallList(self._out, self._call.reader)
             self._calls.read("[", 0)
             self._state = self._list
         elif found is False:

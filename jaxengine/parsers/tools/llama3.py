@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from jaxengine.parsers.scan.call_grammar import CallGrammar, call_schema
@@ -19,7 +20,7 @@ from jaxengine.parsers.scan.states import StateParser
 from jaxengine.schema_references import SchemaDocument, moved, with_definitions
 
 _TAG = "<|python_tag|>"
-_KEYS = ("parameters", "arguments")
+_CALL = partial(JsonCall, names=("parameters", "arguments"))
 _START = re.compile(r"[<{\[]")
 
 
@@ -47,7 +48,7 @@ class Llama3ToolParser(StateParser):
         self._before: list[str] = []
         self._may_separate = False
         self._num_of_tag = 0
-        self._calls: JsonCall | JsonCallList = JsonCall(self._out, _KEYS)
+        self._calls: JsonCall | JsonCallList = _CALL(self._out)
         self._state = self._content
 
     def finish(self) -> list[Event]:
@@ -106,7 +107,7 @@ class Llama3ToolParser(StateParser):
 
     def _open(self, text: str, at: int) -> int:
         """Begin to read the object or list whose bracket stands at `at`; return the position after the bracket."""
-        self._calls = JsonCall(self._out, _KEYS) if text[at] == "{" else JsonCallList(self._out, _KEYS, bare=False)
+        self._calls = _CALL(self._out) if text[at] == "{" else JsonCallList(self._out, _CALL)
         self._calls.read(text[at], 0)
         self._state = self._reading
         return at + 1

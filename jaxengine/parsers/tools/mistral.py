@@ -8,18 +8,19 @@ dropped, and [ARGS]. Markers are special tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from jaxengine.parsers.scan.call_grammar import CallGrammar, literal
 from jaxengine.parsers.scan.call_start import listed_starts
 from jaxengine.parsers.scan.events import Event
-from jaxengine.parsers.scan.json_call import Progress
+from jaxengine.parsers.scan.json_call import JsonCall, Progress
 from jaxengine.parsers.scan.json_call_list import JsonCallList
 from jaxengine.parsers.scan.json_scan import JsonScanner
 from jaxengine.parsers.scan.markers import Marker
 from jaxengine.parsers.scan.states import StateParser
 
 _BEGIN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_KEYS = ("arguments", "parameters")
+_CALL = partial(JsonCall, names=("arguments", "parameters"), bare=True)
 _MAX_NAME = 256
 
 
@@ -53,7 +54,7 @@ class MistralToolParser(StateParser):
         super().__init__(new_id)
         self._begin = Marker(_BEGIN)
         self._word: list[str] = []
-        self._calls = JsonCallList(self._out, _KEYS)
+        self._calls = JsonCallList(self._out, _CALL)
         self._scanner = JsonScanner()
         self._state = self._content
 
@@ -84,7 +85,7 @@ class MistralToolParser(StateParser):
         if text[at].isspace():
             self._word.append(text[at])
             return at + 1
-        self._calls = JsonCallList(self._out, _KEYS)
+        self._calls = JsonCallList(self._out, _CALL)
         self._state = self._list if text[at] == "[" else self._name
         return at
 

@@ -43,6 +43,10 @@ class ParameterJson:
         """Return the names of the function's other parameters; None if they are unknown."""
         return self._properties - self._names if self._properties else None
 
+    def declared_types(self, name: str) -> frozenset[str] | None:
+        """Return the JSON types that the function's schema has for the parameter `name`; None if it has no such one."""
+        return types_of(self._schema, name) if name in self._properties else None
+
     def begin(self, name: str, types: frozenset[str] | None) -> None:
         """Begin the parameter `name`: write its name, unless it may be a wrapper. types: JSON types that its value may
         have; None for those of the schema.

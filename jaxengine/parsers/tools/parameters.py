@@ -1,4 +1,4 @@
-"""Parser of tool calls with plain-text arguments: Qwen3-Coder, Seed-OSS, MiniMax M2, GLM-4.5, DeepSeek V3.2.
+"""Parser of tool calls with plain-text arguments: Qwen3-Coder, Seed-OSS, MiniMax M2, GLM-4.5, DeepSeek V3.2 and V4.
 
   <tool_call>
   <function=f>
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxengine.parsers.scan.call_grammar import CallGrammar, Schema, literal
 from jaxengine.parsers.scan.events import Event
@@ -42,7 +42,7 @@ class ParameterWords:
     """The words of a format.
 
     Attributes:
-      section: words around calls; None if there are none.
+      section: words around calls; None if there are none. others: alternative spellings of the first one.
       call, parameter: words before the name, between name and content, and after the content. A call's second word may
         be "" if the next word ends its name.
       value: word before a value, if the name has its own closing word.
@@ -59,6 +59,7 @@ class ParameterWords:
     lines: bool = False
     says_string: bool = False
     verbatim: bool = False
+    others: tuple[str, ...] = ()
 
     @property
     def value_ends(self) -> tuple[str, ...]:
@@ -96,12 +97,26 @@ DEEPSEEK_V32 = ParameterWords(
     says_string=True,
     verbatim=True,
 )
+DEEPSEEK_V4 = replace(
+    DEEPSEEK_V32,
+    section=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    others=("<｜DSML｜toolcalls>", "<｜DSML｜tool>"),
+)
+DEEPSEEK_V41 = replace(
+    DEEPSEEK_V32,
+    call=('<｜DSML｜ invoke name="', '">', "</｜DSML｜ invoke>"),
+    parameter=('<｜DSML｜ parameter name="', '">', "</｜DSML｜ parameter>"),
+    section=("<｜DSML｜ calls>", "</｜DSML｜ calls>"),
+)
+MIMO = replace(QWEN3_CODER, lines=False, verbatim=True)
+DOTS = replace(MINIMAX_M2, section=("<dots_function_call>", "</dots_function_call>"))
 GLM45 = ParameterWords(
     ("<tool_call>", "", "</tool_call>"),
     ("<arg_key>", "</arg_key>", "</arg_value>"),
     value="<arg_value>",
     verbatim=True,
 )
+HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), section=("<tool_calls>", "</tool_calls>"))
 
 
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
@@ -170,7 +185,7 @@ class ParameterToolParser(StateParser):
         super().__init__(new_id)
         self._functions = functions
         self._words = words
-        sections = words.section or ()
+        sections = (*(words.section or ()), *words.others)
         self._outside = Marker(words.call[0], *sections)
         self._next = Opening(words.call[0])
         self._call_name = Marker(*([words.call[1]] if words.call[1] else [words.parameter[0], words.call[2]]))
@@ -231,7 +246,7 @@ class ParameterToolParser(StateParser):
         self._out.content(plain)
         if word == self._words.call[0]:
             self._begin_call(word)
-        elif self._words.section and word == self._words.section[0]:
+        elif self._words.section and word in (self._words.section[0], *self._words.others):
             self._held, self._next, self._state = word, Opening(self._words.call[0]), self._section
         elif word and self._in_section:
             self._in_section = False

@@ -36,6 +36,7 @@ class _State(Enum):
 
 
 LLAMA4 = "<|python_start|>", "<|python_end|>"
+LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
 OLMO3 = "<function_calls>", "</function_calls>"
 
 

@@ -66,13 +66,13 @@ def refuse_models_name(name: str, names: Iterable[str]) -> None:
 
 
 async def load_from_root(
-    engine: EngineClient, config: ServerConfig, names: tuple[str, ...], name: str, path: str
+    engine: EngineClient, config: ServerConfig, names: tuple[str, ...], name: str, path: str, *, in_place: bool = False
 ) -> None:
     """Load an adapter from a folder in lora_root, and return when it is loaded. Cancelling the call does not stop it.
 
-    names: the model's, which the adapter may not have. path: relative to lora_root, or absolute. Raises RequestError
-    for a name that is taken, a path out of lora_root and an unusable adapter, and EngineDeadError; then nothing has
-    changed.
+    names: the model's, which the adapter may not have. path: relative to lora_root, or absolute. in_place: the name may
+    be that of an adapter, whose running requests continue with its own matrices. Raises RequestError for a name that is
+    taken, a path out of lora_root and an unusable adapter, and EngineDeadError; then nothing has changed.
     """
     refuse_models_name(name, names)
     if config.lora_root is None:
@@ -86,7 +86,7 @@ async def load_from_root(
         text = f"lora_path {show_value(path)} leads out of lora_root; allowed are folders in it"
         raise RequestError(text, param="lora_path", value=path)
     # The caller may leave, but a load that the engine has begun must be completed.
-    await asyncio.shield(load_adapter(engine.utility, name, str(folder)))
+    await asyncio.shield(load_adapter(engine.utility, name, str(folder), in_place=in_place))
 
 
 async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:

@@ -22,12 +22,18 @@ class LoadRequest(RequestModel):
     Attributes:
       lora_name: name by which requests use it.
       lora_path: a folder in lora_root, relative to it or absolute.
+      load_inplace: an adapter that has the name gives it up once the new one is read; its running requests continue
+        with its own matrices.
     """
 
+<<<<<<< HEAD
     refused = {"is_3d_lora_weight": (False,), "load_inplace": (False,)}
 
+=======
+>>>>>>> w-q
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
 
 
 class UnloadRequest(RequestModel):
@@ -48,10 +54,10 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load_lora_adapter(body: LoadRequest) -> Response:
         """Load an adapter, which requests may then name as their model, and answer in plain text once it is loaded.
-        Raises RequestError for a name that is taken, a path out of lora_root or an unusable adapter, and
-        EngineDeadError.
+        Raises RequestError for a name that is taken (without load_inplace), a path out of lora_root and an unusable
+        adapter, and EngineDeadError.
         """
-        await load_from_root(engine, config, names, body.lora_name, body.lora_path)
+        await load_from_root(engine, config, names, body.lora_name, body.lora_path, in_place=body.load_inplace)
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", response_class=Response)

@@ -24,7 +24,17 @@ from jaxengine.server.base.keys import Keys
 from jaxengine.server.base.names import REQUEST_ID
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.base.workers import Workers
-from jaxengine.server.http import adapters, generate, invocations, models, operations, sessions, tokenize, weights
+from jaxengine.server.http import (
+    adapters,
+    generate,
+    invocations,
+    models,
+    operations,
+    sessions,
+    tokenize,
+    trainers,
+    weights,
+)
 from jaxengine.server.http.answer import document
 from jaxengine.server.http.audio import endpoint as audio
 from jaxengine.server.http.batches import endpoint as batches
@@ -77,6 +87,7 @@ ROUTERS = (
     operations.admin_router,
     adapters.router,
     weights.router,
+    trainers.router,
     sessions.router,
     prometheus.router,
     status.router,

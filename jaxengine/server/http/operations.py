@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.scheduler.base.errors import RequestError
+from jaxengine.engine.weight_types import prefix_reset
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.request.auth import ADMIN
@@ -75,13 +75,12 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
-        """Drop all cached prefixes, those in host memory too; running requests keep their pages, and files stay. Raises
-        RequestError for an argument that is true, as it would change that.
+        """Drop all cached prefixes, those in host memory too; files stay. Running requests keep their pages, or, with
+        reset_running_requests, are computed again from their first token. Raises RequestError if reset_external is
+        true.
         """
-        given = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
-        for name in (name for name, value in given.items() if value):
-            raise RequestError(f"{name} is true; allowed: false (see docs/reinforcement_learning.md)", param=name)
-        return {"success": bool(await engine.utility("reset_prefix_cache"))}
+        utility = prefix_reset(reset_running_requests, reset_external, "reset_external")
+        return {"success": bool(await engine.utility(utility))}
 
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> dict[str, bool]:

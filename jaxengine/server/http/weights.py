@@ -11,6 +11,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.scheduler.base.weight_version import MAX_VERSION_LENGTH
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.request.arrival import is_streamed
@@ -22,6 +23,7 @@ from jaxengine.server.weights import weights
 Mode = Literal["keep", "wait", "abort"]
 # The processes' messages have 64 bits for it.
 MAX_CHUNK_BYTES = 2**63 - 1
+Path = Annotated[str, Field(min_length=1, max_length=4096)]
 ChunkBytes = Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
 
 
@@ -40,17 +42,27 @@ class UpdateWeights(RequestModel):
 
     Attributes:
       path: a folder on the engine's machine, with safetensors or in device layout, or a GGUF file there.
+      weight_dir: prime-rl's name for `path`; one of both must be given.
       weight_version: version of the new weights; None for the present number plus one, or, if it is a text, the
         number of updates.
       mode, kv, strict, chunk_bytes: as of `LLM.update_weights`.
     """
 
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    path: Path | None = None
+    weight_dir: Path | None = None
     weight_version: Annotated[str, Field(max_length=MAX_VERSION_LENGTH)] | int | None = None
     mode: Mode = "keep"
     kv: Literal["keep", "recompute", "drop"] = "recompute"
     strict: bool = True
     chunk_bytes: ChunkBytes | None = None
+
+    def source(self) -> str:
+        """Return `path` or `weight_dir`. Raises RequestError unless one of them is given."""
+        if (self.path is None) == (self.weight_dir is None):
+            given = "neither" if self.path is None else "both"
+            text = f"path, weight_dir: {given} given; allowed: one; weights between devices are not served"
+            raise RequestError(text, param="path", value=self.path)
+        return self.path or self.weight_dir or ""
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -130,7 +142,7 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
         EngineDeadError.
         """
         options = weights.UpdateOptions(body.weight_version, body.mode, body.kv, body.strict, body.chunk_bytes)
-        return await weights.update_from_path(engine, body.path, options)
+        return await weights.update_from_path(engine, body.source(), options)
 
     async def update_weights_by_body(
         request: Request,

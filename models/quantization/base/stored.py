@@ -90,7 +90,7 @@ class StoredModule(NamedTuple):
                 raise self.fail(kind, f"must hold {dtype}, got {array.dtype}")
             return array
         if not np.issubdtype(array.dtype, np.floating) and array.dtype not in (ml_dtypes.bfloat16, _E8M0):
-            raise self.fail(kind, f"scales must be float32, bfloat16 or float16, got {array.dtype}")
+            raise self.fail(kind, f"must hold floating-point numbers, got {array.dtype}")
         return array.astype(np.float32)
 
     def fail(self, kind: str, text: str) -> ModelFileError:

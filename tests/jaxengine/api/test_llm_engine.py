@@ -47,6 +47,26 @@ def test_requests_are_added_and_stepped(engine, tiny_options):
         assert own[-1].outputs[0].token_ids == each.outputs[0].token_ids
 
 
+def test_running_requests_are_computed_again(engine, tiny_options, monkeypatch):
+    """As vLLM's `reset_prefix_cache(reset_running_requests=True)`; the tokens stay the same."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM.from_engine_args(EngineArgs(**tiny_options)) as llm:
+        wanted = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+        with pytest.raises(RequestError, match="reset_connector is true; allowed: false"):
+            llm.reset_prefix_cache(reset_connector=True)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, params)
+    for _ in range(5):
+        engine.step()
+    scheduler, preempted = engine.core.engine.scheduler, []
+    preempt_all = scheduler.preempt_all
+    monkeypatch.setattr(scheduler, "preempt_all", lambda: (preempted.append(scheduler.num_running), preempt_all()))
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    found, errors = run(engine)
+    assert not errors and not scheduler.paused and preempted == [len(PROMPTS)]
+    assert [found[f"r{number}"][-1].outputs[0].token_ids for number in range(3)] == wanted
+
+
 def test_a_wrong_request_ends_alone_and_no_output_is_lost():
     class Core:
         has_unfinished = True

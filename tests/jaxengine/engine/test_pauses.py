@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from jaxengine import AsyncLLM, RequestError
 from jaxengine.runner.weights import sleep
+from jaxengine.runner.weights.weight_update import WeightUpdateError
 from tests.jaxengine.engine.test_weight_updates import NUM_TOKENS, PROMPTS, changed, greedy, tokens_of
+from tests.sharding.update_cases import faulty
 from tests.tables import each_row
 
 
@@ -32,6 +36,30 @@ async def begin(engine: AsyncLLM) -> None:
     await engine.update_weights(changed(0))
     await engine.resume_generation()
     assert await engine.utility("reset_prefix_cache") and not engine.core.has_unfinished
+
+
+def test_running_requests_are_computed_again(engine, expected):
+    """While steps are in flight, and without any; nothing stays paused, and tokens are the same."""
+
+    async def run() -> None:
+        await begin(engine)
+        tasks = [asyncio.create_task(_tokens(engine, prompt)) for prompt in PROMPTS]
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            assert await engine.reset_prefix_cache(reset_running_requests=True)
+        assert [await task for task in tasks] == expected
+        assert await engine.reset_prefix_cache(reset_running_requests=True) and not await engine.is_paused()
+        assert [await _tokens(engine, prompt) for prompt in PROMPTS] == expected
+        await engine.pause_generation("keep")
+        assert await engine.reset_prefix_cache(reset_running_requests=True) and await engine.is_paused()
+
+    asyncio.run(run())
+
+
+async def _tokens(engine: AsyncLLM, prompt: list[int]) -> list[int]:
+    async for output in engine.generate(prompt, greedy(NUM_TOKENS)):
+        newest = output
+    return list(newest.outputs[0].token_ids)
 
 
 @each_row(("mode", "reason"), [("keep", "length"), ("wait", "length"), ("abort", "abort")])
@@ -58,6 +86,45 @@ def test_a_pause(engine, mode, reason):
     asyncio.run(run())
 
 
+def test_requests_go_on_under_faulty_updates(engine, expected):
+    """Tensors that do not fit, a trainer that fails half way, a caller who gives up: one error, and nothing else."""
+
+    async def run() -> None:
+        await begin(engine)
+        before, found = await engine.weight_info(checksum=True), []
+
+        async def requests() -> None:
+            while True:
+                async for output in engine.generate(PROMPTS[0], greedy()):
+                    last = output
+                found.append(last.outputs[0].token_ids)
+
+        task = asyncio.create_task(requests())
+        for fault, tensors in faulty(changed(1)):
+            with pytest.raises((WeightUpdateError, ConnectionError), match=fault):
+                await engine.update_weights(tensors)
+        begun, may_end = threading.Event(), threading.Event()
+
+        def slow() -> Iterator[tuple[str, Any]]:
+            yield from changed(1).items()
+            begun.set()
+            assert may_end.wait(30)
+
+        update = asyncio.create_task(engine.update_weights(slow(), version="given up"))
+        assert await asyncio.to_thread(begun.wait, 30)
+        update.cancel()
+        may_end.set()
+        await asyncio.wait([update])
+        num_found = len(found)
+        while len(found) < num_found + 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        assert update.cancelled() and await engine.weight_info(checksum=True) == before
+        assert all(each == expected[0] for each in found) and engine.core.engine.scheduler.num_preemptions == 0
+
+    asyncio.run(run())
+
+
 async def kept(engine: AsyncLLM) -> asyncio.Task[Any]:
     """A request that a pause has stopped where it was."""
 
@@ -76,11 +143,28 @@ async def kept(engine: AsyncLLM) -> asyncio.Task[Any]:
 
 @each_row(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
 def test_a_later_pause_ends_what_an_earlier_one_kept(engine, mode, reason):
+    """The operator's own pause, or an update that aborts. One that waits would end the operator's pause: it is refused,
+    before it reads, while requests are kept; those that the pause itself holds back are none of them.
+    """
+
     async def run() -> None:
         await begin(engine)
         task = await kept(engine)
+        if mode == "wait":
+            with pytest.raises(RequestError, match="requests that it keeps .*; allowed: .*resume_generation") as error:
+                await engine.update_weights("nowhere", mode=mode)
+            assert error.value.param == "mode" and not task.done()
+            await engine.pause_generation(mode)
+            late = asyncio.create_task(anext(engine.generate(PROMPTS[0], greedy(), "late")))
+            await asyncio.sleep(0.05)
         await engine.update_weights(changed(1), mode=mode)
         assert await asyncio.wait_for(task, 30) == reason and await engine.is_paused()
+        if mode == "wait":
+            assert not late.done()
+            # No step runs between the two.
+            both = asyncio.gather(engine.resume_generation(), engine.pause_generation(mode))
+            await asyncio.wait_for(both, 30)
+            assert await asyncio.wait_for(late, 30) and not engine.core.has_unfinished
 
     asyncio.run(run())
 

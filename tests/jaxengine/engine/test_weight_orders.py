@@ -118,12 +118,11 @@ def test_pauses_of_several_end_one_by_one():
 
 
 def test_a_pause_that_waits_and_is_given_up_leaves_the_others():
-    """Requests that another pause has stopped go on, and stop again; no weights are switched meanwhile."""
+    """Requests that it waits for go on until then, and stop; no weights are switched meanwhile."""
     request = SimpleNamespace(arrival_index=0)
     weights = paused_weights([request])
-    weights.pause("keep")
-    assert weights.settle()
     weights.hold("wait", "wait")
+    weights.pause("keep")
     weights.hold("keep", "keep")
     assert not weights.loop.scheduler.paused and not any(weights.settle(key) for key in (None, "wait", "keep"))
     assert not weights.is_still

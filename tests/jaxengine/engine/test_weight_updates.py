@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from jaxengine.models.weights.load import load_params
 from jaxengine.requests.output.outputs import WeightSpan
 from jaxengine.runner.weights.weight_update import WeightUpdateError
 from tests.conftest import TINY_CHECKPOINT
+from tests.models.quantization.test_gguf import LLAMA, blocks, shapes, write
+from tests.sharding.update_cases import faulty
 from tests.tables import each_row
 
 NUM_TOKENS = 12
@@ -298,7 +302,51 @@ def test_matrices_that_were_rounded_are_rounded_again(tiny_options, tmp_path):
         assert llm.weight_info(checksum=True)["checksums"] == before
         assert tokens_of(llm) != changed_tokens
         check_parts(llm)
+        for fault, tensors in faulty(changed(1)):
+            with pytest.raises((WeightUpdateError, ConnectionError), match=fault):
+                llm.update_weights(tensors)
+        assert llm.weight_info(checksum=True)["checksums"] == before
         assert llm.core.runner.compiles.count == 0
+
+
+def test_matrices_that_are_kept_as_a_file_stores_them(tiny_options, tmp_path):
+    """Come from another GGUF file of the same formats, all or none; other tensors may come by name."""
+    config, shape, seed = LLAMA | {"num_hidden_layers": 1}, (256, 512), zlib.crc32(b"blk.0.ffn_down.weight")
+    path, q4 = (write(tmp_path / f"{kind}.gguf", config, lambda _, kind=kind: kind) for kind in ("Q8_0", "Q4_0"))
+    whole, own = Path(path).read_bytes(), blocks("Q8_0", shape, seed)
+    files = {
+        "other": whole.replace(own, blocks("Q8_0", shape, 1)),
+        "not finite": whole.replace(own, b"\x00\x7e" + own[2:]),
+        "ends": whole[:-1000],
+    }
+    for name, data in files.items():
+        (tmp_path / f"{name}.gguf").write_bytes(data)
+    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes(config).items()}
+    options = tiny_options | {"model": path, "quantization": "gguf", "max_model_len": 32}
+    with LLM(**options) as llm:
+
+        def state() -> tuple[dict[str, str], list[list[int]]]:
+            return llm.weight_info(checksum=True)["checksums"], tokens_of(llm, [[5, 6, 7, 8], [40, 41]])
+
+        before = state()
+        llm.update_weights(tmp_path / "other.gguf", kv="keep")
+        other = state()
+        assert {name for name in before[0] if other[0][name] != before[0][name]} == {
+            name for name in before[0] if "mlp.down" in name
+        }
+        llm.update_weights(path)
+        assert state() == before != other
+        for params, fault in (
+            (tmp_path / "not finite.gguf", "not finite"),
+            (tmp_path / "ends.gguf", "cut short"),
+            (q4, "other formats"),
+            (tensors, "missing"),
+        ):
+            with pytest.raises(WeightUpdateError, match=fault):
+                llm.update_weights(params)
+            assert state() == before and llm.weight_version == 2
+        llm.update_weights({NORM: tensors[NORM]}, strict=False)
+        assert state()[0] != before[0] and llm.core.runner.compiles.count == 0
 
 
 def check_parts(llm: LLM) -> None:
@@ -404,6 +452,24 @@ def test_calls_of_other_threads_wait(llm, expected):
     llm.resume_generation()
     thread.join()
     assert found == [expected[2]]
+
+
+def test_ctrl_c_during_an_update_leaves_no_pause(llm, expected, monkeypatch):
+    """It is raised when the lock is released; later requests run with the old weights or, once paused, with the new
+    ones."""
+    llm.update_weights(changed(0))
+    weights = llm.core.engine.extensions.require("weights")
+    for number, phase in enumerate(("check", "hold", "settle", "switch", "release")):
+        method = getattr(weights, phase)
+
+        def interrupted(*arguments: Any, method: Any = method) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return method(*arguments)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(weights, phase, interrupted)
+            llm.update_weights(changed(1))
+        assert not weights.is_held and tokens_of(llm) == expected[number > 1], phase
 
 
 def test_an_update_does_not_wake_what_it_does_not_bring(tiny_options):

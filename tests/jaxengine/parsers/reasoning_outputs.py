@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.jaxengine.parsers.bare_outputs import BARE_FORMATS
-from tests.jaxengine.parsers.outputs import FORMATS, NOW, PARIS, ZURICH
+from tests.jaxengine.parsers.outputs import NOW, PARIS, ZURICH
+from tests.jaxengine.parsers.token_outputs import ALL_FORMATS
 from tests.jaxengine.parsers.writers import Call
 
 
@@ -52,7 +52,7 @@ class Thinking(NamedTuple):
         return self.words[0] if self.opens else ""
 
     def write(self, *calls: Call) -> str:
-        writes: Callable[[list[Call]], str] = (FORMATS | BARE_FORMATS)[self.tools].write
+        writes: Callable[[list[Call]], str] = ALL_FORMATS[self.tools].write
         return writes(list(calls))
 
     def think(self, thoughts: str) -> str:
@@ -344,7 +344,52 @@ THINKING: dict[str, Thinking] = {
     ),
     "minimax_m2": MINIMAX,
     "minimax_m2_append_think": MINIMAX,
+    "gemma4": Thinking(
+        "gemma4",
+        "<|turn>user\nHi<turn|>\n<|turn>model\n",
+        off="<|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
+        words=("<|channel>thought\n", "<channel|>"),
+        opens=True,
+        gap="",
+        odd=(
+            # A call may come without the word that ends the thoughts.
+            Thought("<|channel>thought\nHm.<|tool_call>call:now{}<tool_call|>", "Hm.", None, (NOW,)),
+            Thought("Hm.<channel|>Hi", "Hm.", "Hi", prompt="<|tool_response>x<tool_response|><|channel>thought\n"),
+            Thought("<|channel>final\nHi", None, "<|channel>final\nHi"),
+        ),
+    ),
+    "cohere_command3": Thinking(
+        "cohere_command3",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        off="<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>",
+        words=("<|START_THINKING|>", "<|END_THINKING|>"),
+        opens=True,
+        gap="",
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        odd=(
+            Thought("<|START_THINKING|>a<|END_THINKING|><|START_TEXT|>b<|END_TEXT|>", "a", "b"),
+            Thought("<|START_RESPONSE|>b<|END_RESPONSE|>", None, "b"),
+            Thought(
+                '<|START_THINKING|>a<|END_THINKING|><|START_ACTION|>[{"tool_name": "now", "parameters": {}}]'
+                "<|END_ACTION|>",
+                "a",
+                None,
+                (NOW,),
+            ),
+        ),
+    ),
 }
+# Formats with the same words as another.
+SAME = {
+    "deepseek_v3": ("deepseek_v4", "deepseek_v41"),
+    "qwen3": ("mimo", "holo2", "nemotron_v3", "hy_v3"),
+    "glm47": ("ling3", "poolside_v1"),
+    "deepseek_r1": ("step3", "step3p5"),
+    "cohere_command3": ("cohere_command4",),
+}
+# The first of those with the same words.
+NAMES = [*THINKING, "openai_gptoss"]
+THINKING |= {other: THINKING[name] for name, others in SAME.items() for other in others}
 
 WRITE: Call = ("tools.write-file", {})
 HEAD, NEXT, SAID = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"

@@ -167,6 +167,41 @@ CASES = {
         '<｜DSML｜invoke name="get"></｜DSML｜invoke>\n</｜DSML｜function_calls>',
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="other',),
     ),
+    "deepseek v4 with a token": (
+        "deepseek_v4",
+        ("｜DSML｜",),
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" string="true">'
+        'Paris</｜DSML｜parameter><｜DSML｜parameter name="rain" string="false">true</｜DSML｜parameter>'
+        "</｜DSML｜invoke>"
+        '<｜DSML｜invoke name="get"></｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="other',),
+    ),
+    "gemma4": (
+        "gemma4",
+        ("<|tool_call>", "<tool_call|>", '<|"|>'),
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,rain:true}<tool_call|><|tool_call>call:get{}<tool_call|>',
+        ("<|tool_call>call:other", "<|tool_call>call:get_weather{rain", '<|tool_call>call:get_weather{city:<|"|>Bonn'),
+    ),
+    "cohere": (
+        "cohere_command3",
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+        f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}}, '
+        '{"tool_call_id": "1", "tool_name": "get", "parameters": {}}]<|END_ACTION|>',
+        ('<|START_ACTION|>[{"tool_name',),
+    ),
+    "apertus": (
+        "apertus",
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+        f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"get": {{}}}}]<|tools_suffix|>',
+        ('<|tools_prefix|>[{"other',),
+    ),
+    "internlm": (
+        "internlm",
+        ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+        f'<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {PARIS}}}\n<|action_end|>\n'
+        '<|action_start|><|plugin|>\n{"name": "get", "parameters": {}}\n<|action_end|>',
+        ('<|action_start|><|plugin|>\n{"name": "other',),
+    ),
     "llama4": (
         "llama4_pythonic",
         ("<|python_start|>", "<|python_end|>"),

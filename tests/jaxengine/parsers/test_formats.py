@@ -6,19 +6,28 @@ import itertools
 import json
 import random
 import re
+from functools import partial
 
 import pytest
 
 from jaxengine.parsers.registry import TOOL_PARSERS
 from jaxengine.parsers.scan.events import ParsedMessage, message_of
 from jaxengine.parsers.tools.sections import KIMI_K2
-from tests.jaxengine.parsers.bare_outputs import BARE_FORMATS
-from tests.jaxengine.parsers.outputs import FORMATS as WORDED
 from tests.jaxengine.parsers.outputs import FUNCTIONS, common
+from tests.jaxengine.parsers.token_outputs import ALL_FORMATS as FORMATS
 from tests.tables import each_row
 
-FORMATS = WORDED | BARE_FORMATS
 NUM_CUTS, NUM_CUTS_THOROUGH = 150, 10_000
+
+
+def parser_of(name: str) -> tuple[object, ...]:
+    """What tells the parser of one format from that of another: its class and its words."""
+    parser = TOOL_PARSERS[name].parser
+    return (parser.func, *sorted(parser.keywords.items())) if isinstance(parser, partial) else (parser,)
+
+
+# The first of those that share a parser.
+NAMES = list({parser_of(name): name for name in reversed(FORMATS)}.values())[::-1]
 
 
 def parse(name: str, pieces) -> ParsedMessage:
@@ -43,7 +52,7 @@ def test_every_parser_has_outputs():
     assert all(len({text for text, _, _ in outputs(name)}) >= 20 for name in FORMATS)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_recorded_outputs(name):
     for text, calls, content in outputs(name):
         message = parse(name, [text])
@@ -55,7 +64,7 @@ def test_recorded_outputs(name):
         assert json.dumps([each[1] for each in found]) == json.dumps([each[1] for each in calls])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_cuts_do_not_matter(name, thorough):
     """At every place of every recorded output, and at random ones of outputs that nobody would write."""
     draw = random.Random(name)
@@ -75,7 +84,7 @@ def test_cuts_do_not_matter(name, thorough):
             assert (whole.content or "") == text
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_broken_off_has_the_calls_before(name):
     """Calls that were complete stay as they are, the last one's arguments are the beginning of what they would be."""
     text = FORMATS[name].write([("now", {}), ("weather", {"city": "Zü\nrich", "n": 12})])
@@ -89,7 +98,7 @@ def test_what_is_broken_off_has_the_calls_before(name):
             assert full.arguments.startswith(said), text[:end]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_long_output(name, thorough):
     """A megabyte, or a tenth, of an argument, of a text, and of whatever the format is made of; anything quadratic
     takes minutes."""

@@ -13,7 +13,7 @@ from jaxengine.parsers.reasoning.think import ThinkFormat
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.parsers.scan.events import ParsedMessage, message_of
 from tests.jaxengine.parsers.outputs import FUNCTIONS
-from tests.jaxengine.parsers.reasoning_outputs import Thought, outputs, tools
+from tests.jaxengine.parsers.reasoning_outputs import NAMES, SAME, Thought, outputs, tools
 from tests.jaxengine.parsers.test_formats import FORMATS, cut
 
 NUM_CUTS, NUM_CUTS_THOROUGH = 100, 10_000
@@ -29,7 +29,13 @@ def parse(name: str, pieces, output: Thought, *, calls: bool = True) -> ParsedMe
     return message_of([*events, *parser.finish()])
 
 
-@pytest.mark.parametrize("name", REASONING_PARSERS)
+def test_formats_with_the_same_words_are_one():
+    assert {*NAMES, *itertools.chain(*SAME.values())} == REASONING_PARSERS.keys()
+    for name, others in SAME.items():
+        assert all(REASONING_PARSERS[other].format == REASONING_PARSERS[name].format for other in others)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_recorded_outputs(name):
     recorded = outputs(name)
     assert len({(each.prompt, each.continued, each.text) for each in recorded}) >= 20
@@ -42,11 +48,11 @@ def test_recorded_outputs(name):
             assert parse(name, [output.text], output, calls=False) == message, output
 
 
-@pytest.mark.parametrize("name", REASONING_PARSERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_cuts_do_not_matter(name, thorough):
     """At every place of every recorded output, and at random ones of them and of what nobody would write."""
     draw, recorded, row = random.Random(name), outputs(name), REASONING_PARSERS[name].format
-    words = [*row.begins, *row.ends, *row.calls, *(row.answer or ())] if isinstance(row, ThinkFormat) else []
+    words = [*row.begins, *row.ends, *row.calls, *sum(row.answer or (), ())] if isinstance(row, ThinkFormat) else []
     words += [*FORMATS[tools(name)].pieces, *(word[: len(word) // 2] for word in words), "\n", " ", "x", "é", "<"]
     for output in recorded:
         assert parse(name, output.text, output) == parse(name, [output.text], output), output
@@ -66,7 +72,7 @@ def test_cuts_do_not_matter(name, thorough):
 CALLS = [("now", {}), ("weather", {"city": "a</think>b", "n": 3})]
 # Formats whose tool parser has words before a call, and a reasoning parser that goes with it.
 THINKING_TOOLS = [
-    *((name, tools(name)) for name in REASONING_PARSERS if TOOL_PARSERS[tools(name)].starts is not None),
+    *((name, tools(name)) for name in NAMES if TOOL_PARSERS[tools(name)].starts is not None),
     ("qwen3", "qwen3_coder"),
     ("deepseek_v3", "deepseek_v32"),
 ]

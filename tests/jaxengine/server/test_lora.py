@@ -71,6 +71,15 @@ async def test_over_http(engine, admin, tmp_path):
             assert (done.status_code, done.text) == (200, f"Success: LoRA adapter '{name}' added successfully.")
         again = await operator.post(LOAD, json={"lora_name": "a", "lora_path": "b"})
         assert again.status_code == 400 and "is loaded already" in again.text
+        first = await text("a")
+        for route, path in ((LOAD, "b"), ("/load_lora_adapter", "a")):
+            body = {"lora_name": "a", "lora_path": "c", "load_inplace": True}
+            before_it = await text("a")
+            assert (await operator.post(route, json=body)).status_code == 400 and await text("a") == before_it
+            done = await operator.post(route, json=body | {"lora_path": path})
+            assert (
+                done.status_code == 200 and await text("a") == (await text("b") if path == "b" else first) != before_it
+            )
         rows = {row["id"]: (row["parent"], row["root"]) for row in (await client.get("/v1/models")).json()["data"]}
         assert rows["base"] == (None, "base") and rows["a"] == ("base", f"{admin['lora_root']}/a")
         assert (await client.get("/v1/models/b")).json()["parent"] == "base"

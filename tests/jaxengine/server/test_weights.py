@@ -82,7 +82,10 @@ async def test_weights_are_replaced(app, tmp_path):
             answer = await client.post("/update_weights", json={"path": new, field: value})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == field
         assert (await client.get("/weight_info?checksum=true")).json() == sums
-        assert (await client.post("/update_weights", json={"path": old})).status_code == 200
+        for both in ({}, {"path": old, "weight_dir": old}, {"weight_dir": None}):
+            answer = await client.post("/update_weights", json=both)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "path", answer.text
+        assert (await client.post("/update_weights", json={"weight_dir": old})).status_code == 200
         assert await tokens(client) == first and (await client.get("/weight_info")).json() == {"weight_version": 2}
         assert not (await client.get("/is_paused")).json()["is_paused"]
 
@@ -129,7 +132,7 @@ async def test_weights_are_a_body(engine, admin, tmp_path):
     assert not [*(tmp_path / "uploads").iterdir()]
 
 
-async def test_pause_and_sleep(app):
+async def test_pause_and_sleep(app, engine):
     async with http_client(app, "root") as client:
         first = await tokens(client)
         for begin, end, state in (
@@ -163,10 +166,19 @@ async def test_pause_and_sleep(app):
             answer = await client.post(path, content=b"x", headers={"content-type": "application/octet-stream"})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
             assert f"'{name}' is no parameter of {path.partition('?')[0]}; allowed: " in answer.text
-        for name in ("reset_running_requests", "reset_external"):  # vLLM's, which say what is done anyway, or not
-            answer = await client.post(f"/reset_prefix_cache?{name}=true")
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == name
-            assert (await client.post(f"/reset_prefix_cache?{name}=false")).json() == {"success": True}
+        answer = await client.post("/reset_prefix_cache?reset_external=true")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "reset_external"
+        for query in ("", "?reset_external=false", "?reset_running_requests=true"):
+            assert (await client.post(f"/reset_prefix_cache{query}")).json() == {"success": True}
+        running = asyncio.create_task(client.post("/v1/completions", json=BODY | {"max_tokens": 80}))
+        while not engine.core.has_unfinished:
+            await asyncio.sleep(0.001)
+        assert (await client.post("/areal_pause_generation", json={})).json()["success"]
+        assert (await running).json()["choices"][0]["finish_reason"] == "abort"
+        waiting = asyncio.create_task(tokens(client))
+        answer = await client.post("/areal_update_weights", json={"model_path": str(TINY_CHECKPOINT)})
+        assert answer.json()["success"] and not waiting.done() and (await client.get("/is_paused")).json()["is_paused"]
+        assert (await client.post("/areal_continue_generation", json={})).json()["success"] and await waiting == first
         await client.post("/sleep?level=2")
         for path in ("/wake_up", "/resume"):
             answer = await client.post(path)

@@ -11,6 +11,8 @@ from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.scheduler.base.request import FinishReason, Request
 from jaxengine.scheduler.extensions.intake import Intake
 
+_RECOMPUTE = "recompute"  # the key of a pause that lasts until no step is in flight
+
 
 class Pauses(LoopExtension):
     """Loop extension that holds pauses by key. The key None is the operator's pause.
@@ -52,6 +54,26 @@ class Pauses(LoopExtension):
             self._intake.open()
             self.resumed = time.monotonic()
 
+    def recompute(self) -> bool:
+        """Drop all cached prefixes and put running requests back, to be computed again from their first token: at once
+        if no step is in flight, else as soon as none is, before any other step. Returns True.
+        """
+        self.hold(_RECOMPUTE, "keep")
+        self.recompute_if_still()
+        return True
+
+    def recompute_if_still(self) -> bool:
+        """Do what `recompute` has asked for if no step is in flight; return whether that was done now."""
+        if _RECOMPUTE not in self._pauses or not self.is_still:
+            return False
+        scheduler = self.loop.scheduler
+        scheduler.preempt_all()
+        scheduler.reset_prefix_cache()
+        for extension in scheduler.extensions:
+            extension.reset_cache()
+        self.release(_RECOMPUTE)
+        return True
+
     @property
     def is_held(self) -> bool:
         """Whether any pause has not been released, the operator's, a weight update's or that of a sleep."""
@@ -77,7 +99,8 @@ class Pauses(LoopExtension):
         return self.loop.scheduler.paused and not self.loop.in_flight
 
     def poll(self) -> Events:
-        """Return, once after the begin of a pause of mode "abort", the requests that it ends."""
+        """Return, once after the begin of a pause of mode "abort", the requests that it ends; see `recompute`."""
+        self.recompute_if_still()
         if not self._aborts:
             return NO_EVENTS
         self._aborts = False

@@ -80,21 +80,34 @@ class Weights(Pauses):
         returns True; steps must go on until then.
 
         mode: for unfinished requests, see PauseMode. Raises RequestError for an unknown mode, and for
-        "wait" while the engine sleeps and has requests.
+        "wait" while the engine sleeps and has requests. "wait" after "keep" lets the kept requests run to their end.
         """
         self.hold(None, mode)
 
     def hold(self, key: Any, mode: PauseMode) -> None:
         """Begin a pause in addition to others, which `release` with the same key ends, after waking an engine that
-        sleeps automatically. mode: as of `pause`, whose RequestError it raises.
+        sleeps automatically. mode: as of `pause`, whose RequestError it raises; "wait" with another key than None also
+        raises it while the operator's pause keeps requests.
 
         key: any hashable value of the caller's own; None is the operator's pause, which `resume` ends.
         """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
-        if mode == "wait" and self._asleep and self.loop.scheduler.num_unfinished:
-            raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
+        self._check_wait(mode, of_update=key is not None)
         super().hold(key, mode)
+
+    def _check_wait(self, mode: PauseMode, *, of_update: bool) -> None:
+        """Raise RequestError for mode "wait" where requests that it waits for cannot run to their end: the engine
+        sleeps, or, for an update (`of_update`), the operator's pause keeps them where they are, which only the
+        operator may end.
+        """
+        if mode != "wait" or not self._earlier():
+            return
+        if self._asleep:
+            raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
+        if of_update and self._pauses.get(None) == "keep":
+            text = 'the engine is paused, and requests that it keeps cannot run to their end; allowed: "keep", "abort"'
+            raise RequestError(f"{text}, or any mode after resume_generation (/resume)", param="mode", value=mode)
 
     def resume(self) -> None:
         """End the operator's pause, complete or not; pauses of weight updates stay. Does nothing to an automatic sleep.
@@ -114,8 +127,10 @@ class Weights(Pauses):
         return not self.dozes and None in self._pauses
 
     def rest(self) -> float:
-        """Forget reads that nobody asks for any more; return in how many seconds to call again, inf without reads."""
-        return self._orders.expire()
+        """Forget reads that nobody asks for any more; return in how many seconds to call again, inf without reads, 0 if
+        requests that waited for `recompute` may run.
+        """
+        return 0.0 if self.recompute_if_still() else self._orders.expire()
 
     def poll(self) -> Events:
         """Forget reads that nobody asks for any more; return the requests that a pause of mode "abort" ends."""
@@ -123,9 +138,10 @@ class Weights(Pauses):
         return super().poll()
 
     def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
-        """Raise RequestError for an argument of a weight update that is not allowed."""
+        """Raise RequestError for an argument of a weight update that is not allowed, or not now."""
         _among("mode", mode, get_args(PauseMode))
         _among("kv", kv, get_args(KVMode))
+        self._check_wait(mode, of_update=True)
         check_version(version)
         if version is None and self.version == MAX_VERSION:
             text = f"version is None, which counts on from {MAX_VERSION}, the last number; allowed now: another one"
@@ -272,6 +288,7 @@ class Weights(Pauses):
             "resume_engine": self.resume,
             "begin_sleep": self.begin_sleep,
             "wake_engine": self.wake,
+            "recompute_running": self.recompute,
         }
         return {name: own.get(name) or getattr(self._orders, name) for name in WEIGHT_UTILITIES}
 

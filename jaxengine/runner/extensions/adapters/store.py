@@ -82,6 +82,7 @@ class _Load:
     name: str  # by which requests will name it
     path: str  # folder or URL
     number: int | None  # its lora_int_id; None for any free one, for which the name must be new
+    in_place: bool  # an adapter that has the name gives it up
     job: Future[AdapterWeights]  # gets its matrices in host memory, or the error
 
 
@@ -251,13 +252,14 @@ class AdapterStore:
         slots.retire(record.adapter)
         self._forget(in_use)
 
-    def begin_load(self, name: str, path: str, number: int | None = None) -> int:
+    def begin_load(self, name: str, path: str, number: int | None = None, in_place: bool = False) -> int:
         """Start to read an adapter on the store's thread; return the ticket for `is_loaded`, 0 if it is loaded already.
 
-        number: its lora_int_id; None for a free one, and it is then an error if the adapter is loaded already. Raises
-        as `known` does, and RequestError if too many adapters are being read.
+        number: its lora_int_id; None for a free one, and it is then an error if the adapter is loaded already.
+        in_place: the adapter that has the name, if any, gives name and number up once the new one is read. Raises as
+        `known` does, and RequestError if too many adapters are being read.
         """
-        if self._is_there(name, path, number):
+        if not (in_place and name in self._named) and self._is_there(name, path, number):
             return 0
         if len(self._loads) >= _MAX_LOADS:
             # Callers of those that are done may never ask for them.
@@ -265,14 +267,15 @@ class AdapterStore:
         if len(self._loads) >= _MAX_LOADS:
             raise RequestError(f"{_MAX_LOADS} adapters are being loaded; try again later", param="lora_path")
         self._num_loads += 1
-        self._loads[self._num_loads] = _Load(name, path, number, self._thread.submit(self.read, path))
+        self._loads[self._num_loads] = _Load(name, path, number, in_place, self._thread.submit(self.read, path))
         return self._num_loads
 
-    def is_loaded(self, ticket: int) -> bool:
+    def is_loaded(self, ticket: int, unload: Callable[[str], None]) -> bool:
         """Whether the load of a ticket is done. Returns True once; from then on requests may name the adapter.
 
-        Raises RequestError if the load has failed, for a ticket that is unknown or was reported, and as `add` does if
-        another adapter has taken the name or number meanwhile.
+        unload: removes a name, as of `remove`, for a load in place. Raises RequestError if the load has failed, for a
+        ticket that is unknown or was reported, and as `add` does if another adapter has taken the name or number
+        meanwhile.
         """
         load = self._loads.get(ticket)
         if load is None:
@@ -280,9 +283,14 @@ class AdapterStore:
         if not load.job.done():
             return False
         del self._loads[ticket]
+        number = load.number
         try:
-            if not self._is_there(load.name, load.path, load.number):
-                self.add(load.name, load.path, load.number or self.free_number(), load.job.result())
+            weights = load.job.result()
+            if load.in_place and load.name in self._named:
+                number = self._named[load.name].number
+                unload(load.name)
+            if not self._is_there(load.name, load.path, number):
+                self.add(load.name, load.path, number or self.free_number(), weights)
         except ModelFileError as error:
             raise RequestError(str(error), param="lora_path", value=load.path) from None
         return True
