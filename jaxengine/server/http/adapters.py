@@ -26,11 +26,8 @@ class LoadRequest(RequestModel):
         with its own matrices.
     """
 
-<<<<<<< HEAD
-    refused = {"is_3d_lora_weight": (False,), "load_inplace": (False,)}
+    refused = {"is_3d_lora_weight": (False,)}
 
-=======
->>>>>>> w-q
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
