@@ -157,7 +157,7 @@ def test_layers_computed_again_and_blocks_of_queries_change_nothing(name, monkey
     (value, _), grads = jax.jit(jax.value_and_grad(partial(loss_of_last, case=case, rows=rows), has_aux=True))(params)
     monkeypatch.setattr(unpaged, "BLOCK", 32)
     jax.clear_caches()
-    computed_again = jax.checkpoint(partial(loss_of_last, case=case, rows=rows, remat=True))  # pyright: ignore
+    computed_again = jax.checkpoint(partial(loss_of_last, case=case, rows=rows, remat=True))
     again = jax.jit(jax.value_and_grad(computed_again, has_aux=True))
     (other, _), others = again(params)
     jax.clear_caches()

@@ -37,6 +37,19 @@ class Pauses(LoopExtension):
         self._pauses[key] = mode
         self._apply()
 
+    def check_wait(self, mode: PauseMode, *, of_update: bool, asleep: bool) -> None:
+        """Raise RequestError for mode "wait" if the requests that it waits for cannot run to their end: the engine
+        sleeps (`asleep`), or, for an update (`of_update`), the operator's pause keeps them where they are, which only
+        the operator may end.
+        """
+        if mode != "wait" or not self._earlier():
+            return
+        if asleep:
+            raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
+        if of_update and self._pauses.get(None) == "keep":
+            text = 'the engine is paused, and requests that it keeps cannot run to their end; allowed: "keep", "abort"'
+            raise RequestError(f"{text}, or any mode after resume_generation (/resume)", param="mode", value=mode)
+
     def release(self, key: Any) -> None:
         """End the pause of a key, complete or not; steps continue when no pause is left. Unknown keys are ignored."""
         if key in self._pauses:

@@ -93,21 +93,8 @@ class Weights(Pauses):
         """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
-        self._check_wait(mode, of_update=key is not None)
+        self.check_wait(mode, of_update=key is not None, asleep=bool(self._asleep))
         super().hold(key, mode)
-
-    def _check_wait(self, mode: PauseMode, *, of_update: bool) -> None:
-        """Raise RequestError for mode "wait" where requests that it waits for cannot run to their end: the engine
-        sleeps, or, for an update (`of_update`), the operator's pause keeps them where they are, which only the
-        operator may end.
-        """
-        if mode != "wait" or not self._earlier():
-            return
-        if self._asleep:
-            raise RequestError("the engine sleeps: its requests cannot run to their end", param="mode", value=mode)
-        if of_update and self._pauses.get(None) == "keep":
-            text = 'the engine is paused, and requests that it keeps cannot run to their end; allowed: "keep", "abort"'
-            raise RequestError(f"{text}, or any mode after resume_generation (/resume)", param="mode", value=mode)
 
     def resume(self) -> None:
         """End the operator's pause, complete or not; pauses of weight updates stay. Does nothing to an automatic sleep.
@@ -141,7 +128,7 @@ class Weights(Pauses):
         """Raise RequestError for an argument of a weight update that is not allowed, or not now."""
         _among("mode", mode, get_args(PauseMode))
         _among("kv", kv, get_args(KVMode))
-        self._check_wait(mode, of_update=True)
+        self.check_wait(mode, of_update=True, asleep=bool(self._asleep))
         check_version(version)
         if version is None and self.version == MAX_VERSION:
             text = f"version is None, which counts on from {MAX_VERSION}, the last number; allowed now: another one"
