@@ -44,6 +44,8 @@ class DeclaredForm:
       up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
       joined_up: the one projection before it is gate and up joined.
       down: its projection after that.
+      limits: in each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared or dense MLP,
+        each None for none; () for none in all layers.
       inner_norm: RMS norm of what goes into `down`, of a gated MLP; None for none.
       experts_norm: norm after experts, which a layer with a dense MLP lacks; None for none.
       activation: name of its activation.
@@ -82,6 +84,7 @@ class DeclaredForm:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     joined_up: bool = False
     down: str = "mlp.down_proj"
+    limits: tuple[tuple[float | None, float | None], ...] = ()
     inner_norm: str | None = None
     experts_norm: str | None = None
     activation: str = "silu"
