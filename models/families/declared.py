@@ -172,6 +172,9 @@ class DeclaredAttention(Attention):
             size = 1 if form.gates_heads else attention.v_head_dim
             gate = Source(f"{LAYER_NAME}.{form.gate}", attention.num_heads * size, group=size)
             self.gate = Linear(hidden_size, (gate,), axes=("embed", "heads"), build=build)
+        if form.gate_bias is not None:
+            bias = Source(f"{LAYER_NAME}.{form.gate_bias}", attention.num_heads)
+            self.gate_bias = declare((bias.rows,), build.dtype, ParamDecl(("heads",), (bias,), init_std=0.02))
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         if step.rope is not None and self.form.reversed_rope:
@@ -197,8 +200,9 @@ class DeclaredAttention(Attention):
             o = self.heads_norm(o)
         if self.form.gate is None:
             return o
-        factors = GATES[self.form.gate_activation](self.gate(x, step.rows).astype(jnp.float32))
-        return (o.astype(jnp.float32) * factors.reshape(*o.shape[:2], -1)).astype(o.dtype)
+        gate = self.gate(x, step.rows).astype(jnp.float32).reshape(*o.shape[:2], -1)
+        gate = gate if self.form.gate_bias is None else gate + self.gate_bias[...].astype(jnp.float32)[:, None]
+        return (o.astype(jnp.float32) * GATES[self.form.gate_activation](gate)).astype(o.dtype)
 
 
 class ProjectedHead(nnx.Module):
@@ -283,6 +287,9 @@ class DeclaredForCausalLM(Decoder):
         mixer, mlp = self.make_mixer(layer, build), self.make_mlp(layer, build) if self.form.up else None
         of_attention, of_state, of_mlp = self.form.residuals
         residuals = of_attention if self.config.attention[layer].state is None else of_state, of_mlp
+        if self.form.depth_scaled:
+            numbers = 2 * layer + 2, 2 * layer + 3
+            residuals = tuple((((number - 1) / number) ** 0.5, number**-0.5) for number in numbers)
         return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:

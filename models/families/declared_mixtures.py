@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.declared import OFFSET, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
+from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
+from jaxengine.models.config.declared import AROUND, OFFSET, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds
 from jaxengine.models.families.declared_experts import kinds_of_ropes, rope_in_windows, shared_of_size, softmax_experts
 from jaxengine.models.families.declared_row import EPS, Row, no_rope
+from jaxengine.models.families.glm4_moe import sigmoid_experts
 from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames
 from jaxengine.models.params.source import ExpertRows, StackedExperts
@@ -258,6 +259,35 @@ _COMPASS = Row(
 )
 
 
+def _beam_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return kinds of attention, by default each sixth and the last FULL, of MLPs, by default three dense ones first,
+    and ropes by kind, by default none in FULL layers. Raises ModelConfigError.
+    """
+    count = fields.integer("num_hidden_layers")
+    usual = {SLIDING: {"rope_type": "default", "rope_theta": 10000.0}, FULL: None}
+    dense = ["dense" if layer < 3 else "sparse" for layer in range(count)]
+    return {
+        "layer_types": fields.value(
+            "layer_types", [*layer_kinds(ConfigFields({"num_hidden_layers": count}), 6)[:-1], FULL]
+        ),
+        "mlp_layer_types": fields.value("mlp_layer_types", dense),
+        "rope_parameters": fields.mapping("rope_parameters") or usual,
+        "rope_theta": 10000.0,
+    }
+
+
+def _beam_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer its kind's window, and rope, or a factor of queries where it has none. Raises ModelConfigError."""
+    own = _compass_layer(fields, layer, attention)
+    return own if own.rope is not None else replace(own, temperature=TemperatureTuning(2048.0, 0.1, 1, power=True))
+
+
+def _beam_cap(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the cap of logits, `final_logit_softcapping`, 30 by default and none for null. Raises ModelConfigError."""
+    name = "final_logit_softcapping"
+    return {"logit_soft_cap": fields.number(name, None if name in fields.raw else 30.0)}
+
+
 # Keys are the class names that config.json lists under "architectures".
 MIXTURE_ROWS: dict[str, Row] = {
     "DbrxForCausalLM": Row(
@@ -293,6 +323,45 @@ MIXTURE_ROWS: dict[str, Row] = {
         experts_in="ffn",
         expert_names=ExpertNames(gate="w1", up="v1", down="w2", router="router.layer"),
         expert_rows=ExpertRows(rows=("w1", "v1"), turned=("w2",)),
+    ),
+    "BeamForCausalLM": Row(
+        "Beam 1.0 (Reflection AI 2026): norms before and after both parts of a layer, which are added up with factors "
+        "by depth, a gate with a bias for each head, windows with rope in five of six layers, a factor of queries in "
+        "the sixth, experts as DeepSeek-V3 has them.",
+        DeclaredForm(
+            norm=RMS,
+            placement=AROUND,
+            norms=(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            qk_norm=RMS,
+            qk_norms=_QK_NORMS,
+            gate="self_attn.gate_proj",
+            gate_bias="self_attn.gate_bias",
+            depth_scaled=True,
+        ),
+        spelled={"num_experts": "n_routed_experts"},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "attention_bias": False,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        only={"n_shared_experts": 0},
+        eps="rms_norm_eps",
+        rope=no_rope,
+        grouped=True,
+        adapt=_beam_fields,
+        each_layer=_beam_layer,
+        more=_beam_cap,
+        experts=sigmoid_experts,
+        **_UNBIASED,
     ),
     "FlintForCausalLM": Row(
         "Flint (Recursive 2026): sinks in all layers, rope in windows alone, experts picked by sigmoid scores.",
