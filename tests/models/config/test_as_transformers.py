@@ -47,6 +47,10 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("longcat_flash", {"zero_expert_num": 256}),
         ("step3p5", {**SMALL, "rope_theta": [10000.0] * 5, "moe_router_scaling_factor": 1.0}),
         ("flint_odd", {"sliding_window": 513, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "mlp_only_layers": [0, 1]}),
+        (
+            "lara_mini",
+            {"norm_topk_prob": True, "sliding_window": 512, "linear_conv_kernel_dim": 4, "attention_bias": False},
+        ),
         ("beam", {**SCALED, "rms_norm_eps": 1e-6, "sliding_window": 512, "final_logit_softcapping": 30.0}),
         ("beam_odd", {"final_logit_softcapping": None, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 2}),
         ("cohere_compass", {"layer_norm_eps": 1e-5, "logit_scale": 1.0, "sliding_window": 4096}),

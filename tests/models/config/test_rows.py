@@ -170,6 +170,11 @@ def test_baichuan_of_7_and_of_13_billion():
         ("step3p5", {"attention_other_setting": {"num_attention_groups": 2}}, "num_attention_groups must be 1"),
         ("step3p7", {"text_config": None}, "text_config must be a mapping"),
         ("cohere_compass", {"rope_parameters": {}}, "rope_parameters must be a mapping that has one for"),
+        (
+            "lara_mini",
+            {"layer_types": ["full_attention"]},
+            "layer_types must be a list of 5 of full_attention, sliding",
+        ),
         ("flint", {"mlp_only_layers": 2}, "mlp_only_layers must be a list of layer indices"),
         ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),
         ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, 'type must be "dynamic" or absent'),
