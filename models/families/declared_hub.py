@@ -152,6 +152,22 @@ HUB_ROWS: dict[str, Row] = {
         experts=_deepseek_experts,
         **_RMS,
     ),
+    "BailingMoeForCausalLM": Row(
+        "Ling 1 and 1.5 (Ling Team 2025, arXiv:2503.05139): DeepSeekMoE with a joined projection before attention.",
+        DeclaredForm(norm=RMS, qkv=("attention.query_key_value",), joined=ROWS, out="attention.dense"),
+        names=(("model.word_embeddings.", "model.embed_tokens."),),
+        spelled={
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "score_function": "scoring_func",
+        },
+        defaults={"rms_norm_eps": 1e-5, "use_qkv_bias": False, "norm_topk_prob": True},
+        only={"use_bias": False, "use_qk_norm": False, "norm_head": False, "norm_softmax": False, "n_group": 1},
+        bias="use_qkv_bias",
+        output_bias=False,
+        experts=_deepseek_experts,
+        **_RMS,
+    ),
     "InternLMForCausalLM": Row(
         "InternLM (Shanghai AI Laboratory 2023) and openPangu-Embedded (Huawei 2025): Llama with biases of all "
         "projections of attention.",

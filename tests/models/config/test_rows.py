@@ -176,6 +176,7 @@ def test_baichuan_of_7_and_of_13_billion():
             "layer_types must be a list of 5 of full_attention, sliding",
         ),
         ("flint", {"mlp_only_layers": 2}, "mlp_only_layers must be a list of layer indices"),
+        ("bailing_lite", {"norm_head": True}, "norm_head must be false or absent"),
         ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),
         ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, 'type must be "dynamic" or absent'),
         ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "attention_types must be"),
