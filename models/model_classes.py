@@ -72,6 +72,7 @@ from jaxengine.models.families.jina_embeddings_v3 import JinaEmbeddingsV3Model
 from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
 from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
+from jaxengine.models.families.lara_mini import LaraMiniForCausalLM
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from jaxengine.models.families.lighton_ocr import LightOnOcrForConditionalGeneration
 from jaxengine.models.families.llama import LlamaForCausalLM
@@ -207,6 +208,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
     "Mistral4ForConditionalGeneration": Mistral4ForConditionalGeneration,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "LaraMiniForCausalLM": LaraMiniForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,

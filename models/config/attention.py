@@ -31,12 +31,14 @@ class TemperatureTuning:
     """Factor of queries, 1 + attn_scale * ln(1 + floor((position + offset) / floor_scale)): the longer the context, the
     sharper the softmax (Nakanishi 2025, arXiv:2501.19399, as in Llama 4).
 
-    offset: 1 where the first position counts as one token, else 0.
+    offset: 1 where the first position counts as one token, else 0. power: the factor is (1 + (position + offset) /
+    floor_scale) ** attn_scale instead.
     """
 
     floor_scale: float
     attn_scale: float
     offset: int = 0
+    power: bool = False
 
     def __post_init__(self) -> None:
         for name in ("floor_scale", "attn_scale"):

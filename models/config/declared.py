@@ -39,11 +39,13 @@ class DeclaredForm:
       qk_norms: norms of each head's q and k, () for none. qk_norm: their kind. qk_norms_last: they follow rope.
       reversed_rope: rope turns the other way.
       gate: projection whose `gate_activation` multiplies the results of heads, each with one number if `gates_heads`;
-        None for none.
+        None for none. gate_bias: vector with a number for each head that is added to what it gives; None for none.
       value_scale: factor of values.
       up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
       joined_up: the one projection before it is gate and up joined.
       down: its projection after that.
+      limits: in each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared or dense MLP,
+        each None for none; () for none in all layers.
       inner_norm: RMS norm of what goes into `down`, of a gated MLP; None for none.
       experts_norm: norm after experts, which a layer with a dense MLP lacks; None for none.
       activation: name of its activation.
@@ -57,6 +59,8 @@ class DeclaredForm:
         activation, `head_activation`; () for none.
       residuals: factors of what a part gets and of what it gives, where they are added: of attention, of a mixer with a
         state, of the MLP.
+      depth_scaled: the n-th part that is added up, of which embeddings are the first, has the factor n ** -0.5, and
+        what it is added to ((n - 1) / n) ** 0.5, in place of `residuals`.
       mixer: module of a layer that keeps a state instead of attention.
       embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
         for the hidden size.
@@ -78,14 +82,17 @@ class DeclaredForm:
     gate: str | None = None
     gates_heads: bool = False
     gate_activation: str = "sigmoid"
+    gate_bias: str | None = None
     value_scale: float = 1.0
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     joined_up: bool = False
     down: str = "mlp.down_proj"
+    limits: tuple[tuple[float | None, float | None], ...] = ()
     inner_norm: str | None = None
     experts_norm: str | None = None
     activation: str = "silu"
     residuals: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 3
+    depth_scaled: bool = False
     mixer: str = "mamba"
     positions: str | None = None
     first_position: int = 0

@@ -60,11 +60,12 @@ class ModelConfig:
     that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is a factor
     of embeddings, `residual_multiplier` of a layer's parts before they are added, `logit_scale` of logits;
     `multipliers` are for families with more of them. `rms_norm_eps` is that of all norms, of whatever kind. A
-    checkpoint may have `num_nextn_predict_layers` layers after the last that predict further tokens. `pooler` is None
-    for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` maps names
-    of checkpoint modules to the storage of their matrices (jaxengine.models.quantization.base.rules.Quantization); None
-    for plain weights. `tower` is the tower of images, or of sounds; None for a model without, or for one that is served
-    without it. `sound_tower` is the one of sounds in a model that has one of images as well.
+    checkpoint may have `num_nextn_predict_layers` layers after the last that predict further tokens, or
+    `num_unread_layers` that nothing reads. `pooler` is None for a model that generates. Token ids are None or empty
+    where the checkpoint names none. `quantization` maps names of checkpoint modules to the storage of their matrices
+    (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
+    `tower` is the tower of images, or of sounds; None for a model without, or for one that is served without it.
+    `sound_tower` is the one of sounds in a model that has one of images as well.
     `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
     each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
     `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `altup` and
@@ -88,6 +89,7 @@ class ModelConfig:
     multipliers: Multipliers | None = None
     experts: ExpertsConfig | None = None
     num_nextn_predict_layers: int = 0
+    num_unread_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pooler: Pooler | None = None
@@ -104,7 +106,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
             check_size(name, getattr(self, name), maximum)
-        check_size("num_nextn_predict_layers", self.num_nextn_predict_layers, MAX_LAYERS, 0)
+        for name in ("num_nextn_predict_layers", "num_unread_layers"):
+            check_size(name, getattr(self, name), MAX_LAYERS, 0)
         all_experts = len(self.attention) * (self.experts.num_experts if self.experts else 1)
         if len(self.attention) > MAX_LAYERS or all_experts > MAX_ALL_EXPERTS:
             raise ModelConfigError(

@@ -45,7 +45,7 @@ from jaxengine.models.layers.attention.attention import Attention, LayerPages, S
 from jaxengine.models.layers.attention.mla import LatentAttention
 from jaxengine.models.layers.base.embedding import Embedding, vocab_source
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import MLP, GatedMLP
+from jaxengine.models.layers.base.mlp import MLP, GatedMLP, SiluThenClamped
 from jaxengine.models.layers.base.norm import (
     FixedLayerNorm,
     FixedRMSNorm,
@@ -172,6 +172,9 @@ class DeclaredAttention(Attention):
             size = 1 if form.gates_heads else attention.v_head_dim
             gate = Source(f"{LAYER_NAME}.{form.gate}", attention.num_heads * size, group=size)
             self.gate = Linear(hidden_size, (gate,), axes=("embed", "heads"), build=build)
+        if form.gate_bias is not None:
+            bias = Source(f"{LAYER_NAME}.{form.gate_bias}", attention.num_heads)
+            self.gate_bias = declare((bias.rows,), build.dtype, ParamDecl(("heads",), (bias,), init_std=0.02))
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         if step.rope is not None and self.form.reversed_rope:
@@ -197,8 +200,9 @@ class DeclaredAttention(Attention):
             o = self.heads_norm(o)
         if self.form.gate is None:
             return o
-        factors = GATES[self.form.gate_activation](self.gate(x, step.rows).astype(jnp.float32))
-        return (o.astype(jnp.float32) * factors.reshape(*o.shape[:2], -1)).astype(o.dtype)
+        gate = self.gate(x, step.rows).astype(jnp.float32).reshape(*o.shape[:2], -1)
+        gate = gate if self.form.gate_bias is None else gate + self.gate_bias[...].astype(jnp.float32)[:, None]
+        return (o.astype(jnp.float32) * GATES[self.form.gate_activation](gate)).astype(o.dtype)
 
 
 class ProjectedHead(nnx.Module):
@@ -283,6 +287,9 @@ class DeclaredForCausalLM(Decoder):
         mixer, mlp = self.make_mixer(layer, build), self.make_mlp(layer, build) if self.form.up else None
         of_attention, of_state, of_mlp = self.form.residuals
         residuals = of_attention if self.config.attention[layer].state is None else of_state, of_mlp
+        if self.form.depth_scaled:
+            numbers = 2 * layer + 2, 2 * layer + 3
+            residuals = tuple((((number - 1) / number) ** 0.5, number**-0.5) for number in numbers)
         return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:
@@ -309,15 +316,20 @@ class DeclaredForCausalLM(Decoder):
         if the form names one, in layers with experts; else an MLP, gated if the form has gate and up projections.
         """
         config, form, experts = self.config, self.form, self.config.experts
+        of_experts, of_mlp = form.limits[layer] if form.limits else (None, None)
+        clamped = None if of_mlp is None else SiluThenClamped(of_mlp)
         if experts is not None and layer not in experts.dense_layers:
             source, names = f"{LAYER_NAME}.{self.row.experts_in}", self.row.expert_names
-            mixture = MixtureOfExperts(config, source=source, names=names, router_dtype=jnp.float32, build=build)
+            options: dict[str, Any] = {"router_dtype": jnp.float32, "build": build}
+            if of_experts is not None:
+                options["activation"] = SiluThenClamped(of_experts)
+            mixture = MixtureOfExperts(config, source=source, names=names, shared={"clamped": clamped}, **options)
             if form.experts_norm is None:
                 return mixture
             norm = {"source": f"{LAYER_NAME}.{form.experts_norm}", "build": build}
             return NormedMLP(mixture, NORMS[form.norm](config.hidden_size, config.rms_norm_eps, **norm))
         size, ffn = config.hidden_size, config.intermediate_size
-        options: dict[str, Any] = {"activation": ACTIVATIONS[form.activation], "bias": config.mlp_bias, "build": build}
+        options = {"activation": ACTIVATIONS[form.activation], "bias": config.mlp_bias, "build": build}
         if len(form.up) == 1 and not form.joined_up:
             return MLP(size, ffn, source=LAYER_NAME, up=form.up[0], down=form.down, **options)
         gate_up = tuple(Source(f"{LAYER_NAME}.{name}", ffn) for name in form.up)
@@ -326,7 +338,7 @@ class DeclaredForCausalLM(Decoder):
         if form.inner_norm is not None:
             named = {"source": f"{LAYER_NAME}.{form.inner_norm}", "axis": "ffn", "build": build}
             options["inner_norm"] = HeadsRMSNorm(ffn, 1, config.rms_norm_eps, **named)
-        return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, **options)
+        return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, clamped=clamped, **options)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
         x = super().embed_batch(batch)

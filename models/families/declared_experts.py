@@ -184,7 +184,7 @@ def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
     )
 
 
-def _shared_of_size(fields: ConfigFields) -> ExpertsConfig:
+def shared_of_size(fields: ConfigFields) -> ExpertsConfig:
     """Read sigmoid experts with a shared MLP of `shared_expert_intermediate_size`. Raises ModelConfigError."""
     size = fields.integer("shared_expert_intermediate_size")
     return replace(sigmoid_experts(fields), shared_intermediate_size=size)
@@ -461,7 +461,7 @@ EXPERT_ROWS: dict[str, Row] = {
         rope=no_rope,
         choose=_laguna_form,
         each_layer=_laguna_layer,
-        experts=_shared_of_size,
+        experts=shared_of_size,
         expert_names=ExpertNames(correction_bias="experts.e_score_correction_bias", shared="shared_expert"),
         **_BIASED,
     ),
@@ -480,7 +480,7 @@ EXPERT_ROWS: dict[str, Row] = {
             **sliding_but(5)(fields),
         },
         each_layer=rope_in_windows,
-        experts=lambda fields: replace(_shared_of_size(fields), corrects_logits=True),
+        experts=lambda fields: replace(shared_of_size(fields), corrects_logits=True),
         suffixes=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),
         **_PLAIN,
     ),

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.models.config.declared import GROUPS, RMS, ROWS, DeclaredForm
+from jaxengine.models.config.declared import GROUPS, LAYER, RMS, ROWS, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.hf import read_rope
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.families.declared_experts import softmax_experts
 from jaxengine.models.families.declared_row import Row
+from jaxengine.models.families.declared_rows import ROWS_BY_NAME, transformer_names
 
 _RMS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
 
@@ -29,6 +30,35 @@ def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "rope_theta": 10000.0 * fields.number("rope_ratio", 1.0),
         "partial_rotary_factor": 0.5,
     }
+
+
+def _internlm_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the base of rope in `rotary`, where that is present. Raises ModelConfigError, also for another type there
+    than dynamic, whose scaling begins after `max_position_embeddings`.
+    """
+    rotary = ConfigFields(fields.mapping("rotary") or {})
+    rotary.require(type="dynamic")
+    base = rotary.number("base", None)
+    return {} if base is None else {"rope_theta": base}
+
+
+def _qwen_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the feed-forward size, of which the file has the double, and as the longest context `seq_length`: beyond
+    that, these models scale rope and queries. Raises ModelConfigError.
+    """
+    size = fields.integer("intermediate_size")
+    if size % 2:
+        raise fields.fail("intermediate_size", "an even number")
+    return {"intermediate_size": size // 2, "max_position_embeddings": fields.integer("seq_length")}
+
+
+def _refined_web_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return Falcon's sizes: with `n_head_kv` (of 40 billion parameters) its newer layers. Raises ModelConfigError."""
+    named = {**fields.raw, "new_decoder_architecture": fields.has("num_kv_heads")}
+    adapt = ROWS_BY_NAME["FalconForCausalLM"].adapt
+    assert adapt is not None
+    own = ConfigFields(named)
+    return {**named, **adapt(own)}
 
 
 def _half_of_neighbours(fields: ConfigFields, head_dim: int) -> Rope:
@@ -121,5 +151,76 @@ HUB_ROWS: dict[str, Row] = {
         output_bias="attention_bias",
         experts=_deepseek_experts,
         **_RMS,
+    ),
+    "BailingMoeForCausalLM": Row(
+        "Ling 1 and 1.5 (Ling Team 2025, arXiv:2503.05139): DeepSeekMoE with a joined projection before attention.",
+        DeclaredForm(norm=RMS, qkv=("attention.query_key_value",), joined=ROWS, out="attention.dense"),
+        names=(("model.word_embeddings.", "model.embed_tokens."),),
+        spelled={
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "score_function": "scoring_func",
+        },
+        defaults={"rms_norm_eps": 1e-5, "use_qkv_bias": False, "norm_topk_prob": True},
+        only={"use_bias": False, "use_qk_norm": False, "norm_head": False, "norm_softmax": False, "n_group": 1},
+        bias="use_qkv_bias",
+        output_bias=False,
+        experts=_deepseek_experts,
+        **_RMS,
+    ),
+    "InternLMForCausalLM": Row(
+        "InternLM (Shanghai AI Laboratory 2023) and openPangu-Embedded (Huawei 2025): Llama with biases of all "
+        "projections of attention.",
+        DeclaredForm(norm=RMS),
+        defaults={"rms_norm_eps": 1e-6, "bias": True},
+        only={"mlp_bias": False},
+        bias="bias",
+        output_bias="bias",
+        adapt=_internlm_fields,
+        **_RMS,
+    ),
+    "OrionForCausalLM": Row(
+        "Orion-14B (OrionStar 2024, arXiv:2401.12246): Llama with layer norms.",
+        DeclaredForm(norm=LAYER),
+        defaults={"rms_norm_eps": 1e-5},
+        only={"attention_bias": False, "mlp_bias": False},
+        bias=False,
+        output_bias=False,
+        **_RMS,
+    ),
+    "QWenLMHeadModel": Row(
+        "Qwen (Bai et al. 2023, arXiv:2309.16609): Llama with biases and a joined projection before attention; its "
+        "context is `seq_length`.",
+        DeclaredForm(
+            norm=RMS,
+            norms=("ln_1", "ln_2"),
+            qkv=("attn.c_attn",),
+            joined=ROWS,
+            out="attn.c_proj",
+            up=("mlp.w2", "mlp.w1"),
+            down="mlp.c_proj",
+        ),
+        names=transformer_names(wte="embed_tokens"),
+        spelled={
+            "layer_norm_epsilon": "rms_norm_eps",
+            "kv_channels": "head_dim",
+            "rotary_emb_base": "rope_theta",
+        },
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
+        only={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True, "use_cache_quantization": False},
+        output_bias=False,
+        adapt=_qwen_fields,
+        unused=("transformer.rotary_emb.",),
+        **{**_RMS, "grouped": False},
+    ),
+    "RWForCausalLM": ROWS_BY_NAME["FalconForCausalLM"]._replace(
+        about="Falcon under its first name, RefinedWeb.",
+        spelled={**ROWS_BY_NAME["FalconForCausalLM"].spelled, "n_head_kv": "num_kv_heads"},
+        adapt=_refined_web_fields,
+    ),
+    "StableLMEpochForCausalLM": ROWS_BY_NAME["StableLmForCausalLM"]._replace(
+        about="StableLM under its first name.",
+        spelled={"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"},
+        only={"rotary_scaling_factor": 1.0},
     ),
 }

@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxengine.models.config.declared import ROWS, UNBIASED, DeclaredForm
+from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
+from jaxengine.models.config.declared import AROUND, OFFSET, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
+from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.families.declared_experts import softmax_experts
-from jaxengine.models.families.declared_row import EPS, Row
+from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds
+from jaxengine.models.families.declared_experts import kinds_of_ropes, rope_in_windows, shared_of_size, softmax_experts
+from jaxengine.models.families.declared_row import EPS, Row, no_rope
+from jaxengine.models.families.glm4_moe import sigmoid_experts
+from jaxengine.models.families.qwen3_moe import dense_layers
 from jaxengine.models.layers.experts.moe import ExpertNames
-from jaxengine.models.params.source import ExpertRows
+from jaxengine.models.params.source import ExpertRows, StackedExperts
+
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_UNBIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": False}
 
 
 def _dbrx_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -31,6 +39,253 @@ def _dbrx_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "norm_topk_prob": experts.raw.get("moe_normalize_expert_weights", 1.0) is not None,  # null: they are not
         "hidden_act": activation.text("name", "silu"),
     }
+
+
+def _flint_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return `layer_types`: by default the first two layers, every fourth after them and the last are FULL. Raises
+    ModelConfigError.
+    """
+    count = fields.integer("num_hidden_layers")
+    full = [layer < 2 or layer % 4 == 1 or layer == count - 1 for layer in range(count)]
+    return {"layer_types": fields.value("layer_types", [FULL if each else SLIDING for each in full])}
+
+
+def _flint_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer sinks, a SLIDING one a window, and a FULL one no rope. Raises ModelConfigError."""
+    return replace(rope_in_windows(fields, layer, attention), sinks=True)
+
+
+def _flint_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Read experts of sigmoid scores and a shared MLP. Raises ModelConfigError."""
+    own, size = softmax_experts(fields), fields.integer("shared_expert_intermediate_size")
+    return replace(own, scoring_func="sigmoid", dense_layers=dense_layers(fields), shared_intermediate_size=size)
+
+
+def _of_layers(fields: ConfigFields, name: str, count: int) -> list[Any] | None:
+    """Return what the list `name` says of each of `count` layers, without what it says of the
+    `num_nextn_predict_layers` after them; None without it. Raises ModelConfigError for a list of another length.
+    """
+    listed = fields.value(name, None)
+    most = count + fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or len(listed) not in (count, most):
+        raise fields.fail(
+            name, f"a list of {count} entries" if most == count else f"a list of {count} or {most} entries"
+        )
+    return listed[:count]
+
+
+def _step_dense(fields: ConfigFields, count: int) -> list[str]:
+    """Return `mlp_layer_types`; without, layers in `moe_layers_enum`, a list or its text, are sparse, by default those
+    from the fourth on. Raises ModelConfigError.
+    """
+    if (kinds := _of_layers(fields, "mlp_layer_types", count)) is not None:
+        return kinds
+    listed = fields.value("moe_layers_enum", list(range(3, count)))
+    listed = [part.strip() for part in listed.split(",") if part.strip()] if isinstance(listed, str) else listed
+    if not isinstance(listed, list) or not all(str(each).isdecimal() and len(str(each)) < 9 for each in listed):
+        raise fields.fail("moe_layers_enum", "numbers of layers, a list or separated by commas")
+    sparse = {int(each) for each in listed}
+    return ["sparse" if layer in sparse else "dense" for layer in range(count)]
+
+
+def _step_ropes(fields: ConfigFields, kinds: list[str]) -> Mapping[str, Any]:
+    """Return `rope_parameters` by kind of layer: as they are, or of `rope_theta` and `partial_rotary_factors`, numbers
+    or lists with one for each layer, and `rope_scaling`, of FULL layers. Raises ModelConfigError, also for layers of
+    one kind that differ.
+    """
+    given = fields.mapping("rope_parameters") or {}
+    if all(isinstance(given.get(kind), Mapping) for kind in kinds):
+        return given
+    ropes: dict[str, Any] = {}
+    for kind in dict.fromkeys(kinds):
+        ropes[kind] = {"rope_type": "default"}
+        for name, own in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
+            listed = fields.value(name, None)
+            if isinstance(listed, list):
+                each = _of_layers(fields, name, len(kinds)) or []
+                listed, *others = [value for value, of in zip(each, kinds, strict=True) if of == kind]
+                if any(other != listed for other in others):
+                    raise fields.fail(name, f"a list with one number for all layers of {kind}")
+            if listed is not None:
+                ropes[kind][own] = listed
+        if kind == FULL:
+            ropes[kind] |= fields.mapping("rope_scaling") or {}
+    return ropes
+
+
+def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return kinds of attention and MLPs, ropes by kind, and the heads of SLIDING layers, under usual names. Raises
+    ModelConfigError.
+    """
+    count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    own = ConfigFields({**fields.raw, "layer_types": _of_layers(fields, "layer_types", count)})
+    kinds = list(layer_kinds(own))
+    if (other := fields.mapping("attention_other_setting")) is not None:
+        other = ConfigFields(other)
+        other.require(attention_type=SLIDING, head_dim=fields.integer("head_dim"))
+        other.require(num_attention_groups=fields.integer("num_key_value_heads"))
+        heads = other.integer("num_attention_heads", heads)
+    return {
+        "layer_types": kinds,
+        "mlp_layer_types": _step_dense(fields, count),
+        "rope_parameters": _step_ropes(fields, kinds),
+        "rope_scaling": None,
+        "sliding_window": fields.integer("sliding_window") if SLIDING in kinds else 1,
+        "rope_theta": 10000.0,
+        "num_sliding_attention_heads": fields.integer("num_sliding_attention_heads", heads),
+    }
+
+
+def _step_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window, rope and number of heads of its kind, and its factor of products. Raises
+    ModelConfigError, also where `per_layer_config` says anything else.
+    """
+    if (scalar := fields.number("query_pre_attn_scalar", None)) is not None:
+        attention = replace(attention, scale=scalar**-0.5)
+    slides, heads = layer_kinds(fields)[layer] == SLIDING, fields.integer("num_sliding_attention_heads")
+    own = (fields.mapping("per_layer_config") or {}).get(str(layer), {"num_attention_heads": heads} if slides else {})
+    if own != ({"num_attention_heads": heads} if slides else {}):
+        raise fields.fail("per_layer_config", f"num_attention_heads = {heads} for each layer of {SLIDING}, or absent")
+    attention = kinds_of_ropes(fields, layer, attention)
+    if not slides:
+        return attention
+    return replace(attention, num_heads=heads)
+
+
+def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
+    """Give the form the limits of gate and up, in which 0 and null are none. Raises ModelConfigError."""
+    count, limits = fields.integer("num_hidden_layers"), []
+    for name in ("swiglu_limits", "swiglu_limits_shared"):
+        listed = _of_layers(fields, name, count) or [None] * count
+        if not all(each is None or (type(each) in (int, float) and 0 <= each < 1e30) for each in listed):
+            raise fields.fail(name, "a list of numbers >= 0, or null")
+        limits.append([float(each) if each else None for each in listed])
+    return replace(form, limits=tuple(zip(*limits, strict=True)))
+
+
+# Names of modules and their tensors, and transformers'.
+_STEP_NAMES = tuple(
+    (f"{own}.{part}_proj{end}", f"{usual}.{part}_proj{new}")
+    for own, usual, ends in (
+        (".share_expert", ".mlp.shared_experts", {".weight": ".weight", ".weight_scale_inv": ".weight_scale_inv"}),
+        (".moe", ".mlp.experts", {".weight": "", ".weight_scale_inv": "_scale_inv"}),
+    )
+    for part in ("gate", "up", "down")
+    for end, new in {**ends, "": ""}.items()
+)
+_STEP = Row(
+    "Step 3.5 Flash (StepFun 2026): windows with more heads and a rope of their own in most layers, a gate for "
+    "each head, experts as DeepSeek-V3 has them, bounds of gate and up in the last layers. MTP layers are not read.",
+    DeclaredForm(norm=OFFSET, qk_norm=OFFSET, qk_norms=_QK_NORMS, gate="self_attn.g_proj", gates_heads=True),
+    suffixes=(
+        *_STEP_NAMES,
+        (".moe.gate.weight", ".mlp.gate.weight"),
+        (".moe.router_bias", ".mlp.gate.e_score_correction_bias"),
+    ),
+    spelled={
+        "num_attention_groups": "num_key_value_heads",
+        "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok",
+        "share_expert_dims": "shared_expert_intermediate_size",
+        "share_expert_dim": "shared_expert_intermediate_size",
+        "moe_router_scaling_factor": "routed_scaling_factor",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280,
+        "shared_expert_intermediate_size": 1280,
+        "attention_bias": False,
+    },
+    only={
+        "mlp_bias": False,
+        "gating": True,
+        "use_head_wise_attn_gate": True,
+        "use_qk_norm": True,
+        "zero_centered": True,
+        "sink": False,
+        "att_impl_type": "GQA",
+        "use_rope_layers": [],
+        "yarn_only_types": [FULL],
+        "use_bidirectional_attention": False,
+        "sparse_attention_config": None,
+        "moe_router_activation": "sigmoid",
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
+        "norm_topk_prob": True,
+        "moe_every_n_layer": 1,
+    },
+    eps="rms_norm_eps",
+    rope=no_rope,
+    grouped=True,
+    adapt=_step_fields,
+    choose=_step_form,
+    each_layer=_step_layer,
+    experts=shared_of_size,
+    more=lambda fields: {"num_unread_layers": fields.integer("num_nextn_predict_layers", 0, minimum=0)},
+    stacked_experts=StackedExperts(out_first=True),
+    **_UNBIASED,
+)
+
+
+def _compass_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer the window and the rope of its kind, which `rope_parameters` may say is none. Raises
+    ModelConfigError.
+    """
+    kind, ropes = layer_kinds(fields)[layer], fields.mapping("rope_parameters") or {}
+    if kind not in ropes or ropes[kind] is not None:
+        return kinds_of_ropes(fields, layer, attention)
+    return replace(attention, window=fields.integer("sliding_window") if kind == SLIDING else None)
+
+
+_COMPASS = Row(
+    "Compass (Cohere 2026): Cohere 2's layers, with a rope of halves of a head, or none, by kind of layer.",
+    DeclaredForm(placement=PARALLEL, norm=UNBIASED, norms=("input_layernorm",)),
+    defaults={EPS: 1e-5, "sliding_window": 4096, "attention_bias": False, "bos_token_id": 5}
+    | {"eos_token_id": 255001, "rope_theta": 10000.0},
+    only={"use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False},
+    rope=no_rope,
+    grouped=True,
+    tied=True,
+    each_layer=_compass_layer,
+    more=lambda fields: {"logit_scale": fields.number("logit_scale", 1.0)},
+    **_UNBIASED,
+)
+
+
+def _beam_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return kinds of attention, by default each sixth and the last FULL, of MLPs, by default three dense ones first,
+    and ropes by kind, by default none in FULL layers. Raises ModelConfigError.
+    """
+    count = fields.integer("num_hidden_layers")
+    usual = {SLIDING: {"rope_type": "default", "rope_theta": 10000.0}, FULL: None}
+    dense = ["dense" if layer < 3 else "sparse" for layer in range(count)]
+    return {
+        "layer_types": fields.value(
+            "layer_types", [*layer_kinds(ConfigFields({"num_hidden_layers": count}), 6)[:-1], FULL]
+        ),
+        "mlp_layer_types": fields.value("mlp_layer_types", dense),
+        "rope_parameters": fields.mapping("rope_parameters") or usual,
+        "rope_theta": 10000.0,
+    }
+
+
+def _beam_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer its kind's window, and rope, or a factor of queries where it has none. Raises ModelConfigError."""
+    own = _compass_layer(fields, layer, attention)
+    return own if own.rope is not None else replace(own, temperature=TemperatureTuning(2048.0, 0.1, 1, power=True))
+
+
+def _beam_cap(fields: ConfigFields) -> Mapping[str, Any]:
+    """Return the cap of logits, `final_logit_softcapping`, 30 by default and none for null. Raises ModelConfigError."""
+    name = "final_logit_softcapping"
+    return {"logit_soft_cap": fields.number(name, None if name in fields.raw else 30.0)}
 
 
 # Keys are the class names that config.json lists under "architectures".
@@ -68,5 +323,79 @@ MIXTURE_ROWS: dict[str, Row] = {
         experts_in="ffn",
         expert_names=ExpertNames(gate="w1", up="v1", down="w2", router="router.layer"),
         expert_rows=ExpertRows(rows=("w1", "v1"), turned=("w2",)),
+    ),
+    "BeamForCausalLM": Row(
+        "Beam 1.0 (Reflection AI 2026): norms before and after both parts of a layer, which are added up with factors "
+        "by depth, a gate with a bias for each head, windows with rope in five of six layers, a factor of queries in "
+        "the sixth, experts as DeepSeek-V3 has them.",
+        DeclaredForm(
+            norm=RMS,
+            placement=AROUND,
+            norms=(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            qk_norm=RMS,
+            qk_norms=_QK_NORMS,
+            gate="self_attn.gate_proj",
+            gate_bias="self_attn.gate_bias",
+            depth_scaled=True,
+        ),
+        spelled={"num_experts": "n_routed_experts"},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "attention_bias": False,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        only={"n_shared_experts": 0},
+        eps="rms_norm_eps",
+        rope=no_rope,
+        grouped=True,
+        adapt=_beam_fields,
+        each_layer=_beam_layer,
+        more=_beam_cap,
+        experts=sigmoid_experts,
+        **_UNBIASED,
+    ),
+    "FlintForCausalLM": Row(
+        "Flint (Recursive 2026): sinks in all layers, rope in windows alone, experts picked by sigmoid scores.",
+        DeclaredForm(norm=RMS, qk_norm=RMS, qk_norms=_QK_NORMS),
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "head_dim": 128,
+            "sliding_window": 513,
+            "attention_bias": False,
+            "mlp_only_layers": [0, 1],
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 1024,
+        },
+        eps="rms_norm_eps",
+        grouped=True,
+        adapt=_flint_fields,
+        each_layer=_flint_layer,
+        experts=_flint_experts,
+        expert_names=ExpertNames(shared="shared_expert"),
+        suffixes=((".self_attn.softmax_offset", ".self_attn.sinks"),),
+        **_UNBIASED,
+    ),
+    "Step3p5ForCausalLM": _STEP,
+    "Step3p7ForConditionalGeneration": _STEP._replace(
+        about="Step 3.7 Flash (StepFun 2026), its text part alone: Step 3.5's layers.",
+        wrapped=True,
+        names=(("model.language_model.", "model."),),
+        unused=("vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_projector."),
+    ),
+    "CohereCompassForCausalLM": _COMPASS,
+    "CohereCompassForConditionalGeneration": _COMPASS._replace(
+        about="North Micro Vision (Cohere 2026), its text part alone: Compass's layers.",
+        wrapped=True,
+        names=(("model.language_model.", "model."),),
+        unused=("model.visual.",),
     ),
 }

@@ -14,7 +14,7 @@ from jaxengine.models.config.declared import DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import SILU, Activation, hf_fields, read_head_dim, read_rope
+from jaxengine.models.config.readers.hf import SILU, Activation, hf_fields, read_head_dim, read_rope, text_fields
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.layers.base.mlp import gelu, gelu_tanh, relu_squared
@@ -101,6 +101,7 @@ class Row(NamedTuple):
       more: function that reads further arguments of ModelConfig; None for none.
       experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
         their shared MLP are in. expert_names: names there. stacked_experts, expert_rows: as of CheckpointNames.
+      wrapped: whether the fields are those of `text_config`, in a file of a model with towers, which `unused` names.
       latent: whether attention is multi-head latent attention.
       gguf: reading of GGUF files; None where there is none.
       squeezed: ends of the names of tensors whose second axis, of one entry, is left out.
@@ -128,6 +129,7 @@ class Row(NamedTuple):
     experts: Callable[[ConfigFields], ExpertsConfig | None] | None = None
     experts_in: str = "mlp"
     expert_names: ExpertNames = MLP_NAMES
+    wrapped: bool = False
     latent: bool = False
     gguf: GGUFRow | None = None
     squeezed: tuple[str, ...] = ()
@@ -144,7 +146,7 @@ class Row(NamedTuple):
         Raises ModelConfigError, also for an unknown activation, one other than SiLU in a model with experts, and
         another value of a field in `only`.
         """
-        fields = self._canonical(fields)
+        fields = self._canonical(text_fields(fields) if self.wrapped else fields)
         fields.require(**self.only)
         activation = fields.text("hidden_act", self.form.activation)
         if activation not in ACTIVATIONS:

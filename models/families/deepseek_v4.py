@@ -163,13 +163,14 @@ class DeepseekV4ForCausalLM(Decoder):
         experts, source = self.config.experts, f"{LAYER}.ffn"
         assert experts is not None
         kind = HashedExperts if layer in experts.hashed_layers else MixtureOfExperts
-        limit, size, beside = experts.swiglu_limit, experts.shared_intermediate_size, f"{source}.shared_experts"
+        size, beside = experts.shared_intermediate_size, f"{source}.shared_experts"
+        clamped = ClampedSilu(experts.swiglu_limit)
         shared = {
             "gate_up": (Source(f"{beside}.w1", size), Source(f"{beside}.w3", size)),
             "down": Source(f"{beside}.w2", self.config.hidden_size),
-            "limit": limit,
+            "clamped": clamped,
         }
-        options: dict[str, Any] = {"activation": ClampedSilu(limit), "router_dtype": jnp.float32, "shared": shared}
+        options: dict[str, Any] = {"activation": clamped, "router_dtype": jnp.float32, "shared": shared}
         return kind(self.config, source=source, names=NAMES, build=build, **options)
 
     def make_norm(self, build: Build) -> nnx.Module:

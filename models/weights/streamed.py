@@ -40,7 +40,7 @@ from jaxengine.models.weights.load import (
     load_params,
 )
 from jaxengine.models.weights.views.parts import tensor_name
-from jaxengine.models.weights.views.stacked import BIAS, DOWN, GATE_UP
+from jaxengine.models.weights.views.stacked import BIAS, MODULES, stem_of
 
 _EXPERTS = ".experts"
 
@@ -306,11 +306,10 @@ def _stands_for(name: str, groups: dict[str, _Group]) -> set[str]:
     if name in groups:
         return {name} if not name.endswith(_EXPERTS) else set()
     layer, _, end = name.rpartition(".")
-    if layer not in groups or not end.startswith((GATE_UP, DOWN)):
+    if layer not in groups or not end.startswith((*MODULES,)):
         return set()
-    stem = DOWN if end.startswith(DOWN) else GATE_UP
+    stem = stem_of(end)
     if (kind := end.removeprefix(stem)) not in ("", BIAS):
         return set()
-    modules = (DOWN,) if stem == DOWN else ("gate_proj", "up_proj")
-    ends = tuple(f".{module}.{'bias' if kind else 'weight'}" for module in modules)
+    ends = tuple(f".{module}.{'bias' if kind else 'weight'}" for module in MODULES[stem])
     return {key for key, group in groups.items() if _layer_of(key) == layer and key.endswith(ends)}

@@ -143,7 +143,10 @@ def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, n
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
     """Compute the factor f32[T] of queries at positions i32[T], by the formula of TemperatureTuning."""
-    steps = jnp.floor((positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
+    steps = (positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale
+    if tuning.power:
+        return jnp.exp(tuning.attn_scale * jnp.log1p(steps))
+    steps = jnp.floor(steps)
     return 1.0 + tuning.attn_scale * jnp.log1p(steps)
 
 

@@ -61,6 +61,18 @@ class ClampedSilu:
 
 
 @dataclass(frozen=True)
+class SiluThenClamped:
+    """Activation min(silu(gate), limit) * up, with up from -limit to limit. Equal for equal limits, so that layers
+    share a trace.
+    """
+
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jnp.minimum(jax.nn.silu(gate), self.limit) * jnp.clip(up, -self.limit, self.limit)
+
+
+@dataclass(frozen=True)
 class SparseGelu:
     """Activation gelu(max(x - c, 0)), where c is the mean of a token's gates plus so many of their deviations. Equal
     for equal numbers, so that layers share a trace.
@@ -113,7 +125,7 @@ class GatedMLP(nnx.Module):
     gate_up: checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
     down: checkpoint module of down, by default `down_proj`.
     bias, down_bias: whether gate and up, and whether down has a bias; None: as `bias`.
-    limit: bounds of gate and up, as of ClampedSilu, with which the activation is silu; None for none.
+    clamped: function of gate and up, as ClampedSilu, in place of activation(gate) * up; None for that.
     inner_norm: RMS norm of what goes into down, over all devices' parts of it; None for none.
     """
 
@@ -129,7 +141,7 @@ class GatedMLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         gate_up: Sequence[Source] | None = None,
         down: Source | None = None,
-        limit: float | None = None,
+        clamped: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         inner_norm: HeadsRMSNorm | None = None,
     ):
         gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
@@ -137,7 +149,7 @@ class GatedMLP(nnx.Module):
         down = down or Source(f"{source}.down_proj", hidden_size)
         down_bias = bias if down_bias is None else down_bias
         self.down = Linear(ffn_size, (down,), axes=("ffn", "embed"), bias=down_bias, build=build)
-        self.activation, self.clamped = activation, None if limit is None else ClampedSilu(limit)
+        self.activation, self.clamped = activation, clamped
         self.inner_norm = inner_norm
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:

@@ -5,7 +5,8 @@
     NAME.experts.down_proj           [E, F, D]           experts.{e}.down_proj.weight [D, F]
     NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
 
-or matrices [2F, D] and [D, F], as linear layers have them, or, in MXFP4 (OCP Microscaling Formats 1.0),
+or gate and up apart, in stacks `gate_proj` and `up_proj` [E, D, F]; or matrices [2F, D] and [D, F], as linear layers
+have them; or, in MXFP4 (OCP Microscaling Formats 1.0),
 `gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and the same for `down_proj`. In
 e4m3, as in transformers ("fp8"), matrices have scales in the same orientation, and possibly one for inputs:
 
@@ -27,6 +28,8 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
+# Beginnings of the last part of a stack's name, and what of an expert it has.
+MODULES = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,), "gate_proj": ("gate_proj",), "up_proj": ("up_proj",)}
 SCALE_INV, INPUT_SCALE = "_scale_inv", "_activation_scale"
 # Suffixes of supported stacks: number of axes, and name of an expert's tensor.
 _KINDS = {
@@ -54,6 +57,11 @@ class _Part(NamedTuple):
     first: int
     step: int
     shape: tuple[int, ...]
+
+
+def stem_of(end: str) -> str:
+    """Return the one of MODULES with which the last part of a stack's name begins."""
+    return next(each for each in MODULES if end.startswith(each))
 
 
 def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -> StackedExperts:
@@ -92,7 +100,7 @@ class StackedSource(WrappedSource):
         self._last: tuple[tuple, np.ndarray] | None = None
         for name in source.names():
             prefix, dot, end = name.rpartition(".")
-            if not (prefix.endswith(".experts") and end.startswith((GATE_UP, DOWN)) and dot):
+            if not (prefix.endswith(".experts") and end.startswith((*MODULES,)) and dot):
                 self._parts[name] = None
             elif not end.endswith(SCALES):
                 self._add(name, prefix, end)
@@ -133,7 +141,7 @@ class StackedSource(WrappedSource):
 
         prefix, end: its name up to the last dot, and after it.
         """
-        stem = GATE_UP if end.startswith(GATE_UP) else DOWN
+        stem = stem_of(end)
         kind = end.removeprefix(stem)
         if kind not in _KINDS:
             known = ", ".join(f"{stem}{each}" for each in (*_KINDS, SCALES))
@@ -150,7 +158,7 @@ class StackedSource(WrappedSource):
         out, *inner = self._matrix(shape) if kind in ("", SCALE_INV) else shape[1:] or (1,)
         if kind == BLOCKS:
             inner = [32 * shape[2]]
-        modules = ("gate_proj", "up_proj") if stem == GATE_UP else (DOWN,)
+        modules = MODULES[stem]
         # A single scale for all rows serves gate and up.
         share = out == 1 and kind in (SCALE_INV, INPUT_SCALE)
         if out % len(modules) and not share:

@@ -45,6 +45,15 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("kimi_linear", {"routed_scaling_factor": 2.446}),
         ("dots1", {"sliding_window": 4096}),
         ("longcat_flash", {"zero_expert_num": 256}),
+        ("step3p5", {**SMALL, "rope_theta": [10000.0] * 5, "moe_router_scaling_factor": 1.0}),
+        ("flint_odd", {"sliding_window": 513, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "mlp_only_layers": [0, 1]}),
+        (
+            "lara_mini",
+            {"norm_topk_prob": True, "sliding_window": 512, "linear_conv_kernel_dim": 4, "attention_bias": False},
+        ),
+        ("beam", {**SCALED, "rms_norm_eps": 1e-6, "sliding_window": 512, "final_logit_softcapping": 30.0}),
+        ("beam_odd", {"final_logit_softcapping": None, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 2}),
+        ("cohere_compass", {"layer_norm_eps": 1e-5, "logit_scale": 1.0, "sliding_window": 4096}),
         ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),
         ("llama4", {"attention_chunk_size": 8192}),
         ("phimoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -69,7 +78,9 @@ def test_an_mscale_of_zero_is_none():
     assert rope and read_hf(raw | {"rope_parameters": of_all}) == read_hf(raw | {"rope_parameters": without})
 
 
-@each_row("name", ["cohere2_moe", "mistral4", "laguna", "afmoe", "flex_olmo", "bailing_moe"])
+@each_row(
+    "name", ["cohere2_moe", "mistral4", "laguna", "afmoe", "flint", "step3p5", "beam", "flex_olmo", "bailing_moe"]
+)
 def test_experts_of_rows_have_one_activation(name):
     with pytest.raises(ModelConfigError, match="hidden_act must be 'silu' for a model with experts, got 'gelu'"):
         read_hf(recorded(name, hidden_act="gelu"))

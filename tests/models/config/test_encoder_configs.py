@@ -107,6 +107,7 @@ def test_classes():
         "CamembertForTokenClassification": ("RobertaModel", "token_classify"),
         "Data2VecTextModel": ("RobertaModel", "embed"),
         "Gemma3TextForSequenceClassification": ("Gemma3ForCausalLM", "classify"),
+        "GteNewForSequenceClassification": ("NewModel", "classify"),
         "GPT2ForSequenceClassification": ("GPT2LMHeadModel", "classify"),
         "PhimoeForCausalLM": ("PhiMoEForCausalLM", None),
         "Qwen2ForTokenClassification": ("Qwen2ForCausalLM", "token_classify"),

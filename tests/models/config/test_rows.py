@@ -49,6 +49,43 @@ def test_mimo_as_published():
     assert own.attention[1] == own.attention[2] == replace(own.attention[1], window=5, num_kv_heads=4, sinks=True)
 
 
+def test_step_as_published():
+    """Lists with entries for layers that are not read, other spellings; heads of windows, limits of gate and up."""
+    raw = recorded("step3p5")
+    own = read_hf(raw)
+    assert own.num_unread_layers == 2 and own.num_nextn_predict_layers == 0 and own.declared is not None
+    assert [(each.num_heads, each.window, each.rope and each.rope.theta) for each in own.attention] == [
+        (4, 7, 50.0),
+        (3, None, 5000.0),
+        (4, 7, 50.0),
+    ]
+    assert own.declared.limits == ((None, None), (None, 0.6), (None, None))
+    kinds = ["sparse", "dense", "sparse", "dense", "dense"]
+    spelled = {"share_expert_dims": raw["share_expert_dim"], "num_mtp_layers": 2, "mlp_layer_types": kinds}
+    left_out = dict.fromkeys(("share_expert_dim", "num_nextn_predict_layers", "moe_layers_enum"))
+    assert read_hf(recorded("step3p5", **left_out, **spelled)) == own
+    assert read_hf(raw | {"moe_layers_enum": [0, 2], "num_sliding_attention_heads": 4}) == own
+    text = recorded("step3p7")["text_config"]
+    assert read_hf(recorded("step3p7", text_config={**text, "per_layer_config": None})) == read_hf(recorded("step3p7"))
+    scaled = read_hf(recorded("step3p7", text_config={**text, "query_pre_attn_scalar": 16}))
+    assert {each.scale for each in scaled.attention} == {0.25}
+
+
+def test_names_of_first_code():
+    """What files of before a family's class in transformers leave out, or spell otherwise."""
+    web = read_hf(recorded("refined_web_groups"))
+    assert web.declared == read_hf(recorded("falcon_groups")).declared and web.attention[0].num_kv_heads == 2
+    assert read_hf(recorded("qwen")).max_position_embeddings == 64  # not the 256 of its rope's scaling
+    plain = recorded("internlm", rotary=None, rope_theta=5000.0)
+    assert (
+        read_hf(plain)
+        == read_hf(recorded("internlm"))
+        == read_hf(plain | {"architectures": ["PanguEmbeddedForCausalLM"]})
+    )
+    for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM"):
+        assert read_hf(recorded("llama", architectures=[name])) == read_hf(recorded("llama"))
+
+
 def test_slopes_of_alibi():
     """Those of the paper for 8 heads, of its code for 12; Falcon's are of products that are not scaled."""
     assert alibi_slopes(8) == tuple(2.0**-power for power in range(1, 9))
@@ -115,6 +152,33 @@ def test_baichuan_of_7_and_of_13_billion():
         ("mpt", {"no_bias": False}, "no_bias must be true or absent"),
         ("bloom", {"n_head": 1 << 40}, "num_attention_heads must be|num_heads must be"),
         ("nanochat", {"hidden_act": "mish"}, "hidden_act must be one of gelu"),
+        ("step3p5", {"layer_types": ["full_attention"] * 4}, "layer_types must be a list of 3 or 5 entries"),
+        ("step3p5", {"swiglu_limits": [7.0]}, "swiglu_limits must be a list of 3 or 5 entries"),
+        (
+            "step3p5",
+            {"swiglu_limits_shared": [0, -1, None, 0, 0]},
+            "swiglu_limits_shared must be a list of numbers >= 0",
+        ),
+        ("step3p5", {"moe_layers_enum": "1,x"}, "moe_layers_enum must be numbers of layers"),
+        (
+            "step3p5",
+            {"rope_theta": [50.0, 5000.0, 60.0]},
+            "rope_theta must be a list with one number for all layers of",
+        ),
+        ("step3p5", {"yarn_only_types": ["sliding_attention"]}, "yarn_only_types must be"),
+        ("step3p5", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate must be true or absent"),
+        ("step3p5", {"attention_other_setting": {"num_attention_groups": 2}}, "num_attention_groups must be 1"),
+        ("step3p7", {"text_config": None}, "text_config must be a mapping"),
+        ("cohere_compass", {"rope_parameters": {}}, "rope_parameters must be a mapping that has one for"),
+        (
+            "lara_mini",
+            {"layer_types": ["full_attention"]},
+            "layer_types must be a list of 5 of full_attention, sliding",
+        ),
+        ("flint", {"mlp_only_layers": 2}, "mlp_only_layers must be a list of layer indices"),
+        ("bailing_lite", {"norm_head": True}, "norm_head must be false or absent"),
+        ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),
+        ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, 'type must be "dynamic" or absent'),
         ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "attention_types must be"),
         ("gpt_neo", {"attention_types": [[["global"] * 10**5, 2]]}, "attention_types must be"),
     ],

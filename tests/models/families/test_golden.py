@@ -35,12 +35,13 @@ def architecture(name: str) -> str:
 # A checkpoint of each family always, and those of further kinds of rope; others in a thorough run.
 ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
 FIRSTS = {architecture(name): name for name in reversed(NAMES)}
-# Families that mix what others have: four rows that have every part once that no other family shows are left.
+# Families that mix what others have: six rows that have every part once that no other family shows are left.
 MIXED = {*DENSE_ROWS, *EXPERT_ROWS, *("MambaForCausalLM", "FalconMambaForCausalLM", "BambaForCausalLM")}
 MIXED |= {"OlmoHybridForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"}
 MIXED |= {*HUB_ROWS, *MIXTURE_ROWS, "Lfm3ForCausalLM", "BailingHybridForCausalLM", "Gemma4UnifiedForCausalLM"}
-MIXED |= {"AXK2ForCausalLM"}
+MIXED |= {"AXK2ForCausalLM", "LaraMiniForCausalLM"}
 MIXED -= {"MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "Mistral4ForCausalLM", "NanoChatForCausalLM"}
+MIXED -= {"BeamForCausalLM", "Step3p7ForConditionalGeneration"}
 ALWAYS = frozenset((*(name for family, name in FIRSTS.items() if family not in MIXED), *ROPES))
 # Named otherwise than a family's text models, and computed as they are: that they load shows most of it.
 RENAMED = frozenset(name for name in ALWAYS if name.endswith(("_vision", "_wrapped")))

@@ -65,7 +65,14 @@ class Given:
             del array
 
 
-FEW = [("llama", "int8"), ("phi3", "int4"), ("qwen3_5_moe_vision", None), ("mixtral_tied", None), ("deepseek_v3", None)]
+FEW = [
+    ("llama", "int8"),
+    ("phi3", "int4"),
+    ("qwen3_5_moe_vision", None),
+    ("mixtral_tied", None),
+    ("deepseek_v3", None),
+    ("step3p5", None),
+]
 MORE = [
     *((name, None) for name in ("llama", "qwen3", "llama4", "gemma2", "qwen3_moe", "gpt_oss")),
     ("qwen3_moe", "int8"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -92,22 +93,30 @@ def test_parts_of_a_stack(tmp_path, mxfp4, interleaved):
 
 
 def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
-    """The same parts of the same matrices, whichever way round they lie."""
+    """The same parts of the same matrices, whichever way round they lie, also where gate and up are apart."""
     tensors = stacks(np.random.default_rng(0), mxfp4=False)
     turned = {
         name: np.ascontiguousarray(values.swapaxes(1, 2)) if values.ndim == 3 else values
         for name, values in tensors.items()
     }
-    sources = []
-    for name, held, stacked in (("in", tensors, StackedExperts()), ("out", turned, StackedExperts(out_first=True))):
+    apart = {name: values for name, values in turned.items() if "gate_up" not in name}
+    for part, own in (("gate_proj", slice(FFN)), ("up_proj", slice(FFN, None))):
+        for end in ("", "_bias"):
+            apart[f"{PREFIX}.{part}{end}"] = np.ascontiguousarray(turned[f"{PREFIX}.gate_up_proj{end}"][:, own])
+    sources, out_first = [], StackedExperts(out_first=True)
+    for name, held, stacked in (
+        ("in", tensors, StackedExperts()),
+        ("out", turned, out_first),
+        ("apart", apart, out_first),
+    ):
         (tmp_path / name).mkdir()
         save_file(held, tmp_path / name / "model.safetensors")
         checkpoint = SafetensorsCheckpoint(tmp_path / name)
         assert of_shapes(StackedExperts(out_first=None), checkpoint, SIZE) == stacked
         sources.append(StackedSource(checkpoint, stacked, EXPERTS))
-    one, other = sources
-    assert list(one.names()) == list(other.names())
-    for name in one.names():
+    one = sources[0]
+    for name, other in product(one.names(), sources[1:]):
+        assert set(one.names()) == set(other.names())
         assert one.shape(name) == other.shape(name)
         parts = [(slice(None), slice(None)), (slice(3, 20), slice(1, 9))]
         for rows, columns in parts if len(one.shape(name)) == 2 else [(slice(2, 5), slice(None))]:

@@ -1,0 +1,107 @@
+"""Lara 4 Mini (Translated 2026): in turns gated delta nets, windows with rope, and attention to all tokens without
+rope; experts beside a shared MLP everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.readers.hf import FULL, SLIDING, hf_fields, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.config.state import GatedDelta
+from jaxengine.models.families.declared_experts import softmax_experts
+from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
+from jaxengine.models.families.qwen3_next import LINEAR
+from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
+from jaxengine.models.layers.states.delta_net import GatedDeltaNet
+from jaxengine.models.params.declare import parts_of
+from jaxengine.models.params.source import CheckpointNames, StackedExperts
+
+_PATTERN = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 128,
+    "sliding_window": 512,
+    "attention_bias": False,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "eos_token_id": 151643,
+}
+
+
+class LaraMiniForCausalLM(LlamaForCausalLM):
+    """Llama with delta nets in some layers, norms of each head of q and k in the others, and experts in all."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        suffixes=((".linear_attn.out_norm.weight", ".linear_attn.norm.weight"),),
+        squeezed=(".conv1d.weight",),
+        stacked_experts=StackedExperts(out_first=True),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**_DEFAULTS)
+        kinds, bias = _layer_kinds(fields), fields.boolean("attention_bias")
+        rope = read_rope(fields, read_head_dim(fields))
+        experts = replace(
+            softmax_experts(fields),
+            dense_layers=(),
+            shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
+        )
+        shared = hf_fields(
+            ConfigFields({**fields.raw, "intermediate_size": experts.intermediate_size}),
+            windows=windows_by_kind(kinds, fields.integer("sliding_window")),
+            ropes=[rope if kind == SLIDING else None for kind in kinds],
+            tied=True,
+            qk_norm=True,
+            bias=bias,
+            output_bias=bias,
+        )
+        state = GatedDelta(
+            num_k_heads=fields.integer("linear_num_key_heads"),
+            num_v_heads=fields.integer("linear_num_value_heads"),
+            k_head_dim=fields.integer("linear_key_head_dim"),
+            v_head_dim=fields.integer("linear_value_head_dim"),
+            conv_kernel=fields.integer("linear_conv_kernel_dim"),
+        )
+        layers = zip(shared["attention"], kinds, strict=True)
+        attention = tuple(
+            replace(each, qk_norm=False, state=state) if kind == LINEAR else each for each, kind in layers
+        )
+        return shared | {"attention": attention, "experts": experts}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        state, config = self.config.attention[layer].state, self.config
+        if not isinstance(state, GatedDelta):
+            return super().make_attention(layer, build)
+        source, heads = f"{LAYER}.linear_attn", state.num_v_heads
+        sizes = state.key_size, state.key_size, state.value_size, state.value_size, heads, heads
+        options: dict[str, Any] = {"eps": config.rms_norm_eps, "source": source, "build": build}
+        return GatedDeltaNet(state, config.hidden_size, inputs=parts_of(f"{source}.in_proj", *sizes), **options)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        names = ExpertNames(shared="shared_expert")
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, router_dtype=jnp.float32, build=build)
+
+
+def _layer_kinds(fields: ConfigFields) -> list[str]:
+    """Return LINEAR, SLIDING or FULL for each layer: as `layer_types` lists them, else in turns as in _PATTERN. Raises
+    ModelConfigError.
+    """
+    count = fields.integer("num_hidden_layers")
+    kinds = fields.value("layer_types", [_PATTERN[layer % len(_PATTERN)] for layer in range(count)])
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in _PATTERN for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {count} of {FULL}, {SLIDING}, {LINEAR}")
+    return kinds
