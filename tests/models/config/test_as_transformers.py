@@ -43,6 +43,7 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("deepseek_v32", {"rms_norm_eps": 1e-6}),
         ("glm4_moe_lite", {**SMALL, "routed_scaling_factor": 1.8}),
         ("kimi_linear", {"routed_scaling_factor": 2.446}),
+        ("phi3_longrope", {"original_max_position_embeddings": 4096}),
         ("dots1", {"sliding_window": 4096}),
         ("longcat_flash", {"zero_expert_num": 256}),
         ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),

@@ -127,3 +127,10 @@ def test_what_is_absent_is_what_another_name_of_the_class_means():
     sizes = {"architectures": ["MT5EncoderModel"], "model_type": "mt5"}
     found = read_hf(sizes, Pooler(MEAN))
     assert (found.vocab_size, found.intermediate_size, found.num_layers) == (250112, 1024, 8)
+
+
+def test_fields_that_transformers_does_not_read_change_nothing():
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
+    for name, field in (("DistilBertModel", {"layer_norm_eps": 0.3}), ("ModernBertModel", {"rope_theta": 50.0})):
+        raw = SIZES | sizes | {"architectures": [name]}
+        assert read(raw | field) == read(raw)
