@@ -145,9 +145,11 @@ def sees_all(fields: ConfigFields) -> bool:
 
 
 def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:
-    """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers with windows, chunks,
-    states or ALiBi.
+    """Return the layers' attention with all tokens visible; that of encoders, where they are, as it is. Raises
+    ModelConfigError for layers with windows, chunks, states or ALiBi.
     """
+    if not any(each.causal for each in attention):
+        return tuple(attention)
     if any(each.window is not None or each.chunk is not None or each.state is not None for each in attention):
         raise fields.fail("is_causal", "true or absent for a model with windows, chunks or recurrent states")
     if any(each.slopes is not None for each in attention):

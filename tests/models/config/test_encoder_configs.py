@@ -133,6 +133,12 @@ def test_what_is_absent_is_what_another_name_of_the_class_means():
 
 def test_fields_that_transformers_does_not_read_change_nothing():
     sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
-    for name, field in (("DistilBertModel", {"layer_norm_eps": 0.3}), ("ModernBertModel", {"rope_theta": 50.0})):
-        raw = SIZES | sizes | {"architectures": [name]}
+    for name, field in (
+        ("DistilBertModel", {"layer_norm_eps": 0.3}),
+        ("ModernBertModel", {"rope_theta": 50.0}),
+        ("ModernBertModel", {"is_causal": False}),  # as Ettin's encoders say
+        ("JinaBertModel", {"is_causal": False}),
+    ):
+        raw = SIZES | sizes | {"architectures": [name], "feed_forward_type": "geglu"}
+        raw |= {"position_embedding_type": "alibi"} if name.startswith("Jina") else {}
         assert read(raw | field) == read(raw)
