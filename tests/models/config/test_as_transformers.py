@@ -70,7 +70,7 @@ def test_an_mscale_of_zero_is_none():
     assert rope and read_hf(raw | {"rope_parameters": of_all}) == read_hf(raw | {"rope_parameters": without})
 
 
-@each_row("name", ["cohere2_moe", "mistral4", "laguna", "afmoe", "flex_olmo", "bailing_moe"])
+@each_row("name", ["cohere2_moe", "mistral4", "laguna", "afmoe", "flex_olmo", "bailing_moe", "phimoe"])
 def test_experts_of_rows_have_one_activation(name):
     with pytest.raises(ModelConfigError, match="hidden_act must be 'silu' for a model with experts, got 'gelu'"):
         read_hf(recorded(name, hidden_act="gelu"))
@@ -99,7 +99,7 @@ def test_sections_of_minicpmv():
         assert read_hf(raw | {"text_config": plain | {name: given}}) == read_hf(raw)
 
 
-@each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased"])
+@each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased", "smollm3_untied"])
 def test_windows_that_are_listed_and_switched_off_are_refused(name):
     raw = recorded(name)
     kinds = ["sliding_attention"] * raw["num_hidden_layers"]
