@@ -13,6 +13,7 @@ POOLING_SUFFIXES = {
     "ForTokenClassification": TOKEN_CLASSIFY,
     "Model": EMBED,
     "ForMaskedLM": EMBED,
+    "ForPreTraining": EMBED,
 }
 # Classes of pooling models whose names are not those of their families with a suffix.
 POOLING_CLASSES = {
@@ -36,6 +37,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "EuroBert": {"rms_norm_eps": 1e-5},
     "MT5": _T5,
     "UMT5": _T5,
+    "XLMRoberta": {"vocab_size": 30522},
 }
 # Those with a decoder's layers whose tokens see their whole prompt, whatever their files say.
 BIDIRECTIONAL = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")

@@ -34,6 +34,7 @@ from jaxengine.models.layers.next_token import next_token_class, with_next_layer
 from jaxengine.models.model_classes import ENCODERS, MODELS
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.errors import ModelFileError
+from jaxengine.models.params.source import MODEL, CheckpointNames
 from jaxengine.models.quantization.registry import PLAIN, read_quantization
 from jaxengine.sharding.layout import MeshLayout
 
@@ -121,7 +122,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     if stored is None and (text := fields.mapping("text_config")) is not None:
         stored = text.get(QUANTIZATION)
     names = model.checkpoint_names
-    prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_prefix(names.prefixes))
+    prefixes = names.prefixes if pooler is None else (*names.prefixes, *_without_base(names))
     if isinstance(stored, Mapping) and fields.has("expert_dtype"):  # as DeepSeek-V4 has it
         stored = {"expert_dtype": fields.text("expert_dtype"), **stored}
     quantization = read_quantization(stored, prefixes, names.suffixes, names.stacked_experts is not None)
@@ -144,9 +145,11 @@ def sees_all(fields: ConfigFields) -> bool:
 
 
 def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:
-    """Return the layers' attention with all tokens visible. Raises ModelConfigError for layers with windows, chunks,
-    states or ALiBi.
+    """Return the layers' attention with all tokens visible; that of encoders, where they are, as it is. Raises
+    ModelConfigError for layers with windows, chunks, states or ALiBi.
     """
+    if not any(each.causal for each in attention):
+        return tuple(attention)
     if any(each.window is not None or each.chunk is not None or each.state is not None for each in attention):
         raise fields.fail("is_causal", "true or absent for a model with windows, chunks or recurrent states")
     if any(each.slopes is not None for each in attention):
@@ -154,12 +157,12 @@ def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tu
     return tuple(replace(each, causal=False) for each in attention)
 
 
-def _without_prefix(prefixes: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the prefix replacements for a pooling model's checkpoint names that lack the common prefix, see
+def _without_base(names: CheckpointNames) -> list[tuple[str, str]]:
+    """Return the prefix replacements for a pooling model's checkpoint names that lack the common beginning, see
     jaxengine.models.weights.views.renamed.with_prefix.
     """
-    common = "model."
-    return [("", common), *((old.removeprefix(common), new) for old, new in prefixes if old.startswith(common))]
+    base = names.base
+    return [("", MODEL), *((old.removeprefix(base), new) for old, new in names.prefixes if old.startswith(base))]
 
 
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:

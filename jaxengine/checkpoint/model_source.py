@@ -34,7 +34,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import inside, read_object
 from jaxengine.models.params.source import WeightSource
 from jaxengine.models.quantization.registry import ALIASES, ROUNDED, rounded
-from jaxengine.models.registry import build_model, read_gguf, read_hf
+from jaxengine.models.registry import build_model, model_for_hf, read_gguf, read_hf
 from jaxengine.models.weights.formats.orbax import LAYOUT_FILE
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.gguf.file import GGUFFile
@@ -303,7 +303,8 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     weights = None if config.load_format == "dummy" else path if converted else open_weights(path, config)
     model = with_stored_head(_with_generation_config(model, path, config), raw, weights)
     if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
-        weights = with_own_files(path, weights, pooling.pooler)
+        names = model_for_hf(model.architecture).checkpoint_names
+        weights = with_own_files(path, weights, names, pooling.pooler)
     return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
 
 

@@ -34,7 +34,7 @@ from jaxengine.models.config.declared import (
     WITHIN,
     DeclaredForm,
 )
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.gguf import GGUFConfig
 from jaxengine.models.config.state import LinearState, SelectiveScan, ShortConvolution, StateSpace
@@ -253,6 +253,9 @@ class DeclaredForCausalLM(Decoder):
         super().__init__(config, build)
         stage, size, inner = self.stage, config.hidden_size, form.embedding_size
         scores = stage.is_last and config.pooler is None
+        if config.pooler is not None and inner is not None:
+            text = f"word_embed_proj_dim must be hidden_size = {size} for a model that pools, got {inner}"
+            raise ModelConfigError(text)
         if stage.is_first and form.embedding_norm is not None:
             norm = NORMS[form.norm]
             self.embedding_norm = norm(size, config.rms_norm_eps, source=form.embedding_norm, build=self.build)

@@ -20,6 +20,8 @@ _FIELDS = {
     "num_hidden_layers": "n_layers",
     "intermediate_size": "hidden_dim",
 }
+# Of all norms: no field says it.
+_EPS = 1e-12
 _DEFAULTS = {"dim": 768, "n_heads": 12, "n_layers": 6, "hidden_dim": 3072, "vocab_size": 30522}
 
 
@@ -46,8 +48,9 @@ class DistilBertModel(PostNormEncoder):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        fields = fields.with_defaults(**_DEFAULTS, max_position_embeddings=512, layer_norm_eps=1e-12)
-        fields = ConfigFields({**fields.raw, **{name: fields.value(own) for name, own in _FIELDS.items()}})
+        fields = fields.with_defaults(**_DEFAULTS, max_position_embeddings=512)
+        usual = {name: fields.value(own) for name, own in _FIELDS.items()}
+        fields = ConfigFields({**fields.raw, **usual, "layer_norm_eps": _EPS})
         encoder = EncoderConfig(
             read_activation(fields, "activation"),
             num_token_types=0,

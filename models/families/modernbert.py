@@ -84,7 +84,8 @@ class ModernBertModel(Encoder):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**_DEFAULTS)
         fields.require(rope_scaling=None)
-        fields = fields.with_defaults(rope_theta=fields.value("global_rope_theta"))
+        # `rope_theta` itself says nothing here.
+        fields = ConfigFields({**fields.raw, "rope_theta": fields.value("global_rope_theta")})
         bias, head_dim = fields.boolean("attention_bias", False), read_head_dim(fields)
         kinds, window = _kinds(fields), fields.integer("local_attention") // 2 + 1
         shared = hf_fields(

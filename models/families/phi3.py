@@ -30,7 +30,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         kind = rope.text("rope_type", None) or rope.text("type", "default")
         if kind not in ("default", "longrope", "su"):  # transformers takes "yarn" of old files for longrope
             raise ModelConfigError(f"rope_type of Phi-3 must be default, longrope or su, got {kind!r}")
-        fields = fields.with_defaults(rms_norm_eps=1e-5)
+        fields = fields.with_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
         return hf_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
 
     @classmethod

@@ -74,6 +74,19 @@ def _windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> La
     return replace(attention, window=fields.integer("sliding_window", None))
 
 
+def _read_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Read the experts, 16 by default. Raises ModelConfigError, also unless each token goes to two."""
+    experts = ExpertsConfig(
+        num_experts=fields.integer("num_local_experts", 16),
+        num_per_token=fields.integer("num_experts_per_tok", 2),
+        intermediate_size=fields.integer("intermediate_size"),
+        router_jitter_noise=fields.number("router_jitter_noise", 0.01),
+    )
+    if experts.num_per_token != 2:
+        raise fields.fail("num_experts_per_tok", "2")
+    return experts
+
+
 class PhiMoEForCausalLM(DeclaredForCausalLM):
     """Llama with layer norms, experts in every layer, and in some checkpoints biases."""
 
@@ -90,19 +103,8 @@ class PhiMoEForCausalLM(DeclaredForCausalLM):
         adapt=_one_mscale,
         choose=lambda fields, form: replace(form, head_bias=fields.boolean("lm_head_bias")),
         each_layer=_windowed,
+        experts=_read_experts,
     )
-
-    @classmethod
-    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        experts = ExpertsConfig(
-            num_experts=fields.integer("num_local_experts", 16),
-            num_per_token=fields.integer("num_experts_per_tok", 2),
-            intermediate_size=fields.integer("intermediate_size"),
-            router_jitter_noise=fields.number("router_jitter_noise", 0.01),
-        )
-        if experts.num_per_token != 2:
-            raise fields.fail("num_experts_per_tok", "2")
-        return super().read_hf(fields) | {"experts": experts}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         return SparseMixer(self.config, source=f"{LAYER}.block_sparse_moe", names=NAMES, build=build)

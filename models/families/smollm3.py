@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
-from jaxengine.models.config.readers.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
+from jaxengine.models.config.readers.hf import (
+    SLIDING,
+    hf_fields,
+    layer_kinds,
+    read_head_dim,
+    read_rope,
+    windows_by_kind,
+)
 from jaxengine.models.families.llama import LlamaForCausalLM
 
 
@@ -28,6 +35,8 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
                 windows = windows_by_kind(layer_kinds(fields), window)
             else:
                 windows = [None if has_rope else window for has_rope in rotated]
+        elif fields.has("layer_types") and SLIDING in layer_kinds(fields):
+            raise fields.fail("layer_types", f"without {SLIDING} where use_sliding_window is false")
         bias = fields.boolean("attention_bias", False)
         ropes = [rope if has_rope else None for has_rope in rotated]
         shared = hf_fields(fields, windows=windows, ropes=ropes, tied=True, bias=bias, output_bias=bias)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 WHOLE = slice(None)
+MODEL = "model."  # the beginning of the model's own names of layers, the token table and the final norm
 _NONE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -72,6 +73,14 @@ class CheckpointNames(NamedTuple):
     expert_rows: ExpertRows | None = None
     plain: tuple[str, ...] = ()
     of_adapters: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def base(self) -> str:
+        """Return the common beginning of the checkpoint's names of layers, the token table and the final norm, which
+        files saved without an output head lack: "model." unless `prefixes` have one other.
+        """
+        firsts = {old.partition(".")[0] for old, new in self.prefixes if new.startswith(MODEL)}
+        return f"{firsts.pop()}." if len(firsts) == 1 else MODEL
 
     def is_unused(self, stored: str) -> bool:
         """Whether a tensor of the checkpoint belongs to a part that is not read."""

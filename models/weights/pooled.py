@@ -11,25 +11,27 @@ from jaxengine.models.causal_lm import CausalLM
 from jaxengine.models.config.pooler import DENSE, Pooler
 from jaxengine.models.params.declare import declared_params
 from jaxengine.models.params.files import inside
-from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
+from jaxengine.models.params.source import MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
 from jaxengine.models.weights.formats.safetensors import SINGLE_FILE, SafetensorsCheckpoint
 from jaxengine.models.weights.formats.torch_zip import TorchCheckpoint
 from jaxengine.models.weights.load import is_unread
 from jaxengine.models.weights.views.joined import JoinedSource
 from jaxengine.models.weights.views.renamed import with_prefix
 
-_MODEL = "model."
 # Names of ColBERT's projection, which is the first Dense module of such a model.
 _PROJECTION = ("linear.weight", "model.linear.weight")
 
 
-def with_own_files(folder: Path, weights: WeightSource, pooler: Pooler, *, partial: bool = False) -> WeightSource:
-    """Return a folder's weights under the model's names, with those of Dense modules, which are files of their own.
+def with_own_files(
+    folder: Path, weights: WeightSource, names: CheckpointNames, pooler: Pooler, *, partial: bool = False
+) -> WeightSource:
+    """Return a folder's weights under the names of its family, `names`, with those of Dense modules, which are files of
+    their own.
 
     partial: files that are not there are left out. Raises ModelFileError for one that is missing, invalid or outside of
     the folder.
     """
-    stored, weights, found = weights, with_prefix(weights), {}
+    stored, weights, found = weights, with_prefix(weights, names), {}
     for index, each in enumerate(pooler.dense):
         if not each.folder:  # among the model's weights
             if not partial or any(name in stored.names() for name in _PROJECTION):
@@ -81,7 +83,7 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     names = first.checkpoint_names
     sources = (source.name for stage in stages for param in declared_params(stage) for source in param.decl.sources)
     heads = {f"{name.partition('.')[0]}." for name in sources}
-    kept = (_MODEL, "lm_head.", *heads)
+    kept = (MODEL, "lm_head.", *heads)
 
     pooler = first.config.pooler
     projects = pooler is not None and any(not each.folder for each in pooler.dense)
@@ -91,6 +93,6 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
             return f"{DENSE}.0.linear.weight"
         own = names.renamed(name)
         as_it_is = own.startswith(kept) or names.is_unused(name) or is_unread(first, own)
-        return name if as_it_is else _MODEL + name
+        return name if as_it_is else names.base + name
 
     return named

@@ -324,14 +324,14 @@ def _of_folder(
     """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
     head, or None. Raises ModelFileError, and WeightUpdateError if stopped or for numbers that are not finite.
     """
-    states, config, in_gguf = [], stages[0].model.config, is_gguf(folder)
-    checkpoint = open_gguf_weights(folder, config) if in_gguf else SafetensorsCheckpoint(folder)
+    states, first, in_gguf = [], stages[0].model, is_gguf(folder)
+    checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
     source: WeightSource = checkpoint
     try:
         if head is not None:
             source = head.view(checkpoint)
-        if config.pooler is not None and not in_gguf:
-            source = with_own_files(folder, checkpoint, config.pooler, partial=not strict)
+        if first.config.pooler is not None and not in_gguf:
+            source = with_own_files(folder, checkpoint, first.checkpoint_names, first.config.pooler, partial=not strict)
         tensors: WeightSource = FiniteSource(source) if stop is None else _StoppableSource(FiniteSource(source), stop)
         for model, mesh, _ in stages:
             states.append(load_params(model, tensors, mesh=mesh, partial=not strict, chunk_bytes=chunk_bytes))

@@ -41,15 +41,39 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     A configuration inside (`text_config`, `vision_config`) is changed field by field, any other mapping as a whole.
     Fields of the language model count in `text_config` where there is one. A new scaling of rope keeps the base and
     the sections of the old one; unless overrides say it, the context length becomes the one that yarn or linear
-    scaling stretches it to.
+    scaling stretches it to. So does yarn of the file itself, as model cards recommend to edit it, if that is longer.
 
     Raises ModelConfigError for a rope that is no mapping, or that overrides give twice.
+    """
+    merged, inner = _merged(raw, overrides), overrides.get(_TEXT)
+    if _LENGTH in overrides or isinstance(inner, Mapping) and _LENGTH in inner:
+        return merged
+    text = merged.get(_TEXT)
+    return {**merged, _TEXT: _as_long(text)} if isinstance(text, Mapping) else _as_long(merged)
+
+
+def _as_long(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with the context length of a yarn that says its original one, if that is longer than their
+    own. Linear scaling does not tell: some files have its length already, some do not.
+    """
+    rope = next((fields[name] for name in reversed(_MAPPINGS) if isinstance(fields.get(name), Mapping)), {})
+    own = rope[FULL] if isinstance(rope.get(FULL), Mapping) else rope
+    length, says = fields.get(_LENGTH), {_ORIGINAL} & {*own, *fields}
+    longest = _stretched(own, fields) if says and own.get("rope_type", own.get("type")) == "yarn" else None
+    if longest is None or type(length) is not int or not length < longest <= MAX_POSITIONS:
+        return dict(fields)
+    return {**fields, _LENGTH: longest}
+
+
+def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with other fields, as `overridden` does, with the context length that new scalings of rope
+    give. Raises ModelConfigError as it does.
     """
     merged, text = dict(raw), raw.get(_TEXT)
     outer, inner = dict[str, Any](), dict[str, Any]()
     for name, value in overrides.items():
         if _is_inside(raw, name, value):
-            merged[name] = overridden(raw[name], value)
+            merged[name] = _merged(raw[name], value)
         elif not isinstance(text, Mapping):
             outer[name] = value
         else:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxengine.models.params.errors import ModelFileError
-from jaxengine.models.params.source import WHOLE, CheckpointNames, WeightSource, WrappedSource
+from jaxengine.models.params.source import MODEL, WHOLE, CheckpointNames, WeightSource, WrappedSource
 
 
 class RenamedSource(WrappedSource):
@@ -88,11 +88,11 @@ class RenamedSource(WrappedSource):
         return len(shape) > 2 and name.endswith(self._flattened)
 
 
-# A pooling model that was saved without its head, as *Model, has names without the common prefix.
-_WITHOUT_HEAD = CheckpointNames(prefixes=(("lm_head.", "lm_head."), ("score.", "score."), ("", "model.")))
-
-
-def with_prefix(source: WeightSource) -> WeightSource:
-    """Return the checkpoint under names that begin with "model.", whether its own do or not."""
-    has_prefix = any(name.startswith("model.") for name in source.names())
-    return source if has_prefix else RenamedSource(source, _WITHOUT_HEAD)
+def with_prefix(source: WeightSource, names: CheckpointNames) -> WeightSource:
+    """Return a pooling model's checkpoint under names that `names` knows: those of a file without a head, saved as
+    *Model, lack `names.base`, and get it.
+    """
+    if any(name.startswith(MODEL) for name in source.names()):
+        return source
+    known = ("lm_head.", "score.", *(old for old, _ in names.prefixes))
+    return RenamedSource(source, CheckpointNames(prefixes=(*((old, old) for old in known), ("", names.base))))

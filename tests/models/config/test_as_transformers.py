@@ -43,6 +43,7 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("deepseek_v32", {"rms_norm_eps": 1e-6}),
         ("glm4_moe_lite", {**SMALL, "routed_scaling_factor": 1.8}),
         ("kimi_linear", {"routed_scaling_factor": 2.446}),
+        ("phi3_longrope", {"original_max_position_embeddings": 4096}),
         ("dots1", {"sliding_window": 4096}),
         ("longcat_flash", {"zero_expert_num": 256}),
         ("step3p5", {**SMALL, "rope_theta": [10000.0] * 5, "moe_router_scaling_factor": 1.0}),
@@ -79,7 +80,8 @@ def test_an_mscale_of_zero_is_none():
 
 
 @each_row(
-    "name", ["cohere2_moe", "mistral4", "laguna", "afmoe", "flint", "step3p5", "beam", "flex_olmo", "bailing_moe"]
+    "name",
+    ["cohere2_moe", "mistral4", "laguna", "afmoe", "flint", "step3p5", "beam", "flex_olmo", "bailing_moe", "phimoe"],
 )
 def test_experts_of_rows_have_one_activation(name):
     with pytest.raises(ModelConfigError, match="hidden_act must be 'silu' for a model with experts, got 'gelu'"):
@@ -109,7 +111,7 @@ def test_sections_of_minicpmv():
         assert read_hf(raw | {"text_config": plain | {name: given}}) == read_hf(raw)
 
 
-@each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased"])
+@each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased", "smollm3_untied"])
 def test_windows_that_are_listed_and_switched_off_are_refused(name):
     raw = recorded(name)
     kinds = ["sliding_attention"] * raw["num_hidden_layers"]

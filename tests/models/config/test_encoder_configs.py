@@ -104,6 +104,7 @@ def test_classes():
         assert family_of(f"{name}Model") == (f"{name}Model", "embed")
         assert family_of(f"{name}ForSequenceClassification") == (f"{name}Model", "classify")
     for name, found in {
+        "AlbertForPreTraining": ("AlbertModel", "embed"),
         "CamembertForTokenClassification": ("RobertaModel", "token_classify"),
         "Data2VecTextModel": ("RobertaModel", "embed"),
         "Gemma3TextForSequenceClassification": ("Gemma3ForCausalLM", "classify"),
@@ -124,7 +125,21 @@ def test_xlm_roberta_with_rope_is_jina_embeddings_v3():
 
 def test_what_is_absent_is_what_another_name_of_the_class_means():
     absent = {key: value for key, value in SIZES.items() if key != "vocab_size"}
-    assert read(absent | {"architectures": ["CamembertModel"]}).vocab_size == 30522 * 2
+    for name in ("CamembertModel", "XLMRobertaForMaskedLM"):
+        assert read(absent | {"architectures": [name]}).vocab_size == 30522 * 2
     sizes = {"architectures": ["MT5EncoderModel"], "model_type": "mt5"}
     found = read_hf(sizes, Pooler(MEAN))
     assert (found.vocab_size, found.intermediate_size, found.num_layers) == (250112, 1024, 8)
+
+
+def test_fields_that_transformers_does_not_read_change_nothing():
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
+    for name, field in (
+        ("DistilBertModel", {"layer_norm_eps": 0.3}),
+        ("ModernBertModel", {"rope_theta": 50.0}),
+        ("ModernBertModel", {"is_causal": False}),  # as Ettin's encoders say
+        ("JinaBertModel", {"is_causal": False}),
+    ):
+        raw = SIZES | sizes | {"architectures": [name], "feed_forward_type": "geglu"}
+        raw |= {"position_embedding_type": "alibi"} if name.startswith("Jina") else {}
+        assert read(raw | field) == read(raw)

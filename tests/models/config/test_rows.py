@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxengine.models.build import Build
 from jaxengine.models.config.attention import alibi_slopes
 from jaxengine.models.config.fields import ModelConfigError
-from jaxengine.models.registry import read_hf
+from jaxengine.models.config.pooler import Pooler
+from jaxengine.models.registry import build_model, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
 
@@ -191,6 +193,13 @@ def test_what_is_refused(name, changes, message):
 def test_dense_layers_are_layers_of_the_model():
     experts = read_hf(recorded("lfm2_moe", num_dense_layers=2**31 - 1)).experts
     assert experts is not None and experts.dense_layers == tuple(range(recorded("lfm2_moe")["num_hidden_layers"]))
+
+
+def test_projected_embeddings_of_opt_do_not_pool():
+    config = read_hf(recorded("opt_after"), Pooler())
+    assert config.declared is not None and config.declared.embedding_size is not None
+    with pytest.raises(ModelConfigError, match="word_embed_proj_dim must be hidden_size = .* for a model that pools"):
+        build_model(config, Build("float32"))
 
 
 def test_deberta_refuses_what_it_does_not_compute():

@@ -33,7 +33,8 @@ def state(folder: Path, **changes) -> list[np.ndarray]:
     model = build_model(config, Build("float32"))
     source = SafetensorsCheckpoint(folder)
     try:
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.to_pure_dict(load_params(model, with_prefix(source))))]
+        own = with_prefix(source, model.checkpoint_names)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.to_pure_dict(load_params(model, own)))]
     finally:
         source.close()
 

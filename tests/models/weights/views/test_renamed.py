@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxengine.checkpoint.token_tasks import with_token_labels
+from jaxengine.models.build import Build
+from jaxengine.models.config.pooler import LAST, Classifier, Pooler
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import CheckpointNames
-from jaxengine.models.weights.views.renamed import RenamedSource
+from jaxengine.models.registry import build_model, read_hf
+from jaxengine.models.weights.load import check_source
+from jaxengine.models.weights.pooled import naming
+from jaxengine.models.weights.views.renamed import RenamedSource, with_prefix
+from tests.fixtures.drawn_weights import FOLDER
+from tests.fixtures.drawn_weights import TENSORS as SHAPES
 from tests.models.weights.test_load import ArraySource
+from tests.tables import each_row
 
 NAMES = CheckpointNames(
     prefixes=(("language_model.model.", "model."), ("model.language_model.", "model.")),
@@ -69,3 +80,41 @@ class Scalars(ArraySource):
 
     def read(self, name, rows=slice(None), columns=slice(None)):
         return np.asarray(self.tensors[name])
+
+
+@each_row(
+    ("name", "family", "base"),
+    [
+        ("bloom", "Bloom", "transformer."),
+        ("gpt2", "GPT2", "transformer."),
+        ("dbrx", "Dbrx", "transformer."),
+        ("gpt_neox", "GPTNeoX", "gpt_neox."),
+        ("biogpt", "BioGpt", "biogpt."),
+        ("mamba", "Mamba", "backbone."),
+        ("opt", "OPT", "model."),
+        ("phi", "Phi", "model."),
+    ],
+)
+def test_pooling_checkpoints_of_every_base(name, family, base):
+    """As transformers saves *Model, without the base's name, and *For..Classification, with it."""
+    folder, pooler = FOLDER / name, Pooler(LAST)
+    raw, shapes = json.loads((folder / "config.json").read_text()), json.loads((folder / SHAPES).read_text())["shapes"]
+    body = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if name.startswith(base)}
+    size = read_hf(raw).hidden_size
+    score, bias = np.zeros((3, size), np.float32), np.zeros(3, np.float32)
+    for suffix, pooled, tensors in (
+        ("Model", pooler, {name.removeprefix(base): array for name, array in body.items()}),
+        ("ForSequenceClassification", Pooler(LAST, Classifier(3)), body | {"score.weight": score}),
+        (
+            "ForTokenClassification",
+            with_token_labels(pooler, 3),
+            body | {"classifier.weight": score, "classifier.bias": bias},
+        ),
+    ):
+        model = build_model(read_hf(raw | {"architectures": [family + suffix]}, pooled), Build("float32"))
+        source = with_prefix(ArraySource(tensors), model.checkpoint_names)
+        check_source(model, source)
+        named = naming([model])
+        assert {model.checkpoint_names.renamed(named(each)) for each in tensors} == {
+            model.checkpoint_names.renamed(each) for each in source.names()
+        }
