@@ -23,6 +23,7 @@ from jaxengine.models.families.declared_hub import HUB_ROWS
 from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME
 from jaxengine.models.families.declared_states import STATE_ROWS
+from jaxengine.models.families.deepseek_ocr2 import DeepseekOcr2ForConditionalGeneration
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.deepseek_v4 import DeepseekV4ForCausalLM
@@ -246,6 +247,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "GlmOcrForConditionalGeneration": GlmOcrForConditionalGeneration,
     "DotsOCRForCausalLM": DotsOCRForCausalLM,
     "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
+    "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,
     "MiniCPMOcrForConditionalGeneration": MiniCPMOcrForConditionalGeneration,

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxengine.media.base.processor import MediaProcessor
 from jaxengine.media.processors.cohere_vision import AyaVisionProcessor, Cohere2VisionProcessor
+from jaxengine.media.processors.deepseek_ocr2 import DeepseekOcr2Processor
 from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.gemma4_sounds import gemma4
@@ -72,6 +73,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "GlmOcrForConditionalGeneration": GlmOcrProcessor,
     "DotsOCRForCausalLM": DotsOcrProcessor,
     "GotOcr2ForConditionalGeneration": GotOcr2Processor,
+    "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMOcrForConditionalGeneration": MiniCPMVProcessor,

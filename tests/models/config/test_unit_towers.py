@@ -250,6 +250,14 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
     return raw | {"vision_config": raw["vision_config"] | vision}
 
 
+DEEPSEEK = next(row.config for row in read_names() if row.names[0] == "deepseek-community/DeepSeek-OCR-2")
+
+
+def encoder(**sizes: Any) -> dict[str, Any]:
+    """DeepSeek-OCR 2 with a second encoder of these sizes, and transformers' others."""
+    return changed(DEEPSEEK, encoder_config=sizes)
+
+
 @each_row(
     ("raw", "message"),
     [
@@ -285,6 +293,14 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
             PALIGEMMA | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},
             "use_bidirectional_attention must be true or absent, got False",
         ),
+        (changed(DEEPSEEK, sam_config={"image_size": 960}), "image_size must be a multiple of 16 * patch_size = 256"),
+        (encoder(), "downsample_channels must be two sizes, the second encoder_config.hidden_size 4096"),
+        (encoder(use_sliding_window=True), "use_sliding_window must be false or absent"),
+        (encoder(num_key_value_heads=5), "num_key_value_heads must be a divisor of num_attention_heads 32, got 5"),
+        (encoder(rope_parameters={"rope_type": "yarn"}), 'rope_parameters must be a mapping with the rope_type "defa'),
+        (with_text(DEEPSEEK, mlp_layer_types=["dense"]), "mlp_layer_types must be a list of 12 of dense, sparse"),
+        (with_text(DEEPSEEK, norm_topk_prob=True), "norm_topk_prob must be false or absent, got True"),
+        (with_text(DEEPSEEK, topk_method="noaux_tc"), "topk_method must be 'greedy' or 'group_limited_greedy'"),
         (changed(INTERNVL, norm_type="batch"), "vision_config.norm_type must be one of layer_norm, rms_norm"),
         (
             GEMMA3_VISION | {"mm_tokens_per_image": 200},
