@@ -114,6 +114,7 @@ from jaxengine.models.families.paligemma import (
 )
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
 from jaxengine.models.families.phimoe import PhiMoEForCausalLM
+from jaxengine.models.families.qianfan_ocr import QianfanOCRForConditionalGeneration
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.families.qwen2_audio import (
     Qwen2AudioForConditionalGeneration,
@@ -247,6 +248,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "GlmOcrForConditionalGeneration": GlmOcrForConditionalGeneration,
     "DotsOCRForCausalLM": DotsOCRForCausalLM,
     "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
+    "QianfanOCRForConditionalGeneration": QianfanOCRForConditionalGeneration,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,

@@ -154,6 +154,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
     "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2",),
+    "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
     "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),
     "MiniCPMV4_6ForConditionalGeneration": ("openbmb/MiniCPM-V-4.6",),
     "MiniCPMV4_7ForConditionalGeneration": ("openbmb/MiniCPM-V-4.7-1B",),

@@ -28,6 +28,7 @@ from jaxengine.media.processors.minicpmv import MiniCPMVProcessor
 from jaxengine.media.processors.paddleocr_vl import PaddleOcrVLProcessor
 from jaxengine.media.processors.paligemma import PaliGemmaProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
+from jaxengine.media.processors.qianfan_ocr import QianfanOCRProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
 from jaxengine.media.processors.qwen_omni import qwen2_5_omni, qwen3_omni
@@ -73,6 +74,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "GlmOcrForConditionalGeneration": GlmOcrProcessor,
     "DotsOCRForCausalLM": DotsOcrProcessor,
     "GotOcr2ForConditionalGeneration": GotOcr2Processor,
+    "QianfanOCRForConditionalGeneration": QianfanOCRProcessor,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,
