@@ -74,6 +74,7 @@ from jaxengine.models.families.kimi_k25 import KimiK25ForConditionalGeneration
 from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
+from jaxengine.models.families.lfm2_vl import Lfm2VlForConditionalGeneration
 from jaxengine.models.families.lighton_ocr import LightOnOcrForConditionalGeneration
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
@@ -249,6 +250,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "DotsOCRForCausalLM": DotsOCRForCausalLM,
     "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
     "QianfanOCRForConditionalGeneration": QianfanOCRForConditionalGeneration,
+    "Lfm2VlForConditionalGeneration": Lfm2VlForConditionalGeneration,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,

@@ -155,6 +155,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
     "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2",),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
+    "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2-VL-1.6B",),
     "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),
     "MiniCPMV4_6ForConditionalGeneration": ("openbmb/MiniCPM-V-4.6",),
     "MiniCPMV4_7ForConditionalGeneration": ("openbmb/MiniCPM-V-4.7-1B",),

@@ -19,6 +19,7 @@ from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import internvl
 from jaxengine.media.processors.kimi_k25 import KimiK25Processor
 from jaxengine.media.processors.kimi_vl import KimiVLProcessor
+from jaxengine.media.processors.lfm2_vl import Lfm2VlProcessor
 from jaxengine.media.processors.lighton_ocr import LightOnOcrProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
@@ -75,6 +76,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "DotsOCRForCausalLM": DotsOcrProcessor,
     "GotOcr2ForConditionalGeneration": GotOcr2Processor,
     "QianfanOCRForConditionalGeneration": QianfanOCRProcessor,
+    "Lfm2VlForConditionalGeneration": Lfm2VlProcessor,
     "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,

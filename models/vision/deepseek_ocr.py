@@ -17,6 +17,7 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
 from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import ParamDecl, Source, declare
@@ -95,7 +96,9 @@ def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
     encoder = _read_encoder(vision.part("encoder_config", **_ENCODER))
     right = isinstance(channels, (list, tuple)) and len(channels) == 2
     if not right or any(type(each) is not int or each < 1 for each in channels) or channels[1] != encoder.hidden_size:
-        raise first.fail("downsample_channels", f"two sizes, the second encoder_config.hidden_size {encoder.hidden_size}")
+        raise first.fail(
+            "downsample_channels", f"two sizes, the second encoder_config.hidden_size {encoder.hidden_size}"
+        )
     return DeepseekOcr2TowerConfig(
         num_features=sam.vit.num_features,
         columns=("side",),
@@ -142,9 +145,12 @@ class _Layer(nnx.Module):
         inner = self.head_dim * sizes.num_kv_heads
         eps, names = sizes.norm_eps, (f"{source}.input_layernorm", f"{source}.post_attention_layernorm")
         self.norm1, self.norm2 = (RMSNorm(size, eps, source=name, build=build) for name in names)
-        self.q = linear(size, f"{attention}.q_proj", size, ("embed", "heads"), build)
-        self.k = linear(size, f"{attention}.k_proj", inner, ("embed", "heads"), build)
-        self.v = linear(size, f"{attention}.v_proj", inner, ("embed", "heads"), build)
+        heads = tower_axis("heads", build)
+        sources = (Source(f"{attention}.{name}_proj", out) for name, out in (("q", size), ("k", inner), ("v", inner)))
+        self.q, self.k, self.v = (
+            Linear(size, (each._replace(group=self.head_dim),), axes=("embed", heads), bias=True, build=build)
+            for each in sources
+        )
         self.out = linear(size, f"{attention}.o_proj", size, ("heads", "embed"), build, bias=False)
         self.mlp = TowerMLP(
             size,
@@ -207,7 +213,8 @@ class DeepseekOcr2Tower(nnx.Module):
         sides = columns[0].reshape(-1, config.unit)[:, 0]
         units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
         x = self.sam(units.reshape(-1, patches.shape[1]), sides)
-        with jax.named_scope("downsampling"):  # by two of an even number of places, of which the last sees none after it
+        # By two of an even number of places, of which the last sees none after it.
+        with jax.named_scope("downsampling"):
             x = convolved(convolved(x, self.first, 2), self.second, 2)
         with jax.named_scope("encoder"):
             x = self._encoded(x.reshape(len(sides), -1, x.shape[-1]), sides // _MERGE)

@@ -205,8 +205,8 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
         ("internvl_vision", {"max_patches": 65}, "max_patches must be from min_patches 1 to 64, got 65"),
         ("idefics3_vision", {"max_image_size": {"longest_edge": 25}}, "max_image_size must be {'longest_edge': 24}"),
         ("gemma3_sees_vision", {"size": {"height": 48, "width": 24}}, "size must be 48 by 48"),
-        ("deepseek_ocr2_vision", {"tile_size": 20}, "tile_size must be 24, three quarters of the tower's image_size 32"),
-        ("deepseek_ocr2_vision", {"background_color": [1, 2, 256]}, "background_color must be three integers from 0 to"),
+        ("deepseek_ocr2_vision", {"tile_size": 20}, "tile_size must be 24, three quarters of the tower's"),
+        ("deepseek_ocr2_vision", {"background_color": [1, 2, 256]}, "background_color must be three integers from"),
         ("cohere2_vision", {"patch_size": 3}, "patch_size must be the side of the square of 4 embeddings"),
     ],
 )

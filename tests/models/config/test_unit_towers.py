@@ -250,7 +250,10 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
     return raw | {"vision_config": raw["vision_config"] | vision}
 
 
-DEEPSEEK = next(row.config for row in read_names() if row.names[0] == "deepseek-community/DeepSeek-OCR-2")
+DEEPSEEK, LFM2 = (
+    next(row.config for row in read_names() if name in row.names)
+    for name in ("deepseek-community/DeepSeek-OCR-2", "LiquidAI/LFM2-VL-1.6B")
+)
 
 
 def encoder(**sizes: Any) -> dict[str, Any]:
@@ -301,6 +304,11 @@ def encoder(**sizes: Any) -> dict[str, Any]:
         (with_text(DEEPSEEK, mlp_layer_types=["dense"]), "mlp_layer_types must be a list of 12 of dense, sparse"),
         (with_text(DEEPSEEK, norm_topk_prob=True), "norm_topk_prob must be false or absent, got True"),
         (with_text(DEEPSEEK, topk_method="noaux_tc"), "topk_method must be 'greedy' or 'group_limited_greedy'"),
+        (changed(LFM2, num_patches=255), "vision_config.num_patches must be a square, got 255"),
+        (changed(LFM2, model_type="siglip_vision_model"), "vision_config.model_type must be siglip2_vision_model"),
+        (LFM2 | {"downsample_factor": 3}, "downsample_factor must be 1, 2, 4 or 8, got 3"),
+        (LFM2 | {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
+        (with_text(LFM2, model_type="lfm2_moe"), "model_type must be lfm2 in text_config, got 'lfm2_moe'"),
         (changed(INTERNVL, norm_type="batch"), "vision_config.norm_type must be one of layer_norm, rms_norm"),
         (
             GEMMA3_VISION | {"mm_tokens_per_image": 200},
