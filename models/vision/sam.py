@@ -170,7 +170,8 @@ class _Layer(nnx.Module):
             where = jnp.asarray(np.concatenate(places, -1), k.dtype)[None, :, :, None]
             k = jnp.concatenate([k, jnp.broadcast_to(where, (*k.shape[:-1], 2 * side))], -1)
         seen = None if sides is None else _is_inside(side, sides).reshape(count, side * side)
-        o = attend_units(*(each.reshape(count, side * side, *each.shape[3:]) for each in (q, k, v)), seen)
+        q, k, v = (each.reshape(count, side * side, *each.shape[3:]) for each in (q, k, v))
+        o = attend_units(q, k, v, seen)
         return self.out(o.reshape(count * side * side, -1)).reshape(x.shape)
 
     def _apart(self, vectors: jax.Array, sides: jax.Array | None) -> jax.Array:
