@@ -23,6 +23,7 @@ from jaxengine.models.families.declared_hub import HUB_ROWS
 from jaxengine.models.families.declared_mixtures import MIXTURE_ROWS
 from jaxengine.models.families.declared_rows import ROWS_BY_NAME
 from jaxengine.models.families.declared_states import STATE_ROWS
+from jaxengine.models.families.deepseek_ocr2 import DeepseekOcr2ForConditionalGeneration
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxengine.models.families.deepseek_v4 import DeepseekV4ForCausalLM
@@ -74,6 +75,7 @@ from jaxengine.models.families.kimi_linear import KimiLinearForCausalLM
 from jaxengine.models.families.kimi_vl import KimiVLForConditionalGeneration
 from jaxengine.models.families.lara_mini import LaraMiniForCausalLM
 from jaxengine.models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
+from jaxengine.models.families.lfm2_vl import Lfm2VlForConditionalGeneration
 from jaxengine.models.families.lighton_ocr import LightOnOcrForConditionalGeneration
 from jaxengine.models.families.llama import LlamaForCausalLM
 from jaxengine.models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
@@ -114,6 +116,7 @@ from jaxengine.models.families.paligemma import (
 )
 from jaxengine.models.families.phi3 import Phi3ForCausalLM
 from jaxengine.models.families.phimoe import PhiMoEForCausalLM
+from jaxengine.models.families.qianfan_ocr import QianfanOCRForConditionalGeneration
 from jaxengine.models.families.qwen2 import Qwen2ForCausalLM
 from jaxengine.models.families.qwen2_audio import (
     Qwen2AudioForConditionalGeneration,
@@ -248,6 +251,9 @@ MODELS: dict[str, type[CausalLM]] = {
     "GlmOcrForConditionalGeneration": GlmOcrForConditionalGeneration,
     "DotsOCRForCausalLM": DotsOCRForCausalLM,
     "GotOcr2ForConditionalGeneration": GotOcr2ForConditionalGeneration,
+    "QianfanOCRForConditionalGeneration": QianfanOCRForConditionalGeneration,
+    "Lfm2VlForConditionalGeneration": Lfm2VlForConditionalGeneration,
+    "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2ForConditionalGeneration,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMV4_6ForConditionalGeneration,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMV4_7ForConditionalGeneration,
     "MiniCPMOcrForConditionalGeneration": MiniCPMOcrForConditionalGeneration,

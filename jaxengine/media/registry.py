@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxengine.media.base.processor import MediaProcessor
 from jaxengine.media.processors.cohere_vision import AyaVisionProcessor, Cohere2VisionProcessor
+from jaxengine.media.processors.deepseek_ocr2 import DeepseekOcr2Processor
 from jaxengine.media.processors.dots_ocr import DotsOcrProcessor
 from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.gemma4_sounds import gemma4
@@ -18,6 +19,7 @@ from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import internvl
 from jaxengine.media.processors.kimi_k25 import KimiK25Processor
 from jaxengine.media.processors.kimi_vl import KimiVLProcessor
+from jaxengine.media.processors.lfm2_vl import Lfm2VlProcessor
 from jaxengine.media.processors.lighton_ocr import LightOnOcrProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
@@ -27,6 +29,7 @@ from jaxengine.media.processors.minicpmv import MiniCPMVProcessor
 from jaxengine.media.processors.paddleocr_vl import PaddleOcrVLProcessor
 from jaxengine.media.processors.paligemma import PaliGemmaProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
+from jaxengine.media.processors.qianfan_ocr import QianfanOCRProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
 from jaxengine.media.processors.qwen_omni import qwen2_5_omni, qwen3_omni
@@ -72,6 +75,9 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "GlmOcrForConditionalGeneration": GlmOcrProcessor,
     "DotsOCRForCausalLM": DotsOcrProcessor,
     "GotOcr2ForConditionalGeneration": GotOcr2Processor,
+    "QianfanOCRForConditionalGeneration": QianfanOCRProcessor,
+    "Lfm2VlForConditionalGeneration": Lfm2VlProcessor,
+    "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Processor,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMV4_7ForConditionalGeneration": MiniCPMVProcessor,
     "MiniCPMOcrForConditionalGeneration": MiniCPMVProcessor,

@@ -28,23 +28,9 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", False)
-        fields.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax", moe_layer_freq=1)
-        method = fields.text("topk_method", "greedy")
-        if method not in ("greedy", "group_limited_greedy"):
-            raise fields.fail("topk_method", "'greedy' or 'group_limited_greedy'")
-        size, grouped = fields.integer("moe_intermediate_size"), method != "greedy"
+        fields.require(moe_layer_freq=1)
         first = fields.integer("first_k_dense_replace", 0, minimum=0)
-        experts = ExpertsConfig(
-            num_experts=fields.integer("n_routed_experts"),
-            num_per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=size,
-            norm_weights=False,
-            dense_layers=tuple(range(min(first, fields.integer("num_hidden_layers")))),
-            num_expert_group=fields.integer("n_group") if grouped else 1,
-            topk_group=fields.integer("topk_group") if grouped else 1,
-            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
-            shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
-        )
+        experts = read_experts(fields, tuple(range(min(first, fields.integer("num_hidden_layers")))))
         return hf_latent_fields(fields, bias=bias, output_bias=bias) | {"experts": experts}
 
     @classmethod
@@ -60,3 +46,25 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         if experts is not None and layer in experts.dense_layers:
             return super().make_mlp(layer, build)
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", router_dtype=jnp.float32, build=build)
+
+
+def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
+    """Read experts that are picked by softmax scores, in some checkpoints by groups, and a shared MLP. dense_layers:
+    layers without. Raises ModelConfigError.
+    """
+    fields.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax")
+    method = fields.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.fail("topk_method", "'greedy' or 'group_limited_greedy'")
+    size, grouped = fields.integer("moe_intermediate_size"), method != "greedy"
+    return ExpertsConfig(
+        num_experts=fields.integer("n_routed_experts"),
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=size,
+        norm_weights=False,
+        dense_layers=dense_layers,
+        num_expert_group=fields.integer("n_group") if grouped else 1,
+        topk_group=fields.integer("topk_group") if grouped else 1,
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
+    )

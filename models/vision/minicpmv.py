@@ -124,7 +124,7 @@ class MiniCPMVTower(nnx.Module):
             vit.num_features, size, source=f"{source}.patch_embedding", bias=True, build=build
         )
         self.positions = table(vit.num_patches, size, f"{source}.position_embedding.weight", build)
-        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(vit.num_layers)])
+        self.layers = nnx.List([make_layer(vit, replace(build, layer=layer)) for layer in range(vit.num_layers)])
         self.last_norm = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.post_layernorm", build=build)
         self.joining = JoinedWindows(vit, build) if config.joined_after is not None else None
         source = f"{MERGER}.mlp.0"
@@ -137,23 +137,6 @@ class MiniCPMVTower(nnx.Module):
             names=(f"{source}.linear_1", f"{source}.linear_2"),
             build=build,
         )
-
-    def _make_layer(self, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`."""
-        vit, source = self.config.vit, f"{TOWER}.encoder.layers.{{layer}}"
-        norms = tuple(
-            LayerNorm(vit.hidden_size, vit.norm_eps, source=f"{source}.layer_norm{which}", build=build)
-            for which in (1, 2)
-        )
-        mlp = TowerMLP(
-            vit.hidden_size,
-            vit.intermediate_size,
-            up=[f"{source}.mlp.fc1"],
-            down=f"{source}.mlp.fc2",
-            activation=ACTIVATIONS[vit.activation],
-            build=build,
-        )
-        return TowerLayer((norms[0], norms[1]), make_attention(vit, f"{source}.self_attn", build), mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
         segment, row, column, height, width = columns
@@ -203,6 +186,23 @@ class JoinedWindows(nnx.Module):
         x = x + self.attention(self.norm(x), None, _window_attention)
         mean = x.astype(jnp.float32).reshape(-1, _SQUARE, x.shape[1]).mean(axis=1)
         return self.mlp(x) + mean.astype(x.dtype)
+
+
+def make_layer(vit: VitConfig, build: Build) -> TowerLayer:
+    """Make SigLIP's layer with the number `build.layer`."""
+    source = f"{TOWER}.encoder.layers.{{layer}}"
+    norms = tuple(
+        LayerNorm(vit.hidden_size, vit.norm_eps, source=f"{source}.layer_norm{which}", build=build) for which in (1, 2)
+    )
+    mlp = TowerMLP(
+        vit.hidden_size,
+        vit.intermediate_size,
+        up=[f"{source}.mlp.fc1"],
+        down=f"{source}.mlp.fc2",
+        activation=ACTIVATIONS[vit.activation],
+        build=build,
+    )
+    return TowerLayer((norms[0], norms[1]), make_attention(vit, f"{source}.self_attn", build), mlp)
 
 
 def make_attention(vit: VitConfig, source: str, build: Build) -> TowerAttention:

@@ -42,6 +42,8 @@ _DEFAULTS = {
 # Of the norms after the layers.
 _NECK_EPS = 1e-6
 _MOST_WINDOW = 64
+# Of cubic convolution (Keys 1981) that also shrinks, as torch and Pillow have it.
+_KEYS = -0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,15 @@ class SamConfig:
     has_distances: bool
 
 
-def read_sam(fields: ConfigFields, name: str) -> SamConfig:
+def read_sam(fields: ConfigFields, name: str, *, mlp_ratio: bool = False) -> SamConfig:
     """Read the encoder's sizes from the mapping `name`. Raises ModelConfigError, also for a side of a unit that is not
     a multiple of four patches, which convolutions make one.
+
+    mlp_ratio: whether an absent `mlp_dim` is the hidden size times the field of this name, and not 3072.
     """
     vision = fields.part(name, **_DEFAULTS)
-    vit = replace(read_vit(vision), intermediate_size=_size(vision, "mlp_dim", 3072))
+    inner = int(vision.integer("hidden_size") * vision.number("mlp_ratio", 4.0)) if mlp_ratio else 3072
+    vit = replace(read_vit(vision), intermediate_size=_size(vision, "mlp_dim", inner))
     if vit.grid % 4:
         raise vision.fail("image_size", f"a multiple of 4 * patch_size = {4 * vit.patch_size}")
     whole = vision.value("global_attn_indexes", [2, 5, 8, 11])
@@ -110,7 +115,7 @@ class _Layer(nnx.Module):
         vit, attention = config.vit, f"{source}.attn"
         size, inner = vit.hidden_size, vit.intermediate_size
         self.head_dim, self.activation = size // vit.num_heads, ACTIVATIONS[vit.activation]
-        self.side = vit.grid if is_whole else config.window
+        self.is_whole, self.side = is_whole, vit.grid if is_whole else config.window
         qkv = tuple(part._replace(group=self.head_dim) for part in joined_qkv(f"{attention}.qkv", size))
         heads, bias = tower_axis("heads", build), config.qkv_bias
         self.attention_norm = LayerNorm(size, vit.norm_eps, source=f"{source}.layer_norm1", build=build)
@@ -129,22 +134,25 @@ class _Layer(nnx.Module):
         decl = ParamDecl((None, None), (Source(source, count),), init_std=0.02)
         return declare((count, self.head_dim), build.dtype, decl)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, sides: jax.Array | None = None) -> jax.Array:
         units, grid, _, size = x.shape
         with jax.named_scope("attention"):
             side, count = self.side, -(-grid // self.side)
             missing = count * side - grid
             # Windows at the end are filled with zeros, to which patches attend as to others.
-            y = jnp.pad(self.attention_norm(x), ((0, 0), (0, missing), (0, missing), (0, 0)))
+            y = jnp.pad(inside(self.attention_norm(x), sides), ((0, 0), (0, missing), (0, missing), (0, 0)))
             y = y.reshape(units, count, side, count, side, size).swapaxes(2, 3).reshape(-1, side, side, size)
-            y = self._attend(y).reshape(units, count, count, side, side, size).swapaxes(2, 3)
+            y = self._attend(y, sides if self.is_whole else None)
+            y = y.reshape(units, count, count, side, side, size).swapaxes(2, 3)
             x = x + y.reshape(units, count * side, count * side, size)[:, :grid, :grid]
         with jax.named_scope("mlp"):
             inner = self.activation(self.up(self.mlp_norm(x).reshape(-1, size), out_dtype=jnp.float32))
             return x + self.down(inner.astype(x.dtype)).reshape(x.shape)
 
-    def _attend(self, x: jax.Array) -> jax.Array:
-        """Attend within each of x [B, side, side, D]."""
+    def _attend(self, x: jax.Array, sides: jax.Array | None) -> jax.Array:
+        """Attend within each of x [B, side, side, D]. sides: i32[B], rows and columns that are patches of each; None
+        for all.
+        """
         count, side = len(x), self.side
         joined = self.qkv(x.reshape(-1, x.shape[-1])).reshape(count, side, side, -1, self.head_dim)
         q, k, v = jnp.split(joined, 3, axis=3)
@@ -152,17 +160,35 @@ class _Layer(nnx.Module):
             # Sums for rows and columns are products of further elements: of queries with each vector, and of keys
             # with ones where they lie. Scores are divided by the root of all elements.
             width = self.head_dim + 2 * side
-            apart = np.arange(side)[:, None] - np.arange(side) + side - 1
-            by_row = jnp.einsum("bijnh,ikh->bijnk", q, self.rows[...][apart])
-            by_column = jnp.einsum("bijnh,jkh->bijnk", q, self.columns[...][apart])
+            each = "" if sides is None else "b"
+            by_row = jnp.einsum(f"bijnh,{each}ikh->bijnk", q, self._apart(self.rows[...], sides))
+            by_column = jnp.einsum(f"bijnh,{each}jkh->bijnk", q, self._apart(self.columns[...], sides))
             own = q * jnp.asarray((width / self.head_dim) ** 0.5, q.dtype)
             q = jnp.concatenate([own, jnp.concatenate([by_row, by_column], -1) * jnp.asarray(width**0.5, q.dtype)], -1)
             places = [np.broadcast_to(np.eye(side)[:, None], (side, side, side))]
             places.append(places[0].swapaxes(0, 1))
             where = jnp.asarray(np.concatenate(places, -1), k.dtype)[None, :, :, None]
             k = jnp.concatenate([k, jnp.broadcast_to(where, (*k.shape[:-1], 2 * side))], -1)
-        o = attend_units(*(each.reshape(count, side * side, *each.shape[3:]) for each in (q, k, v)))
+        seen = None if sides is None else _is_inside(side, sides).reshape(count, side * side)
+        q, k, v = (each.reshape(count, side * side, *each.shape[3:]) for each in (q, k, v))
+        o = attend_units(q, k, v, seen)
         return self.out(o.reshape(count * side * side, -1)).reshape(x.shape)
+
+    def _apart(self, vectors: jax.Array, sides: jax.Array | None) -> jax.Array:
+        """Return the vector for the distance of each two rows of a square, [side, side, H]. For `sides` i32[B] it is
+        [B, side, side, H]: vectors are interpolated linearly to the distances of squares with fewer rows.
+
+        vectors: [2 * side - 1, H], one for each distance.
+        """
+        apart = np.arange(self.side)[:, None] - np.arange(self.side)
+        if sides is None:
+            return vectors[apart + self.side - 1]
+        own, most = jnp.maximum(sides, 1)[:, None, None], 2 * self.side - 1
+        spot = jnp.clip((jnp.asarray(apart) + own - 0.5) * most / (2 * own - 1) - 0.5, 0, most - 1)
+        low = jnp.floor(spot).astype(jnp.int32)
+        share = (spot - low)[..., None]
+        near, far = (vectors[jnp.minimum(low + step, most - 1)].astype(jnp.float32) for step in (0, 1))
+        return (near * (1 - share) + far * share).astype(vectors.dtype)
 
 
 class SamEncoder(nnx.Module):
@@ -171,7 +197,7 @@ class SamEncoder(nnx.Module):
     def __init__(self, config: SamConfig, source: str, build: Build):
         vit = config.vit
         size, out = vit.hidden_size, config.out_size
-        self.vit = vit
+        self.vit, self.out_size = vit, out
         patches = f"{source}.patch_embed.projection"
         self.patches = PatchEmbedding(vit.num_features, size, source=patches, bias=True, build=build)
         positions = f"{source}.pos_embed"
@@ -185,19 +211,56 @@ class SamEncoder(nnx.Module):
         norms = (LayerNorm(out, _NECK_EPS, source=f"{source}.neck.layer_norm{n}", build=build) for n in (1, 2))
         self.first_norm, self.second_norm = norms
 
-    def __call__(self, patches: jax.Array) -> jax.Array:
-        """Encode patches f32[U * G * G, F] of units of G by G patches, row by row: [U, G, G, channels]."""
+    def __call__(self, patches: jax.Array, sides: jax.Array | None = None) -> jax.Array:
+        """Encode patches f32[U * G * G, F] of units of G by G patches, row by row: [U, G, G, channels].
+
+        sides: i32[U], rows and columns of a unit that are patches, the first of the G; None for all of them. Learned
+        positions and distances are interpolated for fewer. What is returned beyond them means nothing.
+        """
         grid, size = self.vit.grid, self.vit.hidden_size
         with jax.named_scope("patches"):
             x = self.patches(patches).reshape(-1, grid, grid, size)
             if self.positions is not None:
-                x = x + self.positions[...].reshape(grid, grid, size)
+                places = self.positions[...].reshape(grid, grid, size)
+                x = x + (places if sides is None else shrunk(places, sides))
         for number, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{number}"):
-                x = layer(x)
+                x = layer(x, sides)
         with jax.named_scope("neck"):
-            x = self.first_norm(self.first(x.reshape(-1, size)))
-            return self.second_norm(convolved(x.reshape(-1, grid, grid, x.shape[-1]), self.second))
+            x = self.first_norm(self.first(x.reshape(-1, size))).reshape(-1, grid, grid, self.out_size)
+            return self.second_norm(convolved(inside(x, sides), self.second))
+
+
+def _is_inside(grid: int, sides: jax.Array) -> jax.Array:
+    """Return whether each place of U squares of `grid` rows is among the first `sides` i32[U] rows and columns of its
+    own, bool[U, grid, grid].
+    """
+    ahead = jnp.arange(grid) < sides[:, None]
+    return ahead[:, :, None] & ahead[:, None, :]
+
+
+def inside(x: jax.Array, sides: jax.Array | None) -> jax.Array:
+    """Put zeros in x [U, G, G, D] beyond the first `sides` i32[U] rows and columns of each square; None for none."""
+    return x if sides is None else jnp.where(_is_inside(x.shape[1], sides)[..., None], x, 0)
+
+
+def shrunk(places: jax.Array, sides: jax.Array) -> jax.Array:
+    """Interpolate learned positions to squares of `sides` i32[U] places a side, by cubic convolution over as many of
+    them as become one (torch's `antialias`): [U, G, G, D], of which the first `sides` rows and columns count.
+
+    places: [G, G, D]; no square has more than G places a side.
+    """
+    grid = len(places)
+    scale = grid / jnp.maximum(sides, 1).astype(jnp.float32)[:, None, None]
+    centre = (jnp.arange(grid)[:, None] + 0.5) * scale
+    far = jnp.abs(jnp.arange(grid) + 0.5 - centre) / scale
+    near_share = ((_KEYS + 2) * far - (_KEYS + 3)) * far * far + 1
+    far_share = ((_KEYS * far - 5 * _KEYS) * far + 8 * _KEYS) * far - 4 * _KEYS
+    shares = jnp.where(far <= 1, near_share, jnp.where(far < 2, far_share, 0))
+    total = shares.sum(-1, keepdims=True)
+    shares = shares / jnp.where(total == 0, 1, total)
+    found = jnp.einsum("uia,abd,ujb->uijd", shares, places.astype(jnp.float32), shares, precision="highest")
+    return found.astype(places.dtype)
 
 
 def convolved(x: jax.Array, kernel: PatchEmbedding, stride: int = 1) -> jax.Array:

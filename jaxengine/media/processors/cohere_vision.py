@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxengine.media.base.processor import Expanded, Processed
+from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.settings import WHOLE, token_text
+from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.media.processors.tiles import TilesProcessor, tilings
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import read_object
 
 _START, _END, _BREAK = "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
@@ -24,7 +24,7 @@ _AYA = {
 }
 
 
-class AyaVisionProcessor(TilesProcessor):
+class AyaVisionProcessor(TextPlaceholderProcessor):
     """Processor of AyaVisionForConditionalGeneration: each tile follows its number. In a prompt a text stands for an
     image, <image>, which need not be a token.
     """
@@ -33,14 +33,7 @@ class AyaVisionProcessor(TilesProcessor):
         super().__init__(folder, config_json, model_config, tokenizer)
         path, named = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self._texts = {name: token_text(path, named, name, usual) for name, usual in _AYA.items()}
-        self._placeholder = self._texts["image_token"]
-        self._written = self._ids(self._placeholder)
-        if not self._written:
-            raise ModelFileError(path, f"image_token must be a text with tokens, got {self._placeholder[:100]!r}")
-
-    def placeholder(self, modality: str) -> str:
-        """Return the text that stands for an image."""
-        return self._placeholder
+        self.place_text(path, "image_token", self._texts["image_token"])
 
     def placeholder_id(self) -> int:
         """Return image_token_index of config.json, or else image_token_id, at whose positions embeddings go. Raises
@@ -48,41 +41,14 @@ class AyaVisionProcessor(TilesProcessor):
         """
         return self.token_id("image_token_index", "image_token_id")
 
-    def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt, with one for each placeholder text, whose tokens may depend on the text
-        around it. token_ids: of the whole text; what is before its own, of its beginning, stays there. Token ids of
-        another text are returned as they are.
-        """
-        plain, pieces = self._ids(text), text.split(self._placeholder)
-        before = len(token_ids) - len(plain)
-        if before < 0 or list(token_ids[before:]) != plain:
-            return list(token_ids)
-        found = list(token_ids[:before])
-        for number, piece in enumerate(pieces):
-            found += [*([self.image_id] if number else ()), *(self._ids(piece) if piece else ())]
-        return found
-
-    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand the prompt as UnitProcessor does, after putting one token for each placeholder text in it."""
-        found, count, at = list[int](), len(self._written), 0
-        while at < len(token_ids):
-            written = list(token_ids[at : at + count]) == self._written
-            found.append(self.image_id if written else token_ids[at])
-            at += count if written else 1
-        return super().expand(found, items)
-
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): its tiles and the whole, each after its name, between two marks."""
         rows = self.tower.unit // self.tower.merge
         tile, whole = self._texts["tile_token"], self._texts["tile_global_token"]
         names = [*(f"{tile}_{number}" for number in range(1, item.num_rows // rows)), whole]
-        pieces = [token for name in names for token in (*self._ids(name), *[self.image_id] * rows)]
+        pieces = [token for name in names for token in (*self.ids(name), *[self.image_id] * rows)]
         start, end = self._texts["start_of_img_token"], self._texts["end_of_img_token"]
-        return [*self._ids(start), *pieces, *self._ids(end)]
-
-    def _ids(self, text: str) -> list[int]:
-        """Tokenize a piece of text between special tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return [*self.ids(start), *pieces, *self.ids(end)]
 
 
 class Cohere2VisionProcessor(TilesProcessor):

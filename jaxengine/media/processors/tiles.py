@@ -49,13 +49,18 @@ class TilesProcessor(UnitProcessor):
         if self.max_tiles > _MAX_TILES or self.min_tiles > self.max_tiles:
             raise fields.fail("max_patches", f"from min_patches {self.min_tiles} to {_MAX_TILES}")
 
+    @property
+    def tile_side(self) -> int:
+        """Return the side of a tile in pixels: here that of the whole."""
+        return self.side
+
     def option_names(self) -> tuple[str, ...]:
         return ("crop_to_patches", "min_patches", "max_patches")
 
     def largest_size(self) -> tuple[int, int]:
         """Return the height and width in pixels of an image that gets the most tiles."""
         rows, columns = max(tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
-        return rows * self.side, columns * self.side
+        return rows * self.tile_side, columns * self.tile_side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Resize an image, `picture` uint8[H, W, 3], to the nearest tiling; return its tiles, then the whole if there
@@ -108,7 +113,7 @@ class TilesProcessor(UnitProcessor):
         for rows, columns in tilings(least, most):
             distance = abs(width / height - columns / rows)
             if distance < nearest or (
-                distance == nearest and width * height > 0.5 * self.side * self.side * rows * columns
+                distance == nearest and width * height > 0.5 * self.tile_side**2 * rows * columns
             ):
                 best, nearest = (rows, columns), distance
         return best

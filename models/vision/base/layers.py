@@ -259,7 +259,7 @@ class PatchMerger(nnx.Module):
     default GELU, between (Qwen2-VL).
 
     norm: of each patch, or with `joined` of all of them at once. names: modules of the two products. ffn_size: rows of
-    the first; None for merge * size.
+    the first; None for merge * size. bias: whether the products have biases.
     """
 
     def __init__(
@@ -274,12 +274,13 @@ class PatchMerger(nnx.Module):
         build: Build,
         ffn_size: int | None = None,
         activation: Callable[[jax.Array], jax.Array] = gelu,
+        bias: bool = True,
     ):
         width, ffn = size * merge, tower_axis("ffn", build)
         inner, (first, second) = ffn_size or width, names
         self.norm, self.joined, self.width, self.activation = norm, joined, width, activation
-        self.up = Linear(width, (Source(first, inner),), axes=("embed", ffn), bias=True, build=build)
-        self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
+        self.up = Linear(width, (Source(first, inner),), axes=("embed", ffn), bias=bias, build=build)
+        self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=bias, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm the patches x [P, D of the tower], join every `merge` of them, and compute down(activation(up(x)))

@@ -1,4 +1,4 @@
-"""The processor of MiniCPM-V: how images are cut, as transformers does it, limits and refusals."""
+"""Processors that cut images into slices, of MiniCPM-V and LFM2-VL: as transformers does it, limits and refusals."""
 
 from __future__ import annotations
 
@@ -145,3 +145,87 @@ def test_embeddings_are_one_crop(processor):
     assert processor.grid_of(4, (1, 8, 8)) == (1, 8, 8)
     with pytest.raises(RequestError, match="need image_grid_thw"):
         processor.grid_of(4, None)
+
+
+LFM2 = "lfm2_vl_vision"
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory):
+    return opened(whole_checkpoint(LFM2, tmp_path_factory.mktemp("lfm2_vl")))
+
+
+def test_tiles_of_lfm2_are_those_of_transformers(tiles):
+    with np.load(golden_path(LFM2)) as golden:
+        sizes = golden["sizes"].tolist()
+    assert len(sizes) == 9
+    for height, width, rows, columns, *patches in sizes:
+        item = tiles.process("image", picture(1, height, width), {})
+        assert [*item.crops[0], *item.crops[-1]] == patches, (height, width)
+        assert len(item.crops) == (1 if rows == columns == 1 else rows * columns + 1)
+        assert item.grid[1:] == (rows * patches[0], columns * patches[1])
+        assert len(item.patches) == len(tiles.largest("image", (height, width)).patches)
+
+
+def test_no_image_of_lfm2_has_more_patches_than_the_largest(tiles):
+    sides = (1, 2, 5, 9, 16, 31, 32, 33, 47, 64, 90, 130, 200, 410, 900)
+    for options in (
+        {},
+        {"do_image_splitting": False},
+        {"use_thumbnail": False},
+        {"min_tiles": 1, "max_tiles": 1},
+        {"min_image_tokens": 16, "do_image_splitting": False},
+        {"max_image_tokens": 50, "max_tiles": 9},
+    ):
+        chosen = tiles.with_options(options)
+        bound = chosen.largest("image")
+        sizes = [size for size in product(sides, sides) if max(size) <= 200 * min(size)]
+        found = [chosen.largest("image", size) for size in sizes]
+        assert len(bound.patches) >= max(len(each.patches) for each in found) > len(bound.patches) / 4, options
+        assert bound.num_rows >= max(each.num_rows for each in found)
+
+
+def test_an_image_of_lfm2_in_one_tile_and_without_a_whole(tiles):
+    """As many tokens as embeddings, whatever is cut."""
+    for options, crops in (
+        ({"min_tiles": 1, "max_tiles": 2}, 1),
+        ({"use_thumbnail": False}, 4),
+        ({"do_image_splitting": False}, 1),
+    ):
+        item = tiles.process("image", picture(1, 70, 72), options)
+        expanded = tiles.expand([5, 261, 6], {"image": [item]})
+        assert len(item.crops) == crops and [len(each) for each in expanded.positions] == [item.num_rows]
+        assert expanded.token_ids.count(261) == item.num_rows
+
+
+@each_row(
+    "options, problem",
+    [
+        ({"tiles": 3}, r"mm_processor_kwargs has 'tiles'; this model has min_tiles, max_tiles, min_image_tokens"),
+        ({"max_tiles": 65}, r"mm_processor_kwargs\.max_tiles must be an integer from 1 to 64, got '65'"),
+        ({"min_tiles": 5}, r"mm_processor_kwargs\.min_tiles must be at most max_tiles, 4, got 5"),
+        ({"use_thumbnail": 1}, r"mm_processor_kwargs\.use_thumbnail must be true or false, got '1'"),
+    ],
+)
+def test_options_of_lfm2_that_are_refused(tiles, options, problem):
+    with pytest.raises(RequestError, match=problem):
+        tiles.process("image", picture(1, 70, 72), options)
+
+
+@each_row(
+    "changes, problem",
+    [
+        ({"tile_size": 30}, "tile_size must be a multiple of 8 pixels, a row of the tower"),
+        ({"downsample_factor": 1}, "downsample_factor must be 2, the tower's, got 1"),
+        ({"encoder_patch_size": 16}, "encoder_patch_size must be 4, the tower's, got 16"),
+        ({"do_pad": False}, "do_pad must be true or absent, got False"),
+        ({"min_tiles": 5}, "min_tiles must be at most max_tiles, 4, got 5"),
+        ({"max_image_tokens": 1 << 20}, "max_image_tokens must be 1 to 16384"),
+    ],
+)
+def test_settings_of_lfm2_that_do_not_fit(tmp_path, changes, problem):
+    folder = whole_checkpoint(LFM2, tmp_path)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ModelFileError, match=problem):
+        opened(folder)

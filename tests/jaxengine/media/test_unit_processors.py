@@ -162,6 +162,8 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
     """And too many units are refused before they are made."""
     for name, options, count in (
         ("got_ocr2_vision", {"crop_to_patches": True}, 13),
+        ("deepseek_ocr2_vision", {"max_patches": 3}, 4),
+        ("deepseek_ocr2_vision", {"crop_to_patches": False}, 1),
         ("got_ocr2_vision", {"crop_to_patches": True, "max_patches": 3}, 4),
         ("internvl_vision", {"max_patches": 9}, 10),
         ("aya_vision", {"crop_to_patches": False}, 1),
@@ -169,7 +171,7 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
         ("llama4_sees_vision", {"max_patches": 20}, 21),
     ):
         made = processor(tmp_path, name)
-        chosen, unit = made.with_options(options), made.tower.vit.num_patches
+        chosen, unit = made.with_options(options), made.tower.unit
         largest, shape = len(chosen.largest("image").patches), picture(0)
         assert largest == count * unit, name
         longest = made.process("image", np.resize(shape, (made.side, count * made.side, 3)), options, largest)
@@ -203,6 +205,8 @@ def test_options_of_an_engine_count_for_the_largest_item(tmp_path):
         ("internvl_vision", {"max_patches": 65}, "max_patches must be from min_patches 1 to 64, got 65"),
         ("idefics3_vision", {"max_image_size": {"longest_edge": 25}}, "max_image_size must be {'longest_edge': 24}"),
         ("gemma3_sees_vision", {"size": {"height": 48, "width": 24}}, "size must be 48 by 48"),
+        ("deepseek_ocr2_vision", {"tile_size": 20}, "tile_size must be 24, three quarters of the tower's"),
+        ("deepseek_ocr2_vision", {"background_color": [1, 2, 256]}, "background_color must be three integers from"),
         ("cohere2_vision", {"patch_size": 3}, "patch_size must be the side of the square of 4 embeddings"),
     ],
 )

@@ -250,6 +250,17 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
     return raw | {"vision_config": raw["vision_config"] | vision}
 
 
+DEEPSEEK, LFM2 = (
+    next(row.config for row in read_names() if name in row.names)
+    for name in ("deepseek-community/DeepSeek-OCR-2", "LiquidAI/LFM2-VL-1.6B")
+)
+
+
+def encoder(**sizes: Any) -> dict[str, Any]:
+    """DeepSeek-OCR 2 with a second encoder of these sizes, and transformers' others."""
+    return changed(DEEPSEEK, encoder_config=sizes)
+
+
 @each_row(
     ("raw", "message"),
     [
@@ -285,6 +296,19 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
             PALIGEMMA | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},
             "use_bidirectional_attention must be true or absent, got False",
         ),
+        (changed(DEEPSEEK, sam_config={"image_size": 960}), "image_size must be a multiple of 16 * patch_size = 256"),
+        (encoder(), "downsample_channels must be two sizes, the second encoder_config.hidden_size 4096"),
+        (encoder(use_sliding_window=True), "use_sliding_window must be false or absent"),
+        (encoder(num_key_value_heads=5), "num_key_value_heads must be a divisor of num_attention_heads 32, got 5"),
+        (encoder(rope_parameters={"rope_type": "yarn"}), 'rope_parameters must be a mapping with the rope_type "defa'),
+        (with_text(DEEPSEEK, mlp_layer_types=["dense"]), "mlp_layer_types must be a list of 12 of dense, sparse"),
+        (with_text(DEEPSEEK, norm_topk_prob=True), "norm_topk_prob must be false or absent, got True"),
+        (with_text(DEEPSEEK, topk_method="noaux_tc"), "topk_method must be 'greedy' or 'group_limited_greedy'"),
+        (changed(LFM2, num_patches=255), "vision_config.num_patches must be a square, got 255"),
+        (changed(LFM2, model_type="siglip_vision_model"), "vision_config.model_type must be siglip2_vision_model"),
+        (LFM2 | {"downsample_factor": 3}, "downsample_factor must be 1, 2, 4 or 8, got 3"),
+        (LFM2 | {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
+        (with_text(LFM2, model_type="lfm2_moe"), "model_type must be lfm2 in text_config, got 'lfm2_moe'"),
         (changed(INTERNVL, norm_type="batch"), "vision_config.norm_type must be one of layer_norm, rms_norm"),
         (
             GEMMA3_VISION | {"mm_tokens_per_image": 200},

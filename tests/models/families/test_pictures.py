@@ -70,7 +70,7 @@ def test_what_a_picture_becomes_does_not_depend_on_its_neighbours(case, thorough
     if case.name not in PACKED and not thorough:
         pytest.skip("packed as another family's patches are: --thorough")
     _, items = prepared(case, PROMPTS[case.name]["both"])
-    first, second = items["image"]
+    second, first = sorted(items["image"], key=lambda item: len(item.patches))
     unit = case.config.tower.unit
     assert unit > len(first.patches) > len(second.patches)
     forward, backward = see(case, [first, second], align=unit), see(case, [second, first], align=unit)

@@ -1,0 +1,129 @@
+"""DeepSeek-OCR 2's processor: an image as a whole, in a square with margins, and if it is large first in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.base.processor import Processed, check_room
+from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.settings import check_options, check_pictures
+from jaxengine.media.processors.tiles import TilesProcessor
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.scheduler.base.errors import RequestError
+
+_MEAN = [0.5, 0.5, 0.5]
+_GREY = [127, 127, 127]
+
+
+class DeepseekOcr2Processor(TilesProcessor):
+    """Processor of DeepseekOcr2ForConditionalGeneration.
+
+    Attributes:
+      colour: red, green and blue of margins.
+    """
+
+    needs_tokenizer = False
+    defaults = {
+        **TilesProcessor.defaults,
+        "image_mean": _MEAN,
+        "image_std": _MEAN,
+        "size": {"height": 1024, "width": 1024},
+        "min_patches": 2,
+        "max_patches": 6,
+    }
+    colour: list[int]
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        """Read the limits of tiles, whether there are any, and the colour of margins. Raises ModelConfigError for
+        limits out of range, sizes other than the tower's, and another colour than three bytes.
+        """
+        super().read_settings(fields)
+        self.crops = fields.boolean("crop_to_patches", True)
+        if fields.integer("tile_size", 768) != self.tile_side:
+            raise fields.fail("tile_size", f"{self.tile_side}, three quarters of the tower's image_size {self.side}")
+        colour = fields.value("background_color", _GREY)
+        right = isinstance(colour, (list, tuple)) and len(colour) == 3
+        if not right or any(type(value) is not int or not 0 <= value <= 255 for value in colour):
+            raise fields.fail("background_color", "three integers from 0 to 255")
+        self.colour = list(colour)
+
+    @property
+    def tile_side(self) -> int:
+        """Return the side of a tile in pixels."""
+        return self.tower.tile_grid * self.patch
+
+    def placeholder_id(self) -> int:
+        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        return self.token_id("image_token_id")
+
+    def largest_size(self) -> tuple[int, int]:
+        """Return the height and width in pixels of an image that gets the most tiles, which is larger than one."""
+        height, width = super().largest_size()
+        return max(height, self.tile_side + 1), width
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Cut an image, uint8[H, W, 3], into tiles, if a side is longer than one, and add the whole. options: of
+        option_names; most: limit of patches. Raises RequestError for others, strips, and more patches.
+
+        Where images are not to be cut, the whole is as large as a tile.
+        """
+        check_options(options, self.option_names())
+        check_pictures(modality, value, self.modalities, 3)
+        height, width = value.shape[:2]
+        check_ratio(height, width)
+        least, limit, crops = self._limits(options)
+        is_cut = crops and max(height, width) > self.tile_side
+        rows, columns = self.tiling(height, width, least, limit) if is_cut else (0, 0)
+        check_room(modality, (rows * columns + 1) * self.tower.unit, most)
+        side, units = self.tile_side, []
+        if is_cut:
+            whole = self.pixels.resized(value, rows * side, columns * side)
+            units += list(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        return self._joined([*units, self._framed(value, self.side if crops else side)])
+
+    def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): the placeholder once for each embedding."""
+        return [self.image_id] * item.num_rows
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if one is given."""
+        if grid is not None:
+            raise RequestError("embeddings of an image of this model have no grid", param="image")
+        return 1, 1, num_rows
+
+    def _framed(self, picture: np.ndarray, side: int) -> np.ndarray:
+        """Scale an image, uint8[H, W, 3], to a longer side of `side` pixels, and centre it in a square of `colour`."""
+        height, width = picture.shape[:2]
+        scale = side / max(height, width)
+        fitted = self.pixels.resized(picture, round(height * scale), round(width * scale))
+        square = np.empty((side, side, 3), np.uint8)
+        square[:] = self.colour
+        top, left = (side - len(fitted)) // 2, (side - fitted.shape[1]) // 2
+        square[top : top + len(fitted), left : left + fitted.shape[1]] = fitted
+        return square
+
+    def _joined(self, squares: list[np.ndarray]) -> Processed:
+        """Return the item of squares, uint8[side, side, 3] of the tower's side or a tile's, which are units: their rows
+        in order, and after the last, which is the whole, the separator.
+        """
+        tower, grid = self.tower, self.side // self.patch
+        patches = np.zeros((len(squares), tower.unit, tower.num_features), np.float32)
+        sides = np.asarray([len(square) // self.patch for square in squares], np.int32)
+        ahead = int(tower.merge**0.5)
+        lines = grid // ahead
+        out = np.full((len(squares), tower.unit // tower.merge), -1, np.int32)
+        count = 0
+        for number, (square, side) in enumerate(zip(squares, sides.tolist(), strict=True)):
+            corner = patches[number, : grid * grid].reshape(grid, grid, -1)
+            corner[:side, :side] = self._cut([square]).reshape(side, side, -1)
+            used = side // ahead
+            # Queries are learned for each size, one after the other, whatever lines rows have.
+            out[number, : used**2] = np.arange(count, count + used**2)
+            count += used**2
+        out[-1, lines**2] = count
+        columns = np.repeat(sides, tower.unit)[None]
+        flat = patches.reshape(-1, tower.num_features)
+        return Processed(flat, columns, out.ravel(), count + 1, (1, 1, count + 1))

@@ -1,0 +1,305 @@
+"""LFM2-VL's processor: an image of about its aspect ratio or, where it is large, tiles and a small whole after them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.base.processor import Expanded, Processed, check_room
+from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    MAX_SIDE,
+    OPTIONS,
+    Pixels,
+    check_options,
+    check_pictures,
+    read_settings,
+)
+from jaxengine.media.processors.units import boolean_option, integer_option
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
+from jaxengine.models.config.model_config import ModelConfig
+from jaxengine.models.params.errors import ModelFileError
+from jaxengine.scheduler.base.errors import RequestError
+
+_MOST_TILES, _MOST_TOKENS = 64, 1 << 14
+_BILINEAR = 2
+# Integers of the settings that a request may replace: names, transformers' values, and the most that is allowed.
+_INTEGERS = {
+    "min_tiles": (2, _MOST_TILES),
+    "max_tiles": (10, _MOST_TILES),
+    "min_image_tokens": (64, _MOST_TOKENS),
+    "max_image_tokens": (256, _MOST_TOKENS),
+}
+_BOOLEANS = ("do_image_splitting", "use_thumbnail")
+_PAIRS = (("min_tiles", "max_tiles"), ("min_image_tokens", "max_image_tokens"))
+
+
+class Lfm2VlProcessor(GridProcessor):
+    """Processor of Lfm2VlForConditionalGeneration.
+
+    Args:
+      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
+        sizes. tokenizer: of the model.
+
+    Attributes:
+      limits: values of _INTEGERS and _BOOLEANS.
+      tile: side of a tile in pixels.
+      tolerance: an image is cut if it has more than this many times the pixels of max_image_tokens.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        if tokenizer is None:
+            raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
+        super().__init__(model_config)
+        self.tokenizer = tokenizer
+        self.token_ids = {"image": ConfigFields(config_json).integer("image_token_id", 396, minimum=0)}
+        self.check_token_ids(model_config)
+        path, found = read_settings(Path(folder), IMAGES)
+        try:
+            half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+            self.pixels = Pixels.read(found.with_defaults(**half, resample=_BILINEAR))
+            self._read_sizes(found)
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+        self.limits = self._limits({})
+        about = f"{self.limits} {self.tile} {self.tolerance}"
+        self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"
+
+    def _read_sizes(self, fields: ConfigFields) -> None:
+        """Read how images are cut. Raises ModelConfigError, also for settings that do not fit the tower."""
+        tower = self.tower
+        fields.require(do_pad=True)
+        for name, default, wanted in (
+            ("encoder_patch_size", 16, tower.patch_size),
+            ("downsample_factor", 2, tower.spatial_merge_size),
+        ):
+            if fields.integer(name, default) != wanted:
+                raise fields.fail(name, f"{wanted}, the tower's")
+        self.tile = fields.integer("tile_size", 512)
+        if self.tile > MAX_SIDE or self.tile % self.factor:
+            raise fields.fail("tile_size", f"a multiple of {self.factor} pixels, a row of the tower, up to {MAX_SIDE}")
+        self.tolerance = fields.number("max_pixels_tolerance", 2.0)
+        self.limits = {name: fields.integer(name, default) for name, (default, _) in _INTEGERS.items()}
+        for name, (_, most) in _INTEGERS.items():
+            if self.limits[name] > most:
+                raise fields.fail(name, f"1 to {most}")
+        for least, most in _PAIRS:
+            if self.limits[least] > self.limits[most]:
+                raise fields.fail(least, f"at most {most}, {self.limits[most]}")
+        self.limits |= {name: fields.boolean(name, True) for name in _BOOLEANS}
+
+    def option_names(self) -> tuple[str, ...]:
+        return (*_INTEGERS, *_BOOLEANS)
+
+    def with_options(self, options: Mapping[str, Any]) -> Any:
+        """Return the processor whose largest image has the size and the tiles that an engine's options allow. Raises
+        RequestError for options that there are not, and for an invalid one.
+        """
+        check_options(options, self.option_names())
+        found = copy(self)
+        found.limits = self._limits(options)
+        return found
+
+    def _limits(self, options: Mapping[str, Any]) -> dict[str, int]:
+        """Return `limits` as `options` replace them. Raises RequestError for an invalid one, and for a least value that
+        is above the most.
+        """
+        found: dict[str, int] = {
+            name: integer_option(options, name, self.limits[name], most) for name, (_, most) in _INTEGERS.items()
+        }
+        for least, most in _PAIRS:
+            if found[least] > found[most]:
+                if least in options:
+                    problem = f"{OPTIONS}.{least} must be at most {most}, {found[most]}, got {found[least]}"
+                    raise RequestError(problem, param=OPTIONS, value=found[least])
+                found[least] = found[most]
+        return found | {name: boolean_option(options, name, bool(self.limits[name])) for name in _BOOLEANS}
+
+    def placeholder(self, modality: str) -> str:
+        """Return the placeholder token's text."""
+        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        """Cut an image, uint8[H, W, 3], into crops and those into patches: its tiles, line by line, and the whole, or
+        the whole alone. options: of option_names; most: limit of patches. Raises RequestError for others, strips, and
+        more patches.
+        """
+        check_options(options, self.option_names())
+        check_pictures(modality, value, self.modalities, 3)
+        limits = self._limits(options)
+        whole, (rows, columns) = self._cut_of(value.shape[0], value.shape[1], limits)
+        check_room(modality, sum(math.prod(grid) for grid in self._grids(whole, rows, columns, limits)), most)
+        crops: list[np.ndarray] = []
+        if rows:
+            side = self.tile
+            fine = self.pixels.resized(value, rows * side, columns * side)
+            crops += list(fine.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        if _has_whole(rows, columns, limits):
+            crops.append(self.pixels.resized(value, *whole))
+        return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in crops], (rows, columns))
+
+    def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
+        """Cut as GridProcessor does, with the colours of a pixel together."""
+        made, side = super().cut(frames, seconds), self.tower.patch_size
+        pixels = made.patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
+        return made._replace(patches=np.ascontiguousarray(pixels).reshape(len(pixels), -1))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """Return an image of at least as many patches as any, or one of `size`, (height, width) in pixels, with patches
+        f32[P, 0]. Raises RequestError for an extreme size.
+        """
+        limits = self.limits
+        if size is not None:
+            check_ratio(*size)
+            whole, (rows, columns) = self._cut_of(*size, limits)
+        else:
+            whole = self.factor, self.factor * _most_rows(limits["min_image_tokens"], limits["max_image_tokens"])
+            tiles = _layouts(limits["min_tiles"], limits["max_tiles"]) if _splits(limits) else [(0, 0)]
+            columns, rows = max(tiles, key=math.prod)
+            if rows == columns == 1 and math.prod(whole) > self.tile**2:
+                rows = columns = 0
+        made = [
+            self.processed(np.empty((high * wide, 0), np.float32), (1, high, wide))
+            for high, wide in self._grids(whole, rows, columns, limits)
+        ]
+        return self._joined(made, (rows, columns))
+
+    def _grids(
+        self, whole: tuple[int, int], rows: int, columns: int, limits: Mapping[str, int]
+    ) -> list[tuple[int, int]]:
+        """Return (height, width) in patches of each crop. whole: its size in pixels; rows, columns: of tiles."""
+        patch = self.tower.patch_size
+        tiles = [(self.tile // patch, self.tile // patch)] * (rows * columns)
+        return tiles + [(whole[0] // patch, whole[1] // patch)] * _has_whole(rows, columns, limits)
+
+    def _joined(self, crops: Sequence[Processed], tiles: tuple[int, int]) -> Processed:
+        """Return the item of an image's crops. tiles: (rows, columns) of them, (0, 0) for none; the item's grid is that
+        of all, or of the whole without them.
+        """
+        columns = [crop.columns.copy() for crop in crops]
+        for number, each in enumerate(columns):
+            each[self.tower.columns.index("segment")] = number
+        count = sum(crop.num_rows for crop in crops)
+        (_, height, width), (rows, wide) = crops[0].grid, tiles if tiles[0] else (1, 1)
+        return Processed(
+            np.concatenate([crop.patches for crop in crops]),
+            np.concatenate(columns, axis=1),
+            np.arange(count, dtype=np.int32),
+            count,
+            (1, rows * height, wide * width),
+            crops=tuple((crop.grid[1], crop.grid[2]) for crop in crops),
+        )
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Put the crops of each image, between marks and after their names, in the place of its placeholder. items: by
+        modality, in the order of the prompt. Raises RequestError for another number of items.
+        """
+        at, order = self.placeholders(np.asarray(token_ids, np.int64), items)
+        out: list[int] = []
+        positions: list[np.ndarray] = []
+        done = 0
+        for place, (modality, number) in zip(at.tolist(), order, strict=True):
+            out += token_ids[done:place]
+            pieces = np.asarray(self._pieces(items[modality][number]), np.int64)
+            positions.append((len(out) + np.flatnonzero(pieces < 0)).astype(np.int32))
+            out += np.where(pieces < 0, self.token_ids[modality], pieces).tolist()
+            done = place + 1
+        return Expanded([*out, *token_ids[done:]], positions, order)
+
+    def _pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`), with -1 for each of its embeddings."""
+        merge = self.tower.spatial_merge_size
+        crops = [(high // merge) * (wide // merge) for high, wide in item.crops or (item.grid[1:],)]
+        start, end = self._ids("<|image_start|>"), self._ids("<|image_end|>")
+        first = item.crops[0] if item.crops else item.grid[1:]
+        high, wide = item.grid[1] // first[0], item.grid[2] // first[1]
+        if high * wide == 1:
+            return [*start, *[-1] * crops[0], *end]
+        pieces = list(start)
+        for number, count in enumerate(crops):
+            row, column = number // wide + 1, number % wide + 1
+            name = f"<|img_row_{row}_col_{column}|>" if number < high * wide else "<|img_thumbnail|>"
+            pieces += [*self._ids(name), *[-1] * count]
+        return [*pieces, *end]
+
+    def _ids(self, text: str) -> list[int]:
+        """Tokenize a piece of text between special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _cut_of(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the size (height, width) in pixels that the whole of an image of height x width pixels gets, and
+        (rows, columns) of its tiles, (0, 0) for none. Raises RequestError for an extreme aspect ratio.
+        """
+        check_ratio(height, width)
+        whole, factor = self._whole_size(height, width, limits), self.factor
+        high, wide = (max(self.tower.patch_size, round(side / factor) * factor) for side in (height, width))
+        if not _splits(limits) or high * wide <= limits["max_image_tokens"] * factor**2 * self.tolerance:
+            return whole, (0, 0)
+        best, nearest = (1, 1), math.inf
+        for columns, rows in _layouts(limits["min_tiles"], limits["max_tiles"]):
+            distance = abs(width / height - columns / rows)
+            fits = width * height > 0.5 * self.tile**2 * rows * columns
+            if distance < nearest or (distance == nearest and fits):
+                best, nearest = (rows, columns), distance
+        return whole, best
+
+    def _whole_size(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[int, int]:
+        """Return (height, width) in pixels of the whole, multiples of `factor`, with about min_image_tokens to
+        max_image_tokens rows.
+        """
+        factor = self.factor
+        least, most = (limits[f"{end}_image_tokens"] * factor**2 for end in ("min", "max"))
+        high, wide = (max(factor, round(side / factor) * factor) for side in (height, width))
+        if high * wide > most:
+            beta = math.sqrt(height * width / most)
+            return _floored(height / beta, factor), _floored(width / beta, factor)
+        if high * wide < least:
+            beta = math.sqrt(least / (height * width))
+            return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
+        return high, wide
+
+
+def _floored(length: float, factor: int) -> int:
+    """Return the largest multiple of factor up to `length`, at least factor."""
+    return max(factor, math.floor(length / factor) * factor)
+
+
+def _splits(limits: Mapping[str, int]) -> bool:
+    """Whether large images are cut into tiles."""
+    return bool(limits["do_image_splitting"]) and not limits["min_tiles"] == limits["max_tiles"] == 1
+
+
+def _has_whole(rows: int, columns: int, limits: Mapping[str, int]) -> bool:
+    """Whether the whole is encoded: without tiles, and after several."""
+    return rows * columns == 0 or (rows * columns > 1 and bool(limits["use_thumbnail"]))
+
+
+@cache
+def _layouts(least: int, most: int) -> list[tuple[int, int]]:
+    """Return all (columns, rows) with `least` to `most` tiles, sorted by their number.
+
+    Which of two with as many tiles comes first decides where an image is as near to both: transformers takes the order
+    of a Python set of them, and so does this.
+    """
+    sides = [
+        (n, columns, rows) for n in range(least, most + 1) for columns in range(1, n + 1) for rows in range(1, n + 1)
+    ]
+    return sorted({(columns, rows) for _, columns, rows in sides if least <= columns * rows <= most}, key=math.prod)
+
+
+def _most_rows(least: int, most: int) -> int:
+    """Return a bound of the rows of a whole: `most`, or what rounding makes of a strip, which is at least one row high,
+    and of a small image, both sides of which are rounded up from `least` rows.
+    """
+    found = max(most, math.isqrt(MAX_ASPECT_RATIO * most))
+    for high in range(1, math.isqrt(least) + 2):
+        longest = min(least / max(high - 1, 1e-9), math.sqrt(MAX_ASPECT_RATIO * least))
+        found = max(found, high * math.ceil(longest))
+    return found

@@ -1,0 +1,36 @@
+"""Qianfan-OCR's processor: InternVL's for images alone, for which a text stands in prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.settings import WHOLE, token_text
+from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
+from jaxengine.models.params.files import read_object
+
+_NAME = "image_placeholder_token"
+
+
+class QianfanOCRProcessor(TextPlaceholderProcessor):
+    """Processor of QianfanOCRForConditionalGeneration; transformers' ignores crop_to_patches in the file, too."""
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        path, whole = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
+        self.place_text(path, _NAME, token_text(path, whole, _NAME, "<image>"))
+        told, path = read_object(folder, "tokenizer_config.json") or {}, Path(folder) / "tokenizer_config.json"
+        more = told.get("extra_special_tokens")
+        named = {**(more if isinstance(more, Mapping) else {}), **told}
+        names = ("start_image_token", "<img>"), ("end_image_token", "</img>")
+        self.start, self.end = (self.ids(token_text(path, named, *name)) for name in names)
+
+    def placeholder_id(self) -> int:
+        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        return self.token_id("image_token_id")
+
+    def pieces(self, item: Processed) -> list[int]:
+        """Return the tokens of an image (`item`): its embeddings between two marks."""
+        return [*self.start, *[self.image_id] * item.num_rows, *self.end]

@@ -1,0 +1,34 @@
+"""Qianfan-OCR (Baidu 2026): Qwen3 with InternVL's vision tower, for documents."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.internvl import InternVLForConditionalGeneration
+from jaxengine.models.families.llava import read_text
+from jaxengine.models.params.source import CheckpointNames
+from jaxengine.models.vision.internvl import read_internvl
+from jaxengine.models.vision.llava import TOWER
+
+_NAMES = InternVLForConditionalGeneration.checkpoint_names
+
+
+class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
+    """Qwen3 with a vision tower over image tiles; its files have the names of InternVL's first ones."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = _NAMES._replace(
+        prefixes=(
+            (f"model.{TOWER}.layers.", f"{TOWER}.encoder.layer."),
+            ("vision_model.layernorm.", f"{TOWER}.layernorm."),
+            # What transformers writes of the text, too, when it gives the tower's layers their first name again.
+            ("language_model.model.encoder.layers.", "model.layers."),
+            *_NAMES.prefixes,
+        )
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        vision = {"attention_bias": True, **(fields.mapping("vision_config") or {})}
+        fields = ConfigFields({**fields.with_defaults(tie_word_embeddings=False).raw, "vision_config": vision})
+        return read_text(fields, "qwen3") | {"tower": read_internvl(fields, joined_qkv=True)}

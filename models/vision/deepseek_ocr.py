@@ -1,0 +1,249 @@
+"""Vision tower of DeepSeek-OCR 2 (Wei et al. 2026): SAM's encoder, then layers of Qwen 2 over its rows and as many
+learned queries, whose states are an image's embeddings.
+
+An image is encoded as a whole and, where it is large, also in tiles, which have three quarters of its rows and columns.
+A unit is a square of the larger size: a tile is its upper left corner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.models.build import Build
+from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.tower import TowerConfig
+from jaxengine.models.layers.base.linear import Linear
+from jaxengine.models.layers.base.norm import RMSNorm
+from jaxengine.models.layers.base.rope import apply_rope
+from jaxengine.models.params.declare import ParamDecl, Source, declare
+from jaxengine.models.vision.base.layers import PatchEmbedding, TowerMLP, rope_frequencies, tower_axis
+from jaxengine.models.vision.base.vit import VitConfig, linear, table
+from jaxengine.models.vision.sam import FLATTENED, SamConfig, SamEncoder, convolved, read_sam
+
+TOWER, PROJECTOR, SEPARATOR = "vision_tower", "multi_modal_projector", "view_separator"
+# Kernels of convolutions, which are matrices here.
+KERNELS = (*FLATTENED, ".proj.conv1.weight", ".proj.conv2.weight")
+# Patches along a side that become one row.
+_MERGE = 4
+# What transformers takes for fields that a file lacks.
+_ENCODER = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSizes:
+    """Sizes of the layers after SAM's encoder, which are Qwen 2's. theta: base of their rotary frequencies."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    norm_eps: float
+    theta: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekOcr2TowerConfig(TowerConfig):
+    """SAM's encoder, two convolutions, and Qwen 2's layers.
+
+    Attributes:
+      sam: sizes of the first encoder.
+      channels: of what the two convolutions return.
+      encoder: sizes of the second encoder.
+    """
+
+    sam: SamConfig
+    channels: tuple[int, int]
+    encoder: EncoderSizes
+
+    @property
+    def vit(self) -> VitConfig:
+        """Return the sizes of SAM's layers, of units as large as a whole image."""
+        return self.sam.vit
+
+    @property
+    def tile_grid(self) -> int:
+        """Return the number of patches along a side of a tile."""
+        return self.sam.vit.grid * 3 // 4
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return DeepseekOcr2Tower(self, hidden_size, build)
+
+
+def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
+    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also for a unit whose three quarters
+    are not whole rows.
+    """
+    vision = fields.part("vision_config")
+    sam = read_sam(vision, "sam_config", mlp_ratio=True)
+    first = vision.part("sam_config")
+    if sam.vit.grid % (4 * _MERGE):
+        raise first.fail("image_size", f"a multiple of 16 * patch_size = {4 * _MERGE * sam.vit.patch_size}")
+    channels = first.value("downsample_channels", None) or (512, 896)
+    encoder = _read_encoder(vision.part("encoder_config", **_ENCODER))
+    right = isinstance(channels, (list, tuple)) and len(channels) == 2
+    if not right or any(type(each) is not int or each < 1 for each in channels) or channels[1] != encoder.hidden_size:
+        raise first.fail(
+            "downsample_channels", f"two sizes, the second encoder_config.hidden_size {encoder.hidden_size}"
+        )
+    return DeepseekOcr2TowerConfig(
+        num_features=sam.vit.num_features,
+        columns=("side",),
+        merge=_MERGE**2,
+        # A further row is the separator after an image.
+        unit=sam.vit.num_patches + _MERGE**2,
+        sam=sam,
+        channels=(channels[0], channels[1]),
+        encoder=encoder,
+    )
+
+
+def _read_encoder(fields: ConfigFields) -> EncoderSizes:
+    """Read the sizes of the second encoder. Raises ModelConfigError, also for windows and frequencies that are scaled,
+    and for numbers of heads that do not divide each other and the hidden size.
+    """
+    fields.require(hidden_act="silu", use_sliding_window=False)
+    rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
+    if (rope.text("rope_type", None) or rope.text("type", "default")) != "default":
+        raise fields.fail("rope_parameters", 'a mapping with the rope_type "default"')
+    size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", None) or heads
+    if size % (2 * heads):
+        raise fields.fail("num_attention_heads", f"such that hidden_size {size} is an even multiple of it")
+    if heads % kv_heads:
+        raise fields.fail("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    return EncoderSizes(
+        hidden_size=size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        norm_eps=fields.number("rms_norm_eps"),
+        theta=rope.number("rope_theta", None) or fields.number("rope_theta", 10000.0),
+    )
+
+
+class _Layer(nnx.Module):
+    """Layer of the second encoder: x + attention(norm(x)), then x + mlp(norm(x)). source: prefix of its modules."""
+
+    def __init__(self, sizes: EncoderSizes, source: str, build: Build):
+        size, attention, mlp = sizes.hidden_size, f"{source}.self_attn", f"{source}.mlp"
+        self.head_dim = size // sizes.num_heads
+        inner = self.head_dim * sizes.num_kv_heads
+        eps, names = sizes.norm_eps, (f"{source}.input_layernorm", f"{source}.post_attention_layernorm")
+        self.norm1, self.norm2 = (RMSNorm(size, eps, source=name, build=build) for name in names)
+        heads = tower_axis("heads", build)
+        sources = (Source(f"{attention}.{name}_proj", out) for name, out in (("q", size), ("k", inner), ("v", inner)))
+        self.q, self.k, self.v = (
+            Linear(size, (each._replace(group=self.head_dim),), axes=("embed", heads), bias=True, build=build)
+            for each in sources
+        )
+        self.out = linear(size, f"{attention}.o_proj", size, ("heads", "embed"), build, bias=False)
+        self.mlp = TowerMLP(
+            size,
+            sizes.intermediate_size,
+            up=(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=f"{mlp}.down_proj",
+            activation=jax.nn.silu,
+            build=build,
+            bias=False,
+        )
+
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], seen: jax.Array) -> jax.Array:
+        """Compute the layer for x [U * S, D]. turns: cos and sin of positions; seen: bool[U, S, S], keys of queries."""
+        units, count = seen.shape[:2]
+        with jax.named_scope("attention"):
+            y = self.norm1(x)
+            q, k, v = (each(y).reshape(len(x), -1, self.head_dim) for each in (self.q, self.k, self.v))
+            q, k = (apply_rope(each, *turns).reshape(units, count, -1, self.head_dim) for each in (q, k))
+            o = lax.map(_attend, (q, k, v.reshape(k.shape), seen))
+            x = x + self.out(o.reshape(len(x), -1))
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.norm2(x))
+
+
+def _attend(own: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    """Attend within a unit: q [S, N, H] to k and v [S, K, H], where `seen` bool[S, S] says so: [S, N, H]."""
+    q, k, v, seen = own
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    scores = jnp.einsum("skgh,tkh->kgst", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1).astype(v.dtype)
+    o = jnp.einsum("kgst,tkh->skgh", weights, v, preferred_element_type=jnp.float32)
+    return o.astype(v.dtype).reshape(q.shape)
+
+
+class DeepseekOcr2Tower(nnx.Module):
+    """Vision tower of DeepSeek-OCR 2; called as jaxengine.models.config.tower says. The column "side" has the number of
+    rows and columns of patches of a unit; those after them are empty.
+    """
+
+    def __init__(self, config: DeepseekOcr2TowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        sizes, (first, second) = config.encoder, config.channels
+        sam, encoder = f"{TOWER}.sam_encoder", f"{TOWER}.vision_encoder"
+        self.sam = SamEncoder(config.sam, sam, build)
+        channels = 9 * config.sam.out_size, 9 * first
+        self.first = PatchEmbedding(channels[0], first, source=f"{sam}.proj.conv1", bias=False, build=build)
+        self.second = PatchEmbedding(channels[1], second, source=f"{sam}.proj.conv2", bias=False, build=build)
+        made = [_Layer(sizes, f"{encoder}.layers.{number}", build) for number in range(sizes.num_layers)]
+        self.layers = nnx.List(made)
+        self.norm = RMSNorm(second, sizes.norm_eps, source=f"{encoder}.norm", build=build)
+        whole, tile = ((side // _MERGE) ** 2 for side in (config.vit.grid, config.tile_grid))
+        self.whole_queries = table(whole, second, f"{TOWER}.query_1024_resolution.weight", build)
+        self.tile_queries = table(tile, second, f"{TOWER}.query_768_resolution.weight", build)
+        self.projector = linear(second, PROJECTOR, hidden_size, ("embed", "embed"), build)
+        separator = ParamDecl((None,), (Source(SEPARATOR, hidden_size),), init_std=0.02)
+        self.separator = declare((hidden_size,), build.dtype, separator)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        config = self.config
+        sides = columns[0].reshape(-1, config.unit)[:, 0]
+        units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
+        x = self.sam(units.reshape(-1, patches.shape[1]), sides)
+        # By two of an even number of places, of which the last sees none after it.
+        with jax.named_scope("downsampling"):
+            x = convolved(convolved(x, self.first, 2), self.second, 2)
+        with jax.named_scope("encoder"):
+            x = self._encoded(x.reshape(len(sides), -1, x.shape[-1]), sides // _MERGE)
+        with jax.named_scope("projector"):
+            rows = self.projector(x.reshape(-1, x.shape[-1])).reshape(len(sides), -1, len(self.separator[...]))
+            ends = jnp.broadcast_to(self.separator[...], (len(sides), 1, rows.shape[-1]))
+            return jnp.concatenate([rows, ends], axis=1).reshape(-1, rows.shape[-1])
+
+    def _encoded(self, x: jax.Array, sides: jax.Array) -> jax.Array:
+        """Return the states of queries, [U, S, D], of which the first `sides` squared of each unit count.
+
+        x: [U, S, D], a unit's rows, line by line, of which the first `sides` i32[U] of the first as many lines are in
+        use. These see each other, and are before the queries, which also see those before them.
+        """
+        units, count, size = x.shape
+        grid = int(count**0.5)
+        used = sides[:, None] ** 2
+        number = jnp.arange(count)
+        line, place = number // grid, number % grid
+        is_row = (line < sides[:, None]) & (place < sides[:, None])
+        tile = jnp.pad(self.tile_queries[...], ((0, count - len(self.tile_queries[...])), (0, 0)))
+        queries = jnp.where((sides == grid)[:, None, None], self.whole_queries[...], tile)
+        x = jnp.concatenate([x, queries.astype(x.dtype)], axis=1).reshape(-1, size)
+        positions = jnp.concatenate([line * sides[:, None] + place, used + number], axis=1).reshape(-1)
+        half = size // self.config.encoder.num_heads
+        angles = positions[:, None] * rope_frequencies(half, self.config.encoder.theta).astype(jnp.float32)
+        no_query = jnp.zeros((units, 2 * count, count), bool).at[:, count:].set(number <= number[:, None])
+        seen = jnp.concatenate([jnp.broadcast_to(is_row[:, None], no_query.shape), no_query], axis=2)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, (jnp.cos(angles), jnp.sin(angles)), seen)
+        return self.norm(x).reshape(units, 2 * count, size)[:, count:]
