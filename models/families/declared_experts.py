@@ -37,6 +37,9 @@ _BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_b
 _BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
 _LIKE_V3: dict[str, Any] = {"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1}
 _LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
+# What the classes of some families in transformers compute, whatever a file says.
+_NO_GROUPS: dict[str, Any] = {"n_group": 1, "topk_group": 1}
+_ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
 _ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
 
 
@@ -329,7 +332,7 @@ EXPERT_ROWS: dict[str, Row] = {
             "first_k_dense_replace": 1,
             "attention_bias": False,
         },
-        only={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+        only={"score_func": "sigmoid", "route_norm": True, **_ALL_NORMED},
         adapt=sliding_but(4, "global_attn_every_n_layers"),
         each_layer=rope_in_windows,
         experts=sigmoid_experts,
@@ -355,7 +358,7 @@ EXPERT_ROWS: dict[str, Row] = {
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.826,
         },
-        only={"num_nextn_predict_layers": 0},
+        only={"num_nextn_predict_layers": 0, **_ALL_NORMED},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
         **_ALL_BIASED,
@@ -364,7 +367,7 @@ EXPERT_ROWS: dict[str, Row] = {
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",
         _FORM,
         latent=True,
-        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1, "norm_topk_prob": True},
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1},
         only={"n_group": 1, "topk_group": 1},
         adapt=_without_part,
         each_layer=_mistral_layer,
@@ -433,11 +436,13 @@ EXPERT_ROWS: dict[str, Row] = {
         defaults={
             "rms_norm_eps": 1e-6,
             "rope_theta": 500000.0,
+            "rope_parameters": {FULL: {"rope_theta": 500000.0}, SLIDING: {"rope_theta": 10000.0}},
             "head_dim": 128,
             "sliding_window": 1024,
             "attention_bias": False,
             "norm_topk_prob": True,
         },
+        only={"rope_scaling": None},
         rope=no_rope,
         each_layer=kinds_of_ropes,
         experts=softmax_experts,
@@ -452,12 +457,21 @@ EXPERT_ROWS: dict[str, Row] = {
         defaults={
             "rms_norm_eps": 1e-6,
             "rope_theta": 500000.0,
+            "rope_parameters": {
+                FULL: {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+                SLIDING: {"rope_theta": 10000.0},
+            },
             "head_dim": 128,
             "sliding_window": 512,
             "attention_bias": False,
             "first_k_dense_replace": 1,
         },
-        only={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
+        only={
+            "moe_apply_router_weight_on_input": False,
+            "moe_router_logit_softcapping": 0.0,
+            "rope_scaling": None,
+            **_ALL_NORMED,
+        },
         rope=no_rope,
         choose=_laguna_form,
         each_layer=_laguna_layer,
@@ -479,6 +493,7 @@ EXPERT_ROWS: dict[str, Row] = {
             "norm_topk_prob": fields.boolean("norm_topk_prob", False),
             **sliding_but(5)(fields),
         },
+        only=_NO_GROUPS,
         each_layer=rope_in_windows,
         experts=lambda fields: replace(_shared_of_size(fields), corrects_logits=True),
         suffixes=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),

@@ -27,6 +27,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(q_lora_rank=1536, n_shared_experts=2)
         bias = fields.boolean("attention_bias", False)
         fields.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax", moe_layer_freq=1)
         method = fields.text("topk_method", "greedy")

@@ -24,6 +24,11 @@ def recorded(name: str, **changes: Any) -> dict[str, Any]:
 
 
 SMALL, SCALED = {"rms_norm_eps": 1e-5}, {"routed_scaling_factor": 2.5}
+GROUPED = {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "n_shared_experts": 1}
+_LAGUNA = {
+    "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
 _WINDOWED = {"use_sliding_window": True}
 # The attribute of towers with the base of rotary frequencies.
 _AXIAL = dict.fromkeys(("glm_ocr_vision", "paddleocr_vl_vision", "qwen2_vl_vision", "pixtral_vision"), "rope_theta")
@@ -42,7 +47,17 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         *((name, SCALED) for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "sarvam_mla")),
         ("deepseek_v32", {"rms_norm_eps": 1e-6}),
         ("glm4_moe_lite", {**SMALL, "routed_scaling_factor": 1.8}),
-        ("kimi_linear", {"routed_scaling_factor": 2.446}),
+        *((name, {**GROUPED, "q_lora_rank": 1536}) for name in ("deepseek_v3", "deepseek_v32")),
+        ("bailing_hybrid", {"num_expert_group": 8, "topk_group": 4, "num_shared_experts": 1}),
+        ("glm4_moe_lite", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 768}),
+        ("glm_moe_dsa", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 2048}),
+        ("axk2", {"n_group": None, "topk_group": None, "n_shared_experts": 1, "q_lora_rank": 384}),
+        ("glm4_moe", {"first_k_dense_replace": 1, "n_shared_experts": 1}),
+        ("deepseek_v2", {"n_shared_experts": 2, "q_lora_rank": 1536}),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 2}),
+        ("kimi_linear", {"routed_scaling_factor": 2.446, "num_shared_experts": 1}),
+        ("mellum", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}}),
+        ("laguna", {"rope_parameters": _LAGUNA}),
         ("dots1", {"sliding_window": 4096}),
         ("longcat_flash", {"zero_expert_num": 256}),
         ("qwen3_moe_bias", {**_WINDOWED, "sliding_window": 4096}),
