@@ -25,6 +25,7 @@ def recorded(name: str, **changes: Any) -> dict[str, Any]:
 
 SMALL, SCALED = {"rms_norm_eps": 1e-5}, {"routed_scaling_factor": 2.5}
 GROUPED = {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "n_shared_experts": 1}
+_MELLUM = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
 _LAGUNA = {
     "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
@@ -56,7 +57,7 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         ("deepseek_v2", {"n_shared_experts": 2, "q_lora_rank": 1536}),
         ("ernie4_5_moe", {"moe_num_shared_experts": 2}),
         ("kimi_linear", {"routed_scaling_factor": 2.446, "num_shared_experts": 1}),
-        ("mellum", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}}),
+        ("mellum", {"rope_parameters": _MELLUM}),
         ("laguna", {"rope_parameters": _LAGUNA}),
         ("dots1", {"sliding_window": 4096}),
         ("longcat_flash", {"zero_expert_num": 256}),
@@ -70,6 +71,36 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
 def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
     kept = {key: value for key, value in defaults.items() if _KEPT.get(key) == value}
     assert read_hf(recorded(name, **dict.fromkeys(defaults, ABSENT) | kept)) == read_hf(recorded(name, **defaults))
+
+
+@each_row(
+    ("name", "field"),
+    [
+        *((name, "norm_topk_prob") for name in ("deepseek_v3", "dots1", "mistral4", "axk1")),
+        *((name, "rope_interleave") for name in ("deepseek_v3", "youtu")),
+        *((name, "mamba_conv_bias") for name in ("falcon_h1", "granite_hybrid")),
+        ("kimi_linear", "moe_renormalize"),
+        ("falcon_h1", "mamba_norm_before_gate"),
+    ],
+)
+def test_a_switch_that_is_null_is_off(name, field):
+    changes = {"mamba_rms_norm": True} if field == "mamba_norm_before_gate" else {}
+    off, absent = (read_hf(recorded(name, **changes, **{field: value})) for value in (False, ABSENT))
+    assert read_hf(recorded(name, **changes, **{field: None})) == off
+    assert name == "dots1" or absent != off
+
+
+@each_row("name", ["hy_v3", "laguna", "afmoe"])
+def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
+    for field, value in (("norm_topk_prob", False), ("n_group", 2)):
+        with pytest.raises(ModelConfigError, match=f"^{field} must be "):
+            read_hf(recorded(name, **{field: value}))
+
+
+def test_rope_that_no_layer_has_scales_no_products():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.3}
+    for name in ("rope_parameters", "rope_scaling"):
+        assert read_hf(recorded("kimi_linear", **{name: yarn})) == read_hf(recorded("kimi_linear"))
 
 
 def test_an_mscale_of_zero_is_none():
