@@ -40,7 +40,6 @@ _LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
 # What the classes of some families in transformers compute, whatever a file says.
 _NO_GROUPS: dict[str, Any] = {"n_group": 1, "topk_group": 1}
 _ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
-_ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -353,15 +352,14 @@ EXPERT_ROWS: dict[str, Row] = {
             "rope_theta": 11158840.0,
             "head_dim": 128,
             "attention_bias": False,
-            "mlp_bias": False,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.826,
         },
-        only={"num_nextn_predict_layers": 0, **_ALL_NORMED},
+        only={"num_nextn_predict_layers": 0, "mlp_bias": False, **_ALL_NORMED},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
-        **_ALL_BIASED,
+        **_BIASED,
     ),
     "Mistral4ForCausalLM": Row(
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",

@@ -95,6 +95,8 @@ def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
     for field, value in (("norm_topk_prob", False), ("n_group", 2)):
         with pytest.raises(ModelConfigError, match=f"^{field} must be "):
             read_hf(recorded(name, **{field: value}))
+    with pytest.raises(ModelConfigError, match="^mlp_bias must be false"):  # of a shared MLP, too
+        read_hf(recorded("hy_v3", mlp_bias=True))
 
 
 def test_rope_that_no_layer_has_scales_no_products():
