@@ -99,6 +99,16 @@ def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
         read_hf(recorded("hy_v3", mlp_bias=True))
 
 
+def test_fields_of_single_layers_are_refused_where_they_are_not_read():
+    with pytest.raises(ModelConfigError, match="^per_layer_config must be absent or empty"):
+        read_hf(recorded("llama", per_layer_config={"1": {"intermediate_size": 48}}))
+    assert read_hf(recorded("llama", per_layer_config={})) == read_hf(recorded("llama"))
+    with pytest.raises(ModelConfigError, match="^per_layer_config must be head_dim and num_key_value_heads"):
+        read_hf(recorded("gemma4", per_layer_config={"2": {"head_dim": 24, "sliding_window": 9}}))
+    alike = read_hf(recorded("gemma4", per_layer_config=None))
+    assert len({layer.head_dim for layer in alike.attention}) == 1
+
+
 def test_rope_that_no_layer_has_scales_no_products():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.3}
     for name in ("rope_parameters", "rope_scaling"):
