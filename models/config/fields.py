@@ -207,11 +207,12 @@ class ConfigFields:
             raise self.fail(name, "a finite number of float32")
         return float(value)
 
-    def boolean(self, name: str, default: Any = _REQUIRED) -> bool:
-        """Read true or false; an absent or null field is the default. Raises ModelConfigError for anything else, also
-        as the default.
+    def boolean(self, name: str, default: Any = _REQUIRED, *, null_is_false: bool = False) -> bool:
+        """Read true or false; an absent field is the default, and so is a null one unless `null_is_false`. Raises
+        ModelConfigError for anything else, also as the default.
         """
-        value = self._get(name, default)
+        is_null = self.prefix + name in self.raw and not self.has(name)
+        value = False if null_is_false and is_null else self._get(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, "true or false")
         return value

@@ -316,7 +316,7 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
         num_groups=fields.integer("mamba_n_groups", 1),
         state_size=fields.integer("mamba_d_state"),
         conv_kernel=fields.integer("mamba_d_conv", 4),
-        conv_bias=fields.boolean("mamba_conv_bias", True),
+        conv_bias=fields.boolean("mamba_conv_bias", True, null_is_false=True),
         bias=fields.boolean("mamba_proj_bias", False),
         norm=norm,
         dt_limits=read_dt_limits(fields),

@@ -61,8 +61,8 @@ class ApertusForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(rms_norm_eps=1e-5, rope_theta=ROPE["rope_theta"])
         fields.require(post_norm=False, qk_norm=True, mlp_bias=False)
-        if not {"rope_parameters", "rope_scaling"} & fields.raw.keys():
-            fields = fields.with_defaults(rope_parameters=ROPE)
+        if not (fields.has("rope_parameters") or fields.has("rope_scaling")):
+            fields = ConfigFields({**fields.raw, "rope_parameters": ROPE})
         bias = fields.boolean("attention_bias", False)
         activation = Activation("hidden_act", ("xielu",))
         return hf_fields(fields, activation=activation, qk_norm=True, bias=bias, output_bias=bias)

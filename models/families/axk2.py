@@ -94,7 +94,8 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         # Experts of other groups count as 0 there, and not as the least.
         fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK, indexer_rope_interleave=False)
-        return super().read_hf(fields.with_defaults(first_k_dense_replace=1))
+        defaults = {"first_k_dense_replace": 1, "q_lora_rank": 384, "n_group": 1, "topk_group": 1}
+        return super().read_hf(fields.with_defaults(**defaults))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         sizes = self.config.attention[layer], self.config.hidden_size

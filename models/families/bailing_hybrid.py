@@ -28,7 +28,15 @@ from jaxengine.models.layers.states.delta_net import APART, GatedDeltaNet
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
-_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 6_000_000.0, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2}
+_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 6_000_000.0,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 2,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+}
 
 
 def _lower_bound(fields: ConfigFields) -> float | None:

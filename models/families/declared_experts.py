@@ -37,7 +37,12 @@ _BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_b
 _BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
 _LIKE_V3: dict[str, Any] = {"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1}
 _LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
-_ALL_BIASED: dict[str, Any] = {**_BIASED, "mlp_bias": "mlp_bias"}
+# What the classes of some families in transformers compute, whatever a file says.
+_NO_GROUPS: dict[str, Any] = {"n_group": 1, "topk_group": 1}
+_ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
+_NEW: dict[str, Any] = {"rope_scaling": None}  # Mellum and Laguna, whose ropes have no older spelling
+_BASE, _LOCAL = {"rope_theta": 500000.0}, {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+_TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "attention_bias": False}
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -329,7 +334,7 @@ EXPERT_ROWS: dict[str, Row] = {
             "first_k_dense_replace": 1,
             "attention_bias": False,
         },
-        only={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+        only={"score_func": "sigmoid", "route_norm": True, **_ALL_NORMED},
         adapt=sliding_but(4, "global_attn_every_n_layers"),
         each_layer=rope_in_windows,
         experts=sigmoid_experts,
@@ -346,25 +351,22 @@ EXPERT_ROWS: dict[str, Row] = {
         _NORMED,
         spelled={**_COUNTS, "router_scaling_factor": "routed_scaling_factor"},
         defaults={
+            **_LIKE_V3,
             "rms_norm_eps": 1e-5,
             "rope_theta": 11158840.0,
             "head_dim": 128,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.826,
         },
-        only={"num_nextn_predict_layers": 0},
+        only={"num_nextn_predict_layers": 0, "mlp_bias": False, **_ALL_NORMED},
         experts=sigmoid_experts,
         expert_names=ExpertNames(router="router.gate", correction_bias="expert_bias", shared="shared_mlp"),
-        **_ALL_BIASED,
+        **_BIASED,
     ),
     "Mistral4ForCausalLM": Row(
         "Mistral 4 (Mistral AI 2026): DeepSeek-V2's latent attention and experts, queries scaled by the position.",
         _FORM,
         latent=True,
-        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1, "norm_topk_prob": True},
+        defaults={"rms_norm_eps": 1e-6, "attention_bias": False, "n_shared_experts": 1},
         only={"n_group": 1, "topk_group": 1},
         adapt=_without_part,
         each_layer=_mistral_layer,
@@ -431,13 +433,12 @@ EXPERT_ROWS: dict[str, Row] = {
         "Mellum 2 (JetBrains 2026): Qwen3-MoE's layers, in some of them windows and a rope of their own.",
         _NORMED,
         defaults={
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 500000.0,
-            "head_dim": 128,
+            **_TWO_ROPES,
+            "rope_parameters": {FULL: _BASE, SLIDING: _LOCAL},
             "sliding_window": 1024,
-            "attention_bias": False,
             "norm_topk_prob": True,
         },
+        only=_NEW,
         rope=no_rope,
         each_layer=kinds_of_ropes,
         experts=softmax_experts,
@@ -450,14 +451,12 @@ EXPERT_ROWS: dict[str, Row] = {
         replace(_NORMED, gate="self_attn.g_proj", gate_activation="softplus"),
         spelled={**_COUNTS, "moe_routed_scaling_factor": "routed_scaling_factor"},
         defaults={
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 500000.0,
-            "head_dim": 128,
+            **_TWO_ROPES,
+            "rope_parameters": {FULL: {**_BASE, "partial_rotary_factor": 0.5}, SLIDING: _LOCAL},
             "sliding_window": 512,
-            "attention_bias": False,
             "first_k_dense_replace": 1,
         },
-        only={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
+        only={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0, **_ALL_NORMED, **_NEW},
         rope=no_rope,
         choose=_laguna_form,
         each_layer=_laguna_layer,
@@ -479,6 +478,7 @@ EXPERT_ROWS: dict[str, Row] = {
             "norm_topk_prob": fields.boolean("norm_topk_prob", False),
             **sliding_but(5)(fields),
         },
+        only=_NO_GROUPS,
         each_layer=rope_in_windows,
         experts=lambda fields: replace(shared_of_size(fields), corrects_logits=True),
         suffixes=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),

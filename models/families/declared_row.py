@@ -187,7 +187,8 @@ class Row(NamedTuple):
         named = Activation("hidden_act", (activation,))
         options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
         if self.latent:
-            return hf_latent_fields(fields, interleaved=fields.boolean("rope_interleave", True), **options)
+            interleaved = fields.boolean("rope_interleave", True, null_is_false=True)
+            return hf_latent_fields(fields, interleaved=interleaved, **options)
         ropes = [self.rope(fields, read_head_dim(fields))] * fields.integer("num_hidden_layers")
         return hf_fields(fields, ropes=ropes, **options)
 

@@ -27,6 +27,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(q_lora_rank=1536, n_shared_experts=2)
         bias = fields.boolean("attention_bias", False)
         fields.require(moe_layer_freq=1)
         first = fields.integer("first_k_dense_replace", 0, minimum=0)

@@ -13,6 +13,16 @@ from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 
+# What transformers takes for fields that a file lacks.
+DEFAULTS = {
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """Llama with latent attention, and experts that are picked by corrected sigmoid scores, in some by groups."""
@@ -22,9 +32,9 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(moe_layer_freq=1)
-        fields = fields.with_defaults(routed_scaling_factor=2.5)
+        fields = fields.with_defaults(**DEFAULTS)
         bias = fields.boolean("attention_bias", False)
-        interleaved = fields.boolean("rope_interleave", True)
+        interleaved = fields.boolean("rope_interleave", True, null_is_false=True)
         predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
         shared = hf_latent_fields(fields, interleaved=interleaved, bias=bias, output_bias=bias)
         return shared | {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import KeyIndex
 from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.families.deepseek_v3 import DEFAULTS
 from jaxengine.models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from jaxengine.models.families.llama import LAYER
 from jaxengine.models.layers.attention.sparse_mla import SparseLatentAttention
@@ -30,8 +31,7 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
             raise fields.fail("layer_types", "a list of indexed_attention for each layer, or absent")
         fields.require(rope_interleave=True)
         own = ConfigFields({name: value for name, value in fields.raw.items() if name != "layer_types"})
-        own = own.with_defaults(first_k_dense_replace=3, rms_norm_eps=1e-6, routed_scaling_factor=2.5)
-        shared = super().read_hf(own)
+        shared = super().read_hf(own.with_defaults(**DEFAULTS, rms_norm_eps=1e-6))
         index = KeyIndex(
             num_heads=fields.integer("index_n_heads", cls.index_heads),
             head_dim=fields.integer("index_head_dim", 128),

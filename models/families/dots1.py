@@ -24,7 +24,7 @@ class Dots1ForCausalLM(Qwen3MoeForCausalLM):
         if fields.has("layer_types"):
             windows = windows_by_kind(layer_kinds(fields), window)
         else:
-            first = fields.integer("max_window_layers", num_layers, minimum=0)
+            first = fields.integer("max_window_layers", 62, minimum=0)
             windows = tuple(window if layer >= first else None for layer in range(num_layers))
         experts = sigmoid_experts(fields.with_defaults(norm_topk_prob=False))
         return hf_fields(fields, windows=windows, qk_norm=True, bias=bias, output_bias=bias) | {"experts": experts}

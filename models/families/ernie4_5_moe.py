@@ -48,7 +48,7 @@ class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
             dense_layers=tuple(n for n in range(num_layers) if (n + 1) % step or not first <= n <= last),
             correction_bias=True,
             min_weight_sum=fields.number("moe_norm_min", 1e-12),
-            shared_intermediate_size=size * fields.integer("moe_num_shared_experts", 0, minimum=0),
+            shared_intermediate_size=size * fields.integer("moe_num_shared_experts", 2, minimum=0),
         )
         fields = fields.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5)
         rope = read_rope(fields, read_head_dim(fields), interleaved=True)

@@ -78,7 +78,7 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
         bias, fields = fields.boolean("attention_bias", False), fields.with_defaults(rms_norm_eps=1e-5)
         shared = hf_fields(fields, bias=bias, output_bias=bias)
         inner_size = fields.integer("mamba_d_ssm", None) or fields.integer("mamba_expand", 2) * shared["hidden_size"]
-        norm = "before" if fields.boolean("mamba_norm_before_gate", True) else "after"
+        norm = "before" if fields.boolean("mamba_norm_before_gate", True, null_is_false=True) else "after"
         norm = norm if fields.boolean("mamba_rms_norm", False) else None
         state = replace(
             read_state_space(fields, inner_size, norm=norm),

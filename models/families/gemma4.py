@@ -29,6 +29,7 @@ from jaxengine.models.config.readers.gguf import (
 )
 from jaxengine.models.config.readers.hf import (
     FULL,
+    LAYER_CONFIG,
     SLIDING,
     Activation,
     hf_fields,
@@ -257,7 +258,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         kinds, bias = layer_kinds(fields, _FULL_EVERY), fields.boolean("attention_bias", False)
         kinds = (*kinds[:-1], FULL)  # as transformers does, whatever the file says
         shared = hf_fields(
-            fields,
+            ConfigFields({**fields.raw, LAYER_CONFIG: None}),  # see _attention
             windows=windows_by_kind(kinds, fields.integer("sliding_window")),
             ropes=[None] * len(kinds),
             activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
@@ -329,12 +330,14 @@ def _attention(
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
     full_dim = fields.integer("global_head_dim", _FULL_HEAD_DIM)
-    own = fields.mapping("per_layer_config")
+    own = fields.mapping(LAYER_CONFIG) or ({} if LAYER_CONFIG in fields.raw else None)  # null: all layers are alike
     found: list[LayerAttention] = []
     for number, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
         head_dim, num_kv_heads = layer.head_dim, layer.num_kv_heads
         if own is not None:
             each = ConfigFields(ConfigFields(own).mapping(str(number)) or {})
+            if each.raw.keys() - {"head_dim", "num_key_value_heads"}:
+                raise fields.fail(LAYER_CONFIG, "head_dim and num_key_value_heads of single layers")
             head_dim = each.integer("head_dim", head_dim)
             num_kv_heads = each.integer("num_key_value_heads", num_kv_heads)
         elif kind == FULL:

@@ -19,8 +19,10 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(partial_rotary_factor=0.5, rms_norm_eps=1e-5)
+        fields = fields.with_defaults(first_k_dense_replace=1, n_shared_experts=1)
         shared = hf_fields(
-            fields.with_defaults(partial_rotary_factor=0.5, rms_norm_eps=1e-5),
+            fields,
             partial_rotary=True,
             qk_norm=fields.boolean("use_qk_norm", False),
             bias=fields.boolean("attention_bias", False),
@@ -43,7 +45,7 @@ def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
         num_experts=fields.integer("n_routed_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=size,
-        norm_weights=fields.boolean("norm_topk_prob", True),
+        norm_weights=fields.boolean("norm_topk_prob", True, null_is_false=True),
         dense_layers=tuple(range(first)) if dense is None else dense,
         scoring_func="sigmoid",
         correction_bias=True,

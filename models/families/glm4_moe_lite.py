@@ -16,4 +16,4 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         defaults = {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}
-        return super().read_hf(fields.with_defaults(**defaults))
+        return super().read_hf(fields.with_defaults(**defaults, q_lora_rank=768, n_group=1, topk_group=1))

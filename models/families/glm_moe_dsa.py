@@ -20,7 +20,7 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(fields.with_defaults(rms_norm_eps=1e-5))
+        return super().read_hf(fields.with_defaults(rms_norm_eps=1e-5, q_lora_rank=2048, n_group=1, topk_group=1))
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:

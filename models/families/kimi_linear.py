@@ -59,7 +59,8 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = usual_names(fields)
         fields.require(mla_use_nope=True, num_nextn_predict_layers=0, moe_layer_freq=1, attention_bias=False)
-        shared = hf_latent_fields(fields)
+        # No layer has rope, so its scaling scales nothing.
+        shared = hf_latent_fields(ConfigFields({**fields.raw, "rope_parameters": None, "rope_scaling": None}))
         state = GatedDelta(
             num_k_heads=(heads := fields.integer("linear_num_heads")),
             num_v_heads=heads,
@@ -110,7 +111,7 @@ def usual_names(fields: ConfigFields) -> ConfigFields:
     }
     raw |= {usual: linear[own] for own, usual in inner.items() if own in linear}
     defaults = {"first_k_dense_replace": _num_dense(raw), "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5}
-    defaults |= {"routed_scaling_factor": 2.446}
+    defaults |= {"routed_scaling_factor": 2.446, "n_shared_experts": 1}
     return ConfigFields(raw).with_defaults(**defaults)
 
 

@@ -355,6 +355,8 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
             elif source.shape(HEAD) != source.shape(EMBEDDING):
                 faults.append((HEAD, f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"))
             tied_copy = True
+        elif 0 in source.shape(name):
+            continue  # transformers writes an MLP of no shared experts so
         elif not is_unread(model, name) and not _is_zero_bias(source, name):
             faults.append((name, "the model has no use for this tensor"))
     if faults:

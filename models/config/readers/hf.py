@@ -24,6 +24,8 @@ CONFIG_FILE = "config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
 FULL, SLIDING = "full_attention", "sliding_attention"
+# The field with fields of single layers.
+LAYER_CONFIG = "per_layer_config"
 
 
 def read_config_json(folder: Path | str) -> dict[str, Any]:
@@ -149,6 +151,8 @@ def hf_fields(
     """
     if fields.text(activation.field, activation.values[0]) not in activation.values:
         raise fields.fail(activation.field, repr(activation.values[0]))
+    if fields.mapping(LAYER_CONFIG):  # transformers takes fields of single layers from it, in every family
+        raise fields.fail(LAYER_CONFIG, "absent or empty for this family")
     num_heads = fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
     own_head_dim = read_head_dim(fields, head_dim)

@@ -24,6 +24,12 @@ def recorded(name: str, **changes: Any) -> dict[str, Any]:
 
 
 SMALL, SCALED = {"rms_norm_eps": 1e-5}, {"routed_scaling_factor": 2.5}
+GROUPED = {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "n_shared_experts": 1}
+_MELLUM = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+_LAGUNA = {
+    "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
 _WINDOWED = {"use_sliding_window": True}
 # The attribute of towers with the base of rotary frequencies.
 _AXIAL = dict.fromkeys(("glm_ocr_vision", "paddleocr_vl_vision", "qwen2_vl_vision", "pixtral_vision"), "rope_theta")
@@ -42,8 +48,18 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
         *((name, SCALED) for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "sarvam_mla")),
         ("deepseek_v32", {"rms_norm_eps": 1e-6}),
         ("glm4_moe_lite", {**SMALL, "routed_scaling_factor": 1.8}),
-        ("kimi_linear", {"routed_scaling_factor": 2.446}),
         ("phi3_longrope", {"original_max_position_embeddings": 4096}),
+        *((name, {**GROUPED, "q_lora_rank": 1536}) for name in ("deepseek_v3", "deepseek_v32")),
+        ("bailing_hybrid", {"num_expert_group": 8, "topk_group": 4, "num_shared_experts": 1}),
+        ("glm4_moe_lite", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 768}),
+        ("glm_moe_dsa", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 2048}),
+        ("axk2", {"n_group": None, "topk_group": None, "n_shared_experts": 1, "q_lora_rank": 384}),
+        ("glm4_moe", {"first_k_dense_replace": 1, "n_shared_experts": 1}),
+        ("deepseek_v2", {"n_shared_experts": 2, "q_lora_rank": 1536}),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 2}),
+        ("kimi_linear", {"routed_scaling_factor": 2.446, "num_shared_experts": 1}),
+        ("mellum", {"rope_parameters": _MELLUM}),
+        ("laguna", {"rope_parameters": _LAGUNA}),
         ("dots1", {"sliding_window": 4096}),
         ("longcat_flash", {"zero_expert_num": 256}),
         ("step3p5", {**SMALL, "rope_theta": [10000.0] * 5, "moe_router_scaling_factor": 1.0}),
@@ -65,6 +81,48 @@ _KEPT = _WINDOWED | _LINEAR  # what is not left out
 def test_what_is_absent_is_what_the_class_in_transformers_has(name, defaults):
     kept = {key: value for key, value in defaults.items() if _KEPT.get(key) == value}
     assert read_hf(recorded(name, **dict.fromkeys(defaults, ABSENT) | kept)) == read_hf(recorded(name, **defaults))
+
+
+@each_row(
+    ("name", "field"),
+    [
+        *((name, "norm_topk_prob") for name in ("deepseek_v3", "dots1", "mistral4", "axk1")),
+        *((name, "rope_interleave") for name in ("deepseek_v3", "youtu")),
+        *((name, "mamba_conv_bias") for name in ("falcon_h1", "granite_hybrid")),
+        ("kimi_linear", "moe_renormalize"),
+        ("falcon_h1", "mamba_norm_before_gate"),
+    ],
+)
+def test_a_switch_that_is_null_is_off(name, field):
+    changes = {"mamba_rms_norm": True} if field == "mamba_norm_before_gate" else {}
+    off, absent = (read_hf(recorded(name, **changes, **{field: value})) for value in (False, ABSENT))
+    assert read_hf(recorded(name, **changes, **{field: None})) == off
+    assert name == "dots1" or absent != off
+
+
+@each_row("name", ["hy_v3", "laguna", "afmoe"])
+def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
+    for field, value in (("norm_topk_prob", False), ("n_group", 2)):
+        with pytest.raises(ModelConfigError, match=f"^{field} must be "):
+            read_hf(recorded(name, **{field: value}))
+    with pytest.raises(ModelConfigError, match="^mlp_bias must be false"):  # of a shared MLP, too
+        read_hf(recorded("hy_v3", mlp_bias=True))
+
+
+def test_fields_of_single_layers_are_refused_where_they_are_not_read():
+    with pytest.raises(ModelConfigError, match="^per_layer_config must be absent or empty"):
+        read_hf(recorded("llama", per_layer_config={"1": {"intermediate_size": 48}}))
+    assert read_hf(recorded("llama", per_layer_config={})) == read_hf(recorded("llama"))
+    with pytest.raises(ModelConfigError, match="^per_layer_config must be head_dim and num_key_value_heads"):
+        read_hf(recorded("gemma4", per_layer_config={"2": {"head_dim": 24, "sliding_window": 9}}))
+    alike = read_hf(recorded("gemma4", per_layer_config=None))
+    assert len({layer.head_dim for layer in alike.attention}) == 1
+
+
+def test_rope_that_no_layer_has_scales_no_products():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.3}
+    for name in ("rope_parameters", "rope_scaling"):
+        assert read_hf(recorded("kimi_linear", **{name: yarn})) == read_hf(recorded("kimi_linear"))
 
 
 def test_an_mscale_of_zero_is_none():

@@ -183,6 +183,7 @@ def test_biases_of_zeros(tmp_path, name):
             load_params(model, ArraySource(tensors | biases | {f"{Q}.bias": bias}))
     with pytest.raises(ModelFileError, match=r"the model has no use for this tensor .at model.norm.bias"):
         load_params(model, ArraySource(tensors | {"model.norm.bias": np.zeros(64, np.float16)}))
+    load_params(model, ArraySource(tensors | {"model.norm.bias": np.zeros(0, np.float16)}))
 
 
 @pytest.mark.parametrize("name", ["ct nvfp4 rows", "ct mxfp8 rows"])
