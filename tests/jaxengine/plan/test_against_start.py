@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import pytest
 
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.models.model_classes import MODELS
+from jaxengine.models.registry import read_folder
 from jaxengine.plan.chips import CHIPS, Chips
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import Split, plan_split, platform_for
 from jaxengine.runner.start.stage_arrays import StageArrays
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
-from tests.fixtures import omni_checkpoints, sound_checkpoints, whisper_checkpoints
+from tests.fixtures import omni_checkpoints, sound_checkpoints, unit_pictures, whisper_checkpoints
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.jaxengine.plan.start import allocated
@@ -91,26 +91,34 @@ def every_family(folder: Path) -> dict[str, dict]:
     """
     found: dict[str, dict] = {}
     for recorded in sorted(TINY_CHECKPOINT.parent.glob("*/config.json")):
-        name, (family, *_) = recorded.parent.name, json.loads(recorded.read_text())["architectures"]
+        name, family = recorded.parent.name, read_folder(checkpoint(recorded.parent.name)).architecture
         if family in found:
             continue
         whole = WHOLE[next(end for end in WHOLE if name.endswith(end))]
         try:
-            model = checkpoint(name) if whole is None else whole(name, folder / name)
+            model = whole(name, folder / name)
         except KeyError:  # recorded without the other files, as another one of its family is
             continue
-        found[family] = OPTIONS | {"model": str(model), "max_model_len": 32, "num_gpu_blocks_override": 120}
-        found[family] |= {"skip_tokenizer_init": whole is None}
+        sees = model.parent == folder
+        found[family] = OPTIONS | {"model": str(model), "max_model_len": 64, "num_gpu_blocks_override": 200}
+        found[family] |= {"skip_tokenizer_init": not sees, "max_num_batched_tokens": 64 if sees else 32}
     return found
 
 
+def _seeing(name: str, folder: Path) -> Path:
+    if name in unit_pictures.CASES:
+        unit_pictures.write_checkpoint(folder, name, checkpoint(name))
+        return folder
+    return whole_checkpoint(name, folder)
+
+
 # By the end of a checkpoint's name, the most specific first.
-WHOLE: dict[str, Callable[[str, Path], Path] | None] = {
-    "_vision": whole_checkpoint,
+WHOLE: dict[str, Callable[[str, Path], Path]] = {
+    "_vision": _seeing,
     "whisper_sound": whisper_checkpoints.whole_checkpoint,
     "_sound": sound_checkpoints.whole_checkpoint,
     **dict.fromkeys(("_omni", "_omni_wide"), omni_checkpoints.whole_checkpoint),
-    "": None,
+    "": lambda name, _: checkpoint(name),
 }
 
 
@@ -151,5 +159,6 @@ def test_one_of_each_kind(chosen):
 @pytest.mark.thorough("every family, and some thirty models and options")
 def test_every_family_and_many_options(chosen, executables_dir, tmp_path):
     families = every_family(tmp_path)
-    assert families.keys() >= MODELS.keys() - WITHOUT_CHECKPOINT
-    compare({**{name: each | {"compile_cache_dir": executables_dir} for name, each in families.items()}, **chosen(THOROUGH)})
+    assert families.keys() == MODELS.keys()
+    cases = {name: options | {"compile_cache_dir": executables_dir} for name, options in families.items()}
+    compare({**cases, **chosen(THOROUGH)})
