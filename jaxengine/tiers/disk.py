@@ -288,7 +288,7 @@ class DiskTier:
         with os.scandir(path) as found:
             for file in found:
                 if not (_KEY.fullmatch(file.name) and file.name.startswith(own)):
-                    self._remove_rest(file)
+                    _remove_rest(file)
                     continue
                 present.add(key := bytes.fromhex(file.name))
                 if key not in self._known:
@@ -300,12 +300,6 @@ class DiskTier:
         for key in gone:
             self._forget(key)
         return news
-
-    def _remove_rest(self, file: os.DirEntry[str]) -> None:
-        """Remove an unfinished file that an engine has left when it was killed; a young one may still be written."""
-        with contextlib.suppress(OSError):
-            if file.name.endswith(".tmp") and time.time() - file.stat(follow_symlinks=False).st_mtime > _REST_SECONDS:
-                _remove(Path(file.path))
 
     def _path(self, key: bytes) -> Path:
         """Return the path of a key's file: named by the key in hexadecimal, in a subfolder named by its first byte."""
@@ -335,6 +329,13 @@ def _content(path: Path, most: int | None) -> bytes:
         status = os.fstat(file.fileno())
         is_large = most is not None and status.st_size > most
         return b"" if is_large or not stat.S_ISREG(status.st_mode) else file.read()
+
+
+def _remove_rest(file: os.DirEntry[str]) -> None:
+    """Remove an unfinished file that an engine has left when it was killed; a young one may still be written."""
+    with contextlib.suppress(OSError):
+        if file.name.endswith(".tmp") and time.time() - file.stat(follow_symlinks=False).st_mtime > _REST_SECONDS:
+            _remove(Path(file.path))
 
 
 def _remove(path: Path) -> None:
