@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 from jaxengine.pallas_kernels.proof.calls import Call, recorded_calls
-from jaxengine.pallas_kernels.proof.judge import Verdict, judge, judged_calls, too_slow
+from jaxengine.pallas_kernels.proof.judge import (
+    Trial,
+    Verdict,
+    compiled_trial,
+    judged_calls,
+    lowered_trial,
+    too_slow,
+    verdict_of,
+)
 
-__all__ = ["Call", "Verdict", "judge", "judged_calls", "recorded_calls", "too_slow"]
+__all__ = [
+    "Call",
+    "Trial",
+    "Verdict",
+    "compiled_trial",
+    "judged_calls",
+    "lowered_trial",
+    "recorded_calls",
+    "too_slow",
+    "verdict_of",
+]

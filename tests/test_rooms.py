@@ -304,7 +304,9 @@ ROOMS = {
         "models.params models.config scheduler.base jaxengine:base config.base config.execution config.features "
         "config checkpoint requests.structured requests.pooling requests.params requests.output requests rl api"
     ),
-    "server.base": ("scheduler.base scheduler.pages config parsers requests.params requests.output requests api"),
+    "server.base": (
+        "scheduler.base scheduler.pages config.base config parsers requests.params requests.output requests api"
+    ),
     "server.adapters": "scheduler.base config.base checkpoint requests.params api server.base",
     "server.weights": "scheduler.base api server.base",
     "bench": (

@@ -21,6 +21,7 @@ from jaxengine.checkpoint.pooling import check_width, pooling_of_gguf, read_pool
 from jaxengine.checkpoint.remote import RemoteFolder, is_url
 from jaxengine.checkpoint.sentence_transformers import TOKENIZER
 from jaxengine.checkpoint.stored_head import with_stored_head
+from jaxengine.config.base.files import named_path
 from jaxengine.config.base.lengths import given_length
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.features.pooling_model import PoolingModel
@@ -193,7 +194,7 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
     if config.tokenizer is None and revision is None:
         return None
     param, name = ("tokenizer", config.tokenizer) if config.tokenizer is not None else ("model", config.model)
-    path = Path(name).expanduser() if name is not None else default_model_path()
+    path = named_path(param, name) if name is not None else default_model_path()
     if path.exists():
         if revision is not None:
             problem = f"tokenizer_revision is {revision!r}, but the tokenizer is on this machine ({path})"
@@ -391,7 +392,7 @@ def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig
     for ids beyond the vocabulary.
     """
     named = config.generation_config not in ("auto", "vllm")
-    folder = Path(config.generation_config).expanduser() if named else path
+    folder = named_path("generation_config", config.generation_config) if named else path
     fields = ConfigFields(read_object(folder, GENERATION) or {})
     try:
         ends = fields.token_ids("eos_token_id")
@@ -418,7 +419,7 @@ def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, A
         content = GENERATION_DEFAULTS if config.model is None else {}
         content = content if path is None else read_object(path, GENERATION) or {}
     elif config.generation_config not in ("auto", "vllm"):
-        folder = Path(config.generation_config).expanduser()
+        folder = named_path("generation_config", config.generation_config)
         found = read_object(folder, GENERATION)
         if found is None:
             problem = f"generation_config is {config.generation_config!r}, and there is no {folder / GENERATION}"

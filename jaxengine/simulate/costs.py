@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.scheduler.batches.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -252,8 +253,9 @@ def read_costs(path: str) -> MeasuredCosts:
     negative or not finite; OSError if it cannot be read.
     """
     allowed = "a file that jaxengine calibrate-costs wrote"
+    file = named_path("costs", path)
     try:
-        value = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
         if value.pop("jaxengine_costs") != VERSION:
             raise ValueError("another version")
         tables = {name: tuple((int(size), float(cost)) for size, cost in value[name]) for name in ("decode", "mixed")}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.records.trace_file import VERSION, TraceRequest, header_line, request_line
 
 MOONCAKE_BLOCK = 512
@@ -91,7 +92,7 @@ def read_trace(path: str) -> Trace:
     ConfigError, with the number of the line, for a line that is not as the form says and for a file without requests;
     OSError if it cannot be read.
     """
-    with Path(path).expanduser().open("rb") as file:
+    with named_path("trace", path).open("rb") as file:
         lines = _lines(path, file)
         number, first = next(lines, (1, ""))
         if first.lstrip("\ufeff").startswith("{"):

@@ -70,7 +70,7 @@ class DiskTier:
         self._num_waiting = 0
         # Keys that were dropped while blocks waited to be written.
         self._unwanted: set[bytes] = set()
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_damage = False
         self._own_name = secrets.token_hex(8)
         self._next_scan = 0.0
         self._scan()
@@ -113,7 +113,9 @@ class DiskTier:
         body = memoryview(raw)[len(header) + _CHECKSUM_BYTES :]
         if raw[: len(header)] != header or raw[len(header) : len(header) + _CHECKSUM_BYTES] != _checksum(key, body):
             self.num_bad += 1
-            logger.warning("%s is damaged, or its name is not its key: it is removed", path)
+            level = logging.DEBUG if self._has_warned_of_damage else logging.WARNING
+            self._has_warned_of_damage = True
+            logger.log(level, "%s is damaged, or its name is not its key: it is removed, as others will be", path)
             _remove(path)
             self._forget(key)
             return None
@@ -207,7 +209,8 @@ class DiskTier:
         size = len(header) + _CHECKSUM_BYTES + block.nbytes
         if not self._make_room(size):
             return
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        for folder in (self.folder, path.parent):  # somebody may have emptied the folder above while engines run
+            folder.mkdir(mode=0o700, exist_ok=True)
         temporary = path.parent / f".{self._own_name}.tmp"
         try:
             with open(temporary, "wb") as file:
@@ -247,8 +250,11 @@ class DiskTier:
             with os.scandir(self.folder) as found:
                 named = (each for each in found if _SUBFOLDER.fullmatch(each.name))
                 folders = [each for each in named if each.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            folders = []
         except OSError:
             return
+        self._forget_others({each.name for each in folders})
         news: list[tuple[float, bytes, int]] = []
         for each in folders:
             try:
@@ -266,6 +272,14 @@ class DiskTier:
         now = time.monotonic()
         self._next_scan = now + max(_SCAN_SECONDS, _SCAN_SHARE * (now - start))
 
+    def _forget_others(self, names: set[str]) -> None:
+        """Forget the keys whose subfolders are gone, and the times of these. names: of the subfolders that are left."""
+        with self._lock:
+            gone = [key for own in self._by_folder if own and f"{next(iter(own))[0]:02x}" not in names for key in own]
+        for key in gone:
+            self._forget(key)
+        self._times = {name: changed for name, changed in self._times.items() if name in names}
+
     def _read_folder(self, path: str) -> list[tuple[float, bytes, int]]:
         """Return (time of last use in seconds, key, bytes) of the files in a subfolder that had not been seen, and
         forget the keys whose files are gone; remove old unfinished files. Raises OSError.
@@ -274,7 +288,7 @@ class DiskTier:
         with os.scandir(path) as found:
             for file in found:
                 if not (_KEY.fullmatch(file.name) and file.name.startswith(own)):
-                    self._remove_rest(file)
+                    _remove_rest(file)
                     continue
                 present.add(key := bytes.fromhex(file.name))
                 if key not in self._known:
@@ -286,12 +300,6 @@ class DiskTier:
         for key in gone:
             self._forget(key)
         return news
-
-    def _remove_rest(self, file: os.DirEntry[str]) -> None:
-        """Remove an unfinished file that an engine has left when it was killed; a young one may still be written."""
-        with contextlib.suppress(OSError):
-            if file.name.endswith(".tmp") and time.time() - file.stat(follow_symlinks=False).st_mtime > _REST_SECONDS:
-                _remove(Path(file.path))
 
     def _path(self, key: bytes) -> Path:
         """Return the path of a key's file: named by the key in hexadecimal, in a subfolder named by its first byte."""
@@ -321,6 +329,13 @@ def _content(path: Path, most: int | None) -> bytes:
         status = os.fstat(file.fileno())
         is_large = most is not None and status.st_size > most
         return b"" if is_large or not stat.S_ISREG(status.st_mode) else file.read()
+
+
+def _remove_rest(file: os.DirEntry[str]) -> None:
+    """Remove an unfinished file that an engine has left when it was killed; a young one may still be written."""
+    with contextlib.suppress(OSError):
+        if file.name.endswith(".tmp") and time.time() - file.stat(follow_symlinks=False).st_mtime > _REST_SECONDS:
+            _remove(Path(file.path))
 
 
 def _remove(path: Path) -> None:

@@ -57,26 +57,70 @@ def judged_calls(calls: Iterable[Call]) -> list[Call]:
     return [call for call in calls if call.op not in _SCHEDULES]
 
 
-def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler) -> Verdict:
-    """Run a call's kernel on random inputs of its shapes, on jax's default device, and compare it with plain XLA.
+class Trial(NamedTuple):
+    """A call and its two programs, over the same inputs: with the kernel, and in plain XLA alone.
 
-    thorough: with all mixes of lengths, not one. timed: measure both. compile_lowered: from jax.stages.Lowered to
-    jax.stages.Compiled. Never raises: an error of the kernel is the verdict's error, one of plain XLA its note.
+    Attributes:
+      call: as recorded.
+      note: why there is nothing to run; "" otherwise, and only then there is what follows.
+      case, mixes: where inputs come from, and those that are run.
+      plain, kernel: each a jax.stages.Lowered or, once compiled, a jax.stages.Compiled; the exception that was raised
+        in place of one.
+    """
+
+    call: Call
+    note: str = ""
+    case: Case | None = None
+    mixes: tuple[str, ...] = ()
+    plain: Any = None
+    kernel: Any = None
+
+
+def lowered_trial(call: Call, *, thorough: bool) -> Trial:
+    """Trace and lower the programs of a call, for jax's default device. thorough: with all mixes of lengths, not one.
+    Never raises.
     """
     if (make := _CASES.get(call.op)) is None:
-        return Verdict(note=f"no inputs are known for {call.op}")
+        return Trial(call, f"no inputs are known for {call.op}")
     try:
         case = make(call)
         mixes = case.mixes if thorough else case.mixes[:1]
-        inputs = [case.inputs(mix, np.random.default_rng(7)) for mix in mixes]
-        plain = _compiled(case, inputs[0], _kernel_rows(call), compile_lowered)
-        wanted = [jax.device_get(plain(*each)) for each in inputs]
+        inputs = _inputs(case, mixes[0])
     except Exception as error:  # says nothing of the kernel
-        return Verdict(note=f"plain XLA cannot be run: {_first_line(error)}")
+        return Trial(call, _not_run(error))
+    return Trial(call, "", case, mixes, _lowered(case, inputs, _kernel_rows(call)), _lowered(case, inputs, ()))
+
+
+def compiled_trial(trial: Trial, compile_lowered: Compiler) -> Trial:
+    """Compile the programs of a lowered trial, on any thread. compile_lowered: from jax.stages.Lowered to
+    jax.stages.Compiled. Never raises.
+    """
+
+    def compiled(program: Any) -> Any:
+        try:
+            return compile_lowered(program) if isinstance(program, jax.stages.Lowered) else program
+        except Exception as error:
+            return error
+
+    return trial._replace(plain=compiled(trial.plain), kernel=compiled(trial.kernel))
+
+
+def verdict_of(trial: Trial, *, timed: bool) -> Verdict:
+    """Run a compiled trial on random inputs and compare the kernel with plain XLA. timed: measure both. Never raises:
+    an error of the kernel is the verdict's error, one of plain XLA its note.
+    """
+    case, mixes, plain, kernel = trial.case, trial.mixes, trial.plain, trial.kernel
+    if case is None:
+        return Verdict(note=trial.note)
     try:
-        kernel = _compiled(case, inputs[0], (), compile_lowered)
+        if isinstance(plain, Exception):
+            raise plain
+        inputs = [_inputs(case, mix) for mix in mixes]
+        wanted = [jax.device_get(plain(*each)) for each in inputs]
     except Exception as error:
-        return Verdict(error=f"does not compile: {_first_line(error)}")
+        return Verdict(note=_not_run(error))
+    if isinstance(kernel, Exception):
+        return Verdict(error=f"does not compile: {_first_line(kernel)}")
     difference = 0.0
     try:
         for mix, each, want in zip(mixes, inputs, wanted, strict=True):
@@ -89,6 +133,13 @@ def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler)
         return Verdict("", "", difference, _seconds(kernel, inputs[0]), _seconds(plain, inputs[0]))
     except Exception as error:
         return Verdict(error=f"fails: {_first_line(error)}", difference=difference)
+
+
+def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler) -> Verdict:
+    """Lower, compile and run a call's programs, on jax's default device; return its verdict. Arguments as of
+    `lowered_trial`, `compiled_trial` and `verdict_of`. Never raises.
+    """
+    return verdict_of(compiled_trial(lowered_trial(call, thorough=thorough), compile_lowered), timed=timed)
 
 
 def compare(got: Any, want: Any) -> tuple[float, str]:
@@ -134,14 +185,26 @@ def _kernel_rows(call: Call) -> list[tuple[str, str]]:
     return [(op, kind) for kind in kinds for op in (call.op, *_CASES)]
 
 
-def _compiled(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, str]], compile_lowered: Compiler) -> Any:
-    """Trace a case for these inputs, without the rows `unused` of the registry, and return what compile_lowered makes
-    of it, a function of the inputs.
+def _not_run(error: Exception) -> str:
+    """Return the note of a call whose plain XLA cannot be run because of an error."""
+    return f"plain XLA cannot be run: {_first_line(error)}"
+
+
+def _inputs(case: Case, mix: str) -> tuple[Any, ...]:
+    """Make the inputs of a case for a mix, always the same."""
+    return case.inputs(mix, np.random.default_rng(7))
+
+
+def _lowered(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, str]]) -> Any:
+    """Trace and lower a case for these inputs, without the rows `unused` of the registry; return the
+    jax.stages.Lowered, or the exception that was raised.
     """
-    with without_rows(unused):
-        # A function of its own: jax remembers traces by function, and does not see which rows it was traced with.
-        traced = jax.jit(lambda *arguments: case.run(*arguments)).trace(*inputs)
-    return compile_lowered(traced.lower())
+    try:
+        with without_rows(unused):
+            # A function of its own: jax remembers traces by function, and does not see which rows it was traced with.
+            return jax.jit(lambda *arguments: case.run(*arguments)).trace(*inputs).lower()
+    except Exception as error:
+        return error
 
 
 def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:

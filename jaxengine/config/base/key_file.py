@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 
 HOW_TO_MAKE = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`"
 _LEAST, _MOST = 16, 4096
@@ -39,7 +40,7 @@ def read_key(option: str, file: str) -> bytes:
     Raises ConfigError, which names the option, for any other file.
     """
     try:
-        with Path(file).expanduser().open("rb") as opened:
+        with named_path(option, file).open("rb") as opened:
             status = os.fstat(opened.fileno())
             key = opened.read(_MOST + 1).strip()
     except OSError as error:

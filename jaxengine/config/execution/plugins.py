@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 
 OPTION = "plugins"
 _MODULE = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)*")
@@ -31,7 +32,7 @@ def is_file_name(name: str) -> bool:
 def _name_of(name: str) -> str:
     """Return a file's absolute path, or a module's name. Raises ConfigError for a text that is neither."""
     if is_file_name(name):
-        return str(Path(name).expanduser().absolute())
+        return str(named_path(OPTION, name).absolute())
     if not _MODULE.fullmatch(name):
         raise ConfigError(OPTION, name, "the name of a module, such as my_models.own, or a .py file")
     return name

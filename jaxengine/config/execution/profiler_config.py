@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.config.base.values import plain
 
 _OPTION = "profiler_config"
@@ -35,7 +35,8 @@ class ProfilerConfig:
         if not isinstance(self.profiler_dir, (str, os.PathLike)) or not str(self.profiler_dir):
             raise ConfigError(f"{_OPTION}.profiler_dir", self.profiler_dir, "the name of a folder")
         # Absolute: the engine's process may have another current folder.
-        object.__setattr__(self, "profiler_dir", str(Path(self.profiler_dir).expanduser().absolute()))
+        path = named_path(f"{_OPTION}.profiler_dir", self.profiler_dir).absolute()
+        object.__setattr__(self, "profiler_dir", str(path))
 
     @classmethod
     def read(cls, value: Any) -> ProfilerConfig | None:

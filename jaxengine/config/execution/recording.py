@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path, writable_folder
 
 if TYPE_CHECKING:
     from jaxengine.models.config.model_config import ModelConfig
@@ -91,8 +92,8 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
     options: of the engine.
     """
     if (trace := options["record_trace"]) is not None:
-        parent = Path(trace).expanduser().absolute().parent
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        parent = named_path("record_trace", trace).absolute().parent
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
             raise ConfigError("record_trace", trace, "a new file in a folder that can be written")
         if model.pooler is not None:
             problem = f"record_trace is given, but {model.architecture} pools and generates nothing"
@@ -118,10 +119,7 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
         if is_so:
             problem = f"record_steps is given, but {why}, which is not supported yet"
             raise ConfigError.because("record_steps", problem, "leave one out")
-    path = Path(folder).expanduser()
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError("record_steps", folder, "a folder that can be written")
+    writable_folder("record_steps", folder)
 
 
 def replayed_options(config: Any) -> dict[str, Any]:

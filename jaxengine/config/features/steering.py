@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.config.features.capture import read_tap_names, refuse_engine, taps_for
 from jaxengine.models.config.taps import STEERED
 
@@ -46,7 +47,7 @@ def read_steering_vectors(value: Any) -> dict[str, str]:
     named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
     if not named or not all(isinstance(path, (str, Path)) for path in value.values()):
         raise ConfigError(VECTORS, value, 'a dict such as {"calm": "calm.gguf"}, from name to a GGUF file')
-    return {name: str(Path(path).expanduser()) for name, path in value.items()}
+    return {name: str(named_path(VECTORS, path)) for name, path in value.items()}
 
 
 def settle_steering(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[str, ...]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.base.errors import ConfigError, json_object
+from jaxengine.config.base.files import writable_folder
 from jaxengine.config.kv.kv_transfer import AT_TOP, IN_EXTRA, TCP, KVHandover, read_handover
 
 if TYPE_CHECKING:
@@ -244,7 +244,6 @@ def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
         if is_so:
             problem = f"{name} is given, but {why}, which is not supported together"
             raise ConfigError.because(name, problem, "leave one out")
-    path = Path((transfer.root_dir if transfer else None) or options["kv_offloading_path"] or ".").expanduser()
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError("kv_offloading_path", str(path), "a folder that can be written")
+    folder = (transfer.root_dir if transfer else None) or options["kv_offloading_path"]
+    if folder is not None:
+        writable_folder("kv_offloading_path", folder)

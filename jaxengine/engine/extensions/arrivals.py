@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -9,7 +11,7 @@ import secrets
 import time
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -33,7 +35,7 @@ class Arrivals(LoopExtension):
 
     def __init__(self) -> None:
         """Draw the key; arrival times count from now."""
-        self._file: IO[str] | None = None
+        self._file: BinaryIO | None = None
         self._key = secrets.token_bytes(32)
         self._began = time.monotonic()
         self._path, self._num_bytes, self._num_requests, self._stopped_by = Path(), 0, 0, ""
@@ -77,34 +79,37 @@ class Arrivals(LoopExtension):
         return {"recorded_trace": {"file": str(self._path), "requests": self._num_requests, **own}}
 
     def shutdown(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file; a disk that refuses even that is no error."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _id(self, digest: bytes) -> int:
         """Return the id of a page in the trace, 63 bits, from its digest."""
         return int.from_bytes(hashlib.blake2b(digest, key=self._key, digest_size=8).digest(), "little") >> 1
 
     def _write(self, line: str) -> None:
-        """Write a line to the open file. Raises OSError."""
+        """Write a line to the open file, whole or not at all. Raises OSError."""
         assert self._file is not None
-        self._file.write(line)
-        self._num_bytes += len(line)
+        content = line.encode()
+        try:
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._num_bytes)
+            raise
+        self._num_bytes += len(content)
 
     def _stop(self, why: str) -> None:
         """Close the file for good, and log why."""
         logger.error("record_trace: NO MORE REQUESTS ARE RECORDED: %s; the engine serves on", why)
         self._stopped_by = why
-        file, self._file = self._file, None
-        try:
-            if file is not None:
-                file.close()
-        except OSError:  # the error of the write that failed before, raised again for the rest of the buffer
-            pass
+        self.shutdown()
 
 
-def _new_file(path: Path) -> tuple[Path, IO[str]]:
+def _new_file(path: Path) -> tuple[Path, BinaryIO]:
     """Open a new file that only its owner may read: `path`, or where that exists `path`.1, .2 and so on.
 
     An engine that is started again thus overwrites no trace, and appends to none. Raises OSError if the file cannot be
@@ -116,5 +121,5 @@ def _new_file(path: Path) -> tuple[Path, IO[str]]:
             handle = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             continue
-        return own, open(handle, "w", encoding="utf-8", buffering=1)
+        return own, open(handle, "wb", buffering=0)
     raise AssertionError

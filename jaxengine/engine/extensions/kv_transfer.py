@@ -14,11 +14,11 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 import numpy as np
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.config.base.key_file import read_key
 from jaxengine.config.kv.kv_transfer import CONSUMER, FAIL, FOLDER, PRODUCER, KVHandover
 from jaxengine.engine.extension import NO_EVENTS, Events, Loop, LoopExtension
@@ -287,12 +287,12 @@ def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) 
     """Return the transport that the options name. Raises ConfigError if it cannot be opened."""
     if options.transport == FOLDER:
         assert options.shared_storage_path is not None
-        folder = Path(options.shared_storage_path).expanduser() / offload.identity
+        name = "kv_transfer_config.shared_storage_path"
+        folder = named_path(name, options.shared_storage_path) / offload.identity
         try:
             most = offload.mover.block_bytes
             return FolderTransport(folder, options.kv_lease_duration, options.produces, most)
         except OSError as error:
-            name = "kv_transfer_config.shared_storage_path"
             problem = f"{name} {options.shared_storage_path!r} cannot be used: {error}"
             raise ConfigError.because(name, problem, "name another folder") from None
     from jaxengine.tiers.tcp import TcpTransport  # it needs pyzmq

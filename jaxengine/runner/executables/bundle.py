@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.config.base.key_file import read_key
 from jaxengine.runner.executables.executable_files import NotTrusted, ShippedFiles
 
@@ -57,7 +58,7 @@ class Bundle:
         self.path, self.cache_dir = path, cache_dir
         key = None if key_file is None else read_key("bundle_key_file", key_file)
         try:
-            self._files = ShippedFiles(Path(path).expanduser(), by_owner=key is None)
+            self._files = ShippedFiles(named_path("bundle", path), by_owner=key is None)
             content = self._files.read(MANIFEST, _MOST_BYTES)
         except NotTrusted as error:
             advice = "make it your own or root's, or sign it and give bundle_key_file"
@@ -185,7 +186,7 @@ class NewBundle:
         Raises ConfigError for a folder that cannot be written, or has files, unless they are a bundle: its manifest and
         programs are then deleted.
         """
-        self.path, self.cache_dir = Path(path).expanduser(), cache_dir
+        self.path, self.cache_dir = named_path("out", path), cache_dir
         self._key = None if key_file is None else read_key("bundle_key_file", key_file)
         self._sources: dict[str, str] = {}
         self._programs: dict[str, list[Any]] = {}

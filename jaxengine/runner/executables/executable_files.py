@@ -73,7 +73,7 @@ class ExecutableFiles:
                 self._use(Path(named).expanduser())
             if self._own is None:
                 self._use(_default_folder())
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: the user has no home; ValueError: a NUL
             self._why_not = str(error)
         except NotTrusted as error:
             if named is not None and not self._folders:

@@ -8,19 +8,32 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxengine.models.cache import platform_of, product_platform_of
-from jaxengine.models.kernel_proof import Call, Verdict, judge, judged_calls, recorded_calls, too_slow
+from jaxengine.models.kernel_proof import (
+    Call,
+    Trial,
+    Verdict,
+    compiled_trial,
+    judged_calls,
+    lowered_trial,
+    recorded_calls,
+    too_slow,
+    verdict_of,
+)
 from jaxengine.models.kernel_rows import without_rows
 from jaxengine.runner.executables.cache import compile_program
 from jaxengine.runner.executables.verdicts import Verdicts
@@ -37,6 +50,9 @@ FULL = "full"
 _LONG = 120.0
 # A process that ends in the middle of a proof may have been ended for another reason; hardly twice.
 _MOST_UNFINISHED = 2
+# Note in the place of a call while the programs of all are compiled: a start that finds it compiles one by one.
+_TOGETHER = "compiled together"
+_MOST_THREADS = 8
 _UNFINISHED = "ended the process, or did not end: it was not finished when the process was"
 
 
@@ -133,17 +149,16 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
     known = verdicts.known()
     failed = {call[:3] for call in calls if known.get(_text(call, proof), {}).get("error")}
     start, proven = time.monotonic(), 0
+    due = {text: call for call in calls if (text := _text(call, proof)) not in known and call[:3] not in failed}
+    trials = {} if unfinished[_TOGETHER] else _compiled_together(due, proof)
     for index, call in enumerate(calls):
         proof.progress(index, len(calls), f"{call.op} ({call.kind})")
-        if (text := _text(call, proof)) in known or call[:3] in failed:
+        if (text := _text(call, proof)) not in due or call[:3] in failed:
             continue
-        verdicts.begin(text)
-        with ends_heard(partial(_forget_if_brief, text, verdicts, begin := time.monotonic())):
-            try:
-                verdict = _judged(call, proof)
-            except (KeyboardInterrupt, SystemExit):
-                _forget_if_brief(text, verdicts, begin)
-                raise
+        slow = f"proving the kernel of {call.short}", "counts the kernel as failed and runs plain XLA in its place"
+        with _noted(text, *slow, verdicts), jax.default_device(proof.device):
+            trial = trials.pop(text, None) or _compiled(lowered_trial(call, thorough=proof.thorough), proof)
+            verdict = verdict_of(trial, timed=proof.timed)
         verdicts.end(text, verdict._asdict())
         proven += 1
         if verdict.error:
@@ -151,8 +166,65 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
         if verdict.note:
             logger.warning("the kernel of %s is used without a proof: %s", call.short, verdict.note)
     proof.progress(len(calls), len(calls), "done")
+    if unfinished[_TOGETHER]:
+        verdicts.forget(_TOGETHER)
     if proven:
         logger.info("%d calls of kernels were proven in %.0f s", proven, time.monotonic() - start)
+
+
+def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Trial]:
+    """Compile the programs of calls, by the calls' texts, on several threads, as compiling is most of a proof's time;
+    return {} for a single call, or on one core. Nothing runs meanwhile, so that kernels are measured alone.
+    """
+    num_threads = min(_MOST_THREADS, os.cpu_count() or 1, len(calls))
+    if num_threads < 2:
+        return {}
+    compiling: dict[str, Future[Trial]] = {}
+    threads = ThreadPoolExecutor(num_threads, "kernel-proof")
+    try:
+        slow = f"compiling the kernels of {len(calls)} calls", "compiles them one by one"
+        with _noted(_TOGETHER, *slow, proof.verdicts), jax.default_device(proof.device):
+            for index, (text, call) in enumerate(calls.items()):
+                proof.progress(index, len(calls), "compiling")
+                compiling[text] = threads.submit(_compiled, lowered_trial(call, thorough=proof.thorough), proof)
+            found = {text: each.result() for text, each in compiling.items()}
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+    proof.verdicts.forget(_TOGETHER)
+    return found
+
+
+def _compiled(trial: Trial, proof: _Proof) -> Trial:
+    """Compile a lowered trial for the proof's device. Any thread may call it."""
+    return compiled_trial(trial, partial(compile_program, backend=proof.device.platform))
+
+
+@contextlib.contextmanager
+def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None]:
+    """Context of work that a kernel may never let end: a note of `text` is stored before, which the caller replaces by
+    a verdict or deletes. After _LONG seconds, as with a kernel that hangs, logs a warning and stores that it takes
+    long. what: the work, for a person to read; then: what the next start does if this process is ended.
+    """
+
+    def warn() -> None:
+        verdicts.takes_long(text)
+        message = "%s has taken %.0f s: if it hangs, end this process and start again; the next start %s"
+        logger.warning(message, what, _LONG, then)
+
+    verdicts.begin(text)
+    timer = threading.Timer(_LONG, warn)
+    timer.daemon = True
+    begin = time.monotonic()
+    with ends_heard(partial(_forget_if_brief, text, verdicts, begin)):
+        timer.start()
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            _forget_if_brief(text, verdicts, begin)
+            raise
+        finally:
+            timer.cancel()
+            timer.join()  # what it writes is written before the verdict, which ends it
 
 
 def _forget_if_brief(text: str, verdicts: Verdicts, begin: float) -> None:
@@ -163,31 +235,6 @@ def _forget_if_brief(text: str, verdicts: Verdicts, begin: float) -> None:
     """
     if time.monotonic() - begin < _LONG:
         verdicts.forget(text)
-
-
-def _judged(call: Call, proof: _Proof) -> Verdict:
-    """Return the verdict of one call; after _LONG seconds, as with a kernel that hangs, log a warning and store that it
-    takes long.
-    """
-
-    def warn() -> None:
-        proof.verdicts.takes_long(_text(call, proof))
-        what = (
-            "proving the kernel of %s has taken %.0f s: if it hangs, end this process and start again; the next start "
-            "counts the kernel as failed and runs plain XLA in its place"
-        )
-        logger.warning(what, call.short, _LONG)
-
-    timer = threading.Timer(_LONG, warn)
-    timer.daemon = True
-    timer.start()
-    try:
-        compile_lowered = partial(compile_program, backend=proof.device.platform)
-        with jax.default_device(proof.device):
-            return judge(call, thorough=proof.thorough, timed=proof.timed, compile_lowered=compile_lowered)
-    finally:
-        timer.cancel()
-        timer.join()  # what it writes is written before the verdict, which ends it
 
 
 def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], tuple[str, str]]:

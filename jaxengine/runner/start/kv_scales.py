@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.base.files import named_path
 from jaxengine.config.base.platforms import Platform
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.execution.compilation_config import CompilationConfig
@@ -60,7 +61,8 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
         ones = np.ones((shape.num_layers, shape.num_heads), np.float32)
         return KVScales(ones, None if shape.values_in_keys else ones)
     if config.kv_cache_scales not in (AUTO, CALIBRATE):
-        return scales_of(read_largest(Path(config.kv_cache_scales), shape), config.kv_cache_dtype)
+        path = named_path("kv_cache_scales", config.kv_cache_scales)
+        return scales_of(read_largest(path, shape), config.kv_cache_dtype)
     if config.kv_cache_scales == CALIBRATE:
         return None
     found = stored_scales(source)

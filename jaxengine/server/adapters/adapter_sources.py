@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from jaxengine.api.adapters import load_adapter
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.checkpoint.hub import download
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.server.base.options import ServerConfig
 
@@ -34,8 +36,8 @@ class AdapterSources:
     def __init__(self, config: ServerConfig):
         self._folders: list[Path] = []
         for each in config.lora_dirs:
-            folder = Path(each).expanduser()
-            if not folder.is_dir():
+            folder = named_path("lora_dirs", each)
+            if not os.path.isdir(folder):
                 raise ConfigError("lora_dirs", each, "a folder, in which each adapter has a folder")
             self._folders.append(folder.resolve())
         for owner in config.lora_hub_owners:

@@ -11,8 +11,8 @@ import os
 import re
 import stat
 from dataclasses import dataclass
-from pathlib import Path
 
+from jaxengine.config.base.files import named_path
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.registry import reasoning_format, tool_format
 
@@ -320,7 +320,7 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        with Path(path).open() as file:
+        with named_path(name, path).open() as file:
             mode = os.fstat(file.fileno()).st_mode
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:

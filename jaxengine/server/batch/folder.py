@@ -1,12 +1,14 @@
 """Records of several owners in a folder: a JSON file for each, FOLDER/owners/OWNER/ID.json.
 
-One is written whole or not at all.
+One is written whole or not at all: a line of JSON, then its SHA-256 in hexadecimal, without which a changed bit may be
+another status or id.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -27,6 +29,7 @@ class RecordFolder:
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._damaged: set[Path] = set()  # those that have been logged
 
     def make(self) -> None:
         """Create the folder, for this user alone, unless it is there, and check that it can be written, by taking its
@@ -53,22 +56,31 @@ class RecordFolder:
 
     def read(self, owner: str, record_id: str, kind: str) -> Record | None:
         """Return a record; None if its owner has none of this id, which begins with `kind`, or if it is damaged,
-        which is logged.
+        which is logged once. A record without a digest is taken as it is.
         """
         if not (ID.fullmatch(record_id) and record_id.startswith(kind)):
             return None
         path = self.folder_of(owner) / f"{record_id}.json"
         try:
-            return json.loads(path.read_bytes())
+            content, _, digest = path.read_bytes().partition(b"\n")
         except FileNotFoundError:
             return None
-        except ValueError:  # the disk's fault, as records are written whole
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            found = None
+        is_sound = isinstance(found, dict) and found.get("id") == record_id
+        if is_sound and digest in (b"", _digest(content)):
+            return found
+        if path not in self._damaged:  # the disk's fault, as records are written whole
+            self._damaged.add(path)
             logger.error("%s is damaged and left out", path)
-            return None
+        return None
 
     def write(self, owner: str, record: Record) -> None:
         """Write a record under its `id`, in place of an earlier one. The owner's folder must be there."""
-        write_whole(self.folder_of(owner) / f"{record['id']}.json", [json.dumps(record).encode()])
+        content = json.dumps(record).encode()
+        write_whole(self.folder_of(owner) / f"{record['id']}.json", [content, b"\n", _digest(content)])
 
     def remove(self, owner: str, record_id: str) -> None:
         """Remove a record, its .data and its .results.partial, each if it is there."""
@@ -83,6 +95,11 @@ class RecordFolder:
         with open(self._folder / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _digest(content: bytes) -> bytes:
+    """Return the SHA-256 of a record's line, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 def size_of(path: Path) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxengine.config.base.errors import ConfigError
+from jaxengine.config.base.files import named_path
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError, show_value
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.folder import ID, Record, RecordFolder, size_of, write_whole
@@ -62,8 +63,9 @@ class BatchStore:
     def __init__(self, folder: str, bounds: Bounds):
         """Create the folder if it is missing. Raises ConfigError if it cannot be used."""
         self.bounds = bounds
-        self._records = RecordFolder(Path(folder))
-        self._live = Path(folder) / "live"
+        path = named_path("batch_storage_dir", folder)
+        self._records = RecordFolder(path)
+        self._live = path / "live"
         try:
             self._records.make()
             self._live.mkdir(mode=0o700, exist_ok=True)

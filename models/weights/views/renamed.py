@@ -68,7 +68,7 @@ class RenamedSource(WrappedSource):
             return self._source.read(stored, rows)[:, 0, columns]
         if self._is_flattened(name, self._source.shape(stored)):
             whole = self._source.read(stored, rows)
-            return whole.reshape(len(whole), -1)[:, columns]
+            return whole.reshape(len(whole), math.prod(whole.shape[1:]))[:, columns]
         if self._is_transposed(name, self._source.shape(stored)):
             return self._source.read(stored, columns, rows).T
         return self._source.read(stored, rows, columns)

@@ -7,12 +7,18 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxengine.config.base.files import named_path
+from jaxengine.config.base.key_file import read_key
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
 from jaxengine.config.kv.kv_cache import kv_dtype
 from jaxengine.pallas_kernels.kv.pages import PER_TOKEN
 from jaxengine.pallas_kernels.registry import PLATFORMS as KERNELS
 from jaxengine.runner.base.memory import StageNeeds, plan_memory
+from jaxengine.runner.executables.bundle import Bundle
+from jaxengine.runner.start.open import resolve_model
+from jaxengine.server.batch.store import BatchStore, Bounds
+from tests.conftest import TINY_CHECKPOINT
 from tests.models.tiny import TINY
 from tests.tables import each_row
 
@@ -71,6 +77,40 @@ def test_an_error_is_short_whatever_the_value(field):
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(ConfigError):
         EngineConfig.from_options(**options)
+
+
+NO_NAMES = {"~nosuchuser/x": "home directory", "a\0b": "null byte", "x" * 300: "too long", "b/" * 2500: "too long"}
+FILES = {
+    "record_trace": lambda name: {"record_trace": name},
+    "record_steps": lambda name: {"record_steps": name},
+    "kv_offloading_path": lambda name: {"kv_offloading_size": 0.1, "kv_offloading_path": name},
+    "profiler_config.profiler_dir": lambda name: {"profiler_config": {"profiler_dir": name}},
+    "plugins": lambda name: {"plugins": [f"{name}/own.py"]},
+    "steering_vectors": lambda name: {"steer": ["residual:*"], "steering_vectors": {"calm": name}},
+    "tokenizer": lambda name: {"tokenizer": name},
+    "generation_config": lambda name: {"generation_config": name},
+}
+
+
+@each_row("option, name", [(option, name) for option in FILES for name in NO_NAMES])
+def test_what_no_file_can_be_called_is_refused_as_any_other_value(option, name):
+    with pytest.raises(ConfigError, match=f"^{option} .* is no name of a file .*{NO_NAMES[name]}") as error:
+        resolve_model(EngineConfig.from_options(model=str(TINY_CHECKPOINT), **FILES[option](name)), CPU)
+    assert error.value.param == option
+
+
+def test_other_options_that_name_files(tmp_path):
+    for option, read in (
+        ("bundle_key_file", lambda name: read_key("bundle_key_file", name)),
+        ("bundle", lambda name: Bundle(name, None)),
+        ("batch_storage_dir", lambda name: BatchStore(name, Bounds(1, 1, 1, 1, 1.0))),
+    ):
+        for name, why in NO_NAMES.items():
+            with pytest.raises(ConfigError, match=f"^{option} .* is no name of a file .*{why}"):
+                read(name)
+    assert named_path("tokenizer", tmp_path / "absent" / "file") == tmp_path / "absent" / "file"
+    (tmp_path / "loop").symlink_to("loop")
+    assert named_path("tokenizer", str(tmp_path / "loop")) == tmp_path / "loop"  # for its reader to refuse
 
 
 def test_config_is_frozen():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.models.model_classes import MODELS
+from jaxengine.models.registry import read_folder
 from jaxengine.plan.chips import CHIPS, Chips
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import Split, plan_split, platform_for
 from jaxengine.runner.start.stage_arrays import StageArrays
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.fixtures import omni_checkpoints, sound_checkpoints, unit_pictures, whisper_checkpoints
 from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 from tests.jaxengine.plan.start import allocated
@@ -36,11 +40,8 @@ PLAIN = {
 THOROUGH = {
     **{
         f"{model}, {name}": (model, options)
-        for model in (
-            *("qwen3_moe", "gemma3", "mistral", "qwen2", "gpt_oss", "falcon_h1", "lfm2", "phi3"),
-            *("deepseek_v3", "deepseek_v32", "mamba2", "kimi_linear"),
-        )
-        for name, options in {"float32": {}, "bf16": {"dtype": "bfloat16"}}.items()
+        for model in ("qwen3_moe", "gemma3", "gpt_oss", "falcon_h1", "deepseek_v32", "mamba2", "kimi_linear")
+        for name, options in {"bf16": {"dtype": "bfloat16"}}.items()
     },
     **{f"{model}, int8": (model, {"quantization": "int8"}) for model in ("qwen3_moe", "gemma3", "qwen2")},
     **{f"{model}, tp 2": (model, {"tensor_parallel_size": 2}) for model in ("qwen3_moe", "gemma3", "falcon_h1")},
@@ -84,6 +85,43 @@ def _model(name: str, folder: Path) -> str:
     return str(checkpoint(name))
 
 
+def every_family(folder: Path) -> dict[str, dict]:
+    """Options of the first recorded checkpoint of each class of models that generate, by the class's name; whole ones,
+    in `folder`, of those that see or hear.
+    """
+    found: dict[str, dict] = {}
+    for recorded in sorted(TINY_CHECKPOINT.parent.glob("*/config.json")):
+        name, family = recorded.parent.name, read_folder(checkpoint(recorded.parent.name)).architecture
+        if family in found:
+            continue
+        whole = WHOLE[next(end for end in WHOLE if name.endswith(end))]
+        try:
+            model = whole(name, folder / name)
+        except KeyError:  # recorded without the other files, as another one of its family is
+            continue
+        sees = model.parent == folder
+        found[family] = OPTIONS | {"model": str(model), "max_model_len": 64, "num_gpu_blocks_override": 200}
+        found[family] |= {"skip_tokenizer_init": not sees, "max_num_batched_tokens": 64 if sees else 32}
+    return found
+
+
+def _seeing(name: str, folder: Path) -> Path:
+    if name in unit_pictures.CASES:
+        unit_pictures.write_checkpoint(folder, name, checkpoint(name))
+        return folder
+    return whole_checkpoint(name, folder)
+
+
+# By the end of a checkpoint's name, the most specific first.
+WHOLE: dict[str, Callable[[str, Path], Path]] = {
+    "_vision": _seeing,
+    "whisper_sound": whisper_checkpoints.whole_checkpoint,
+    "_sound": sound_checkpoints.whole_checkpoint,
+    **dict.fromkeys(("_omni", "_omni_wide"), omni_checkpoints.whole_checkpoint),
+    "": lambda name, _: checkpoint(name),
+}
+
+
 def planned(options: dict) -> list[StageArrays]:
     """Stages of a plan, for which no device is needed."""
     split = Split(
@@ -118,6 +156,9 @@ def test_one_of_each_kind(chosen):
     compare(chosen(PLAIN))
 
 
-@pytest.mark.thorough("some thirty models and options")
-def test_many_models(chosen):
-    compare(chosen(THOROUGH))
+@pytest.mark.thorough("every family, and some thirty models and options")
+def test_every_family_and_many_options(chosen, executables_dir, tmp_path):
+    families = every_family(tmp_path)
+    assert families.keys() == MODELS.keys()
+    cases = {name: options | {"compile_cache_dir": executables_dir} for name, options in families.items()}
+    compare({**cases, **chosen(THOROUGH)})

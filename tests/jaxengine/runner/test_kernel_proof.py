@@ -17,7 +17,7 @@ import pytest
 from jaxengine import LLM, SamplingParams
 from jaxengine.config.base.platforms import PLATFORMS
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.models.kernel_proof import Verdict
+from jaxengine.models.kernel_proof import Trial, Verdict
 from jaxengine.runner.executables import verdicts
 from jaxengine.runner.executables.verdicts import Verdicts
 from jaxengine.runner.start import kernel_proof
@@ -35,6 +35,12 @@ class Killed(BaseException):
 
 def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def use(patch, judge) -> None:
+    """Let `judge(call)` make all verdicts; nothing is compiled."""
+    patch.setattr(kernel_proof, "lowered_trial", lambda call, **_: Trial(call))
+    patch.setattr(kernel_proof, "verdict_of", lambda trial, **_: judge(trial.call))
 
 
 @pytest.fixture
@@ -69,7 +75,7 @@ def test_planted_faults_are_replaced_and_remembered(served, make_llm, monkeypatc
         (line,) = (each for each in errors if f"kernel of {op} " in each)
         assert what in line and "float32[" in line and "jaxengine report" in line, line
     # A warm start reads the verdicts: it traces, runs and compiles nothing.
-    monkeypatch.setattr(kernel_proof, "judge", None)
+    monkeypatch.setattr(kernel_proof, "lowered_trial", None)
     monkeypatch.setattr(kernel_proof, "recorded_calls", None)
     assert served() == (want, unused, [])
 
@@ -81,7 +87,7 @@ def test_a_proof_that_was_cut_off_twice_has_failed(make_llm, monkeypatch, tmp_pa
     ended.wait()
     began: list[str] = []
 
-    def judge(call, **options):
+    def judge(call):
         began.append(call.op)
         if call.op == "kv_cache_update":
             raise Killed
@@ -92,14 +98,14 @@ def test_a_proof_that_was_cut_off_twice_has_failed(make_llm, monkeypatch, tmp_pa
 
     with monkeypatch.context() as patched:
         plant(patched)
-        patched.setattr(kernel_proof, "judge", judge)
+        use(patched, judge)
         for start in (1, 2):
             own = f"{verdicts._boot()} {ended.pid} {start}"
             patched.setattr(verdicts, "_own", lambda: own)  # noqa: B023
             with pytest.raises(Killed):
                 prove()
     plant(monkeypatch)
-    monkeypatch.setattr(kernel_proof, "judge", judge)
+    use(monkeypatch, judge)
     assert prove() == {("kv_cache_update", "planted")}
     (line,) = (each.getMessage() for each in caplog.records if each.levelname == "ERROR")
     assert "kernel of kv_cache_update is replaced" in line and "ended the process" in line
@@ -107,15 +113,50 @@ def test_a_proof_that_was_cut_off_twice_has_failed(make_llm, monkeypatch, tmp_pa
     assert began.count("ragged_paged_attention") == 2 and prove() == {("kv_cache_update", "planted")}
 
 
+def test_a_compiler_that_ends_the_process_is_found_one_by_one(make_llm, monkeypatch, tmp_path):
+    """While several programs are compiled nobody can tell whose compilation it was: the next start can."""
+    stages = make_llm()._core.engine.runner.stages
+    monkeypatch.setattr(stages[0].executables, "unused", frozenset())
+    monkeypatch.setattr(kernel_proof.os, "cpu_count", lambda: 2)
+    plant(monkeypatch)
+    threads: list[set[str]] = []
+
+    def start(fault: BaseException | None) -> frozenset:
+        threads.append(set())
+
+        def compiled(trial, _):
+            threads[-1].add(threading.current_thread().name.partition("_")[0])
+            if fault is not None and trial.call.op == "kv_cache_update":
+                raise fault
+            return trial
+
+        monkeypatch.setattr(kernel_proof, "compiled_trial", compiled)
+        own = f"{verdicts._boot()} {1 << 22} {len(threads)}"  # no process has this number
+        monkeypatch.setattr(verdicts, "_own", lambda: own)
+        return kernel_proof.prove_kernels(stages, "quick", str(tmp_path), lambda done, total, what: None)
+
+    use(monkeypatch, lambda call: Verdict())
+    for fault in (Killed(), Killed()):
+        with pytest.raises(Killed):
+            start(fault)
+    assert start(None) == frozenset()
+    pool, alone = {"kernel-proof"}, {threading.current_thread().name.partition("_")[0]}
+    assert threads == [pool, alone, alone]
+    (found,) = verdicts.all_verdicts(str(tmp_path))
+    assert not found["running"] and {text.partition(" ")[0] for text in found["verdicts"]} == {
+        *("ragged_paged_attention", "kv_cache_update", "matmul")
+    }
+
+
 def test_somebody_in_a_hurry_says_nothing_of_a_kernel(make_llm, monkeypatch, tmp_path):
     stages = make_llm()._core.engine.runner.stages
     monkeypatch.setattr(stages[0].executables, "unused", frozenset())
 
-    def judge(call, **options):
+    def judge(call):
         raise KeyboardInterrupt
 
     plant(monkeypatch)
-    monkeypatch.setattr(kernel_proof, "judge", judge)
+    use(monkeypatch, judge)
     with pytest.raises(KeyboardInterrupt):
         kernel_proof.prove_kernels(stages, "full", str(tmp_path), lambda done, total, what: None)
     (found,) = verdicts.all_verdicts(str(tmp_path))
@@ -183,13 +224,13 @@ def test_a_warning_is_written_before_the_verdict(monkeypatch, tmp_path):
             waits.wait(5)
             super().takes_long(call)
 
-    def judge(call, **options):
+    def judge(call):
         assert began.wait(5)
         threading.Timer(0.05, waits.set).start()
         return Verdict()
 
     monkeypatch.setattr(kernel_proof, "_LONG", 0.01)
-    monkeypatch.setattr(kernel_proof, "judge", judge)
+    use(monkeypatch, judge)
     found, call = Slow(str(tmp_path), ["digest", "jax"]), kernel_proof.Call("op", "cpu", "kind", (), {})
     proof = kernel_proof._Proof(found, False, False, jax.devices()[0], lambda *_: None)
     kernel_proof._judge_all([call], proof)
@@ -230,12 +271,12 @@ def test_sigterm_ends_a_proof(monkeypatch, tmp_path, make_llm):
     stages = make_llm()._core.engine.runner.stages
     monkeypatch.setattr(stages[0].executables, "unused", frozenset())
 
-    def judge(call, **options):
+    def judge(call):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
 
     plant(monkeypatch)
-    monkeypatch.setattr(kernel_proof, "judge", judge)
+    use(monkeypatch, judge)
     try:
         with pytest.raises(SystemExit):
             kernel_proof.prove_kernels(stages, "full", str(tmp_path), lambda done, total, what: None)

@@ -154,6 +154,8 @@ def test_planted_costs_are_found_among_steps_that_were_held_up():
         ),
         (["nothing.jsonl", "--chips=l4"], "nothing.jsonl"),
         (["chat", "--chips=l4", "--costs=nothing.json"], "nothing.json"),
+        (["~nosuchuser/trace", "--chips=l4"], "trace '~nosuchuser/trace' is no name of a file"),
+        (["chat", "--chips=l4", "--costs=~nosuchuser/c"], "costs '~nosuchuser/c' is no name of a file"),
         ([__file__, "--chips=l4", "--rate=2"], "rate is 2.0; allowed: absent with a file"),
         ([__file__, "--chips=l4"], f"line 1 of {__file__} begins with"),
         (["chat", "--chips=l4", f"--costs={__file__}"], "allowed: a file that jaxengine calibrate-costs wrote"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import stat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,3 +109,10 @@ def test_a_recorded_trace_runs_as_what_was_recorded(make_llm, tmp_path):
     assert not set(json.loads(recorded.read_text().splitlines()[1])) - {
         *("arrival", "prompt_tokens", "output_tokens", "max_tokens", "hash_ids")
     }
+    # A disk that is full in the middle of a line: the trace ends with a whole one, and the engine serves on.
+    arrivals = engine.extensions.by_name["arrivals"]
+    own = arrivals._file
+    arrivals._file = SimpleNamespace(write=lambda line: own.write(line[:7]), fileno=own.fileno, close=own.close)
+    assert len(llm.generate([{"prompt_token_ids": texts[0]}] * 2, params, use_tqdm=False)) == 2
+    assert read_trace(str(recorded)) == trace and own.closed
+    assert "No space left" in arrivals.status()["recorded_trace"]["stopped_by"]

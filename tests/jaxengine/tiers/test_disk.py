@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -75,6 +76,27 @@ def test_a_changed_byte_is_a_miss(make, where):
     path.write_bytes(raw)
     assert tier.read(key(1)) is None and tier.num_bad == 1
     assert not path.exists() and key(1) not in tier and tier.num_bytes == 0
+
+
+def test_many_damaged_files_are_one_warning(make, caplog):
+    tier = make()
+    write(tier, range(5))
+    for path in tier.folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    assert not any(tier.read(key(number)) for number in range(5))
+    assert tier.num_bad == 5 and len(caplog.records) == 1
+
+
+def test_a_folder_that_is_emptied_while_engines_run_is_made_again(make, tmp_path):
+    tier = make()
+    write(tier, range(5))
+    shutil.rmtree(tier.folder)
+    tier._scan()
+    assert not len(tier) and tier.num_bytes == 0
+    write(tier, range(5, 9))
+    assert tier.num_failed == 0 and tier.folder.stat().st_mode & 0o777 == 0o700
+    assert all(np.array_equal(make().read(key(number)), block(number)) for number in range(5, 9))
 
 
 def test_a_file_that_is_cut_or_has_another_name_is_a_miss(make):

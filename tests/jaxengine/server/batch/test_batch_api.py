@@ -335,6 +335,27 @@ def test_a_file_counts_once_in_its_owners_quota(tmp_path):
     upload.discard()
 
 
+def test_a_damaged_record_is_left_out_and_hides_no_other(tmp_path, caplog):
+    store = BatchStore.of(config(tmp_path))
+    ids = []
+    for name in "ab":
+        upload = store.upload("me")
+        upload.write(b"{}")
+        ids.append(upload.keep(name, "batch", None)["id"])
+    paths = [tmp_path / "store" / "owners" / "me" / f"{each}.json" for each in ids]
+    whole = paths[0].read_bytes()
+    flipped = whole.replace(b'"processed"', b'"qrocessed"')
+    other = paths[1].read_bytes()  # whole, of another id
+    for content in (flipped, other, whole[:-1], b"{}", b"[]", b"[" * 100_000, b"", b"\xff", b"null"):
+        paths[0].write_bytes(content)
+        for _ in range(2):
+            assert store.file("me", ids[0]) is None and [each["id"] for each in store.files("me")] == ids[1:], content
+    assert sum("is damaged" in each.getMessage() for each in caplog.records) == 1
+    for content in (whole, whole.partition(b"\n")[0]):
+        paths[0].write_bytes(content)
+        assert store.file("me", ids[0])["filename"] == "a"
+
+
 def test_old_things_are_removed(tmp_path, monkeypatch):
     store = BatchStore.of(config(tmp_path, batch_retention_hours=1))
     upload = store.upload("me")

@@ -59,6 +59,7 @@ def test_axes_behind_the_first_are_joined():
     source = RenamedSource(ArraySource(stored), CheckpointNames(flattened=("patch_embed.weight", "patch_embed.bias")))
     assert source.shape("patch_embed.weight") == (4, 6) and source.shape("patch_embed.bias") == (4,)
     np.testing.assert_array_equal(source.read("patch_embed.weight", slice(1, 3), slice(4, 6)), [[10, 11], [16, 17]])
+    assert source.read("patch_embed.weight", slice(0, 0)).shape == (0, 6)  # as headers are checked
 
 
 def test_two_tensors_of_one_name_are_refused():

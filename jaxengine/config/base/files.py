@@ -1,0 +1,42 @@
+"""Paths of files and folders that options name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from jaxengine.config.base.errors import ConfigError
+
+
+def named_path(option: str, value: str | os.PathLike[str]) -> Path:
+    """Return the path that an option names, with "~" expanded. Nothing needs to be there.
+
+    Raises ConfigError, which names the option, for a text that no file here can have as its name: with "~" for a user
+    without a home folder (as a container's may be), with a NUL, or too long.
+    """
+    try:
+        path = Path(value).expanduser()
+        os.lstat(path)
+    except OSError as error:  # what else is wrong with a file depends on what it is for
+        if error.errno != errno.ENAMETOOLONG:
+            return path
+        why = error.strerror
+    except (RuntimeError, ValueError) as error:
+        why = f"{error}".removesuffix(".")
+    else:
+        return path
+    text = str(value)[:200]
+    raise ConfigError.because(option, f"{option} {text!r} is no name of a file ({why})", "give another one")
+
+
+def writable_folder(option: str, value: str | os.PathLike[str]) -> Path:
+    """Return the path of the folder that an option names, with "~" expanded. Makes nothing: the folder can be written,
+    or be made, as far as permissions show it. Raises ConfigError, which names the option, for any other.
+    """
+    path = named_path(option, value)
+    # os.path, unlike Path, raises nothing for a folder that may not be looked into.
+    there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(option, str(path), "a folder that can be written")
+    return path
