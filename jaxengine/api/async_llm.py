@@ -23,7 +23,6 @@ from jaxengine.api.owner import refuse_pickle
 from jaxengine.api.weights import AsyncWeightMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.engine.weight_types import prefix_reset
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.output.outputs import AnyOutput, RequestOutput
@@ -205,14 +204,6 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     async def list_loras(self) -> set[int]:
         """Return the lora_int_id of each loaded adapter."""
         return {each["number"] for each in await self.utility("adapters")}
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop all cached prefixes; running requests keep their pages. Returns True.
-
-        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
-        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
-        """
-        return await self.utility(prefix_reset(reset_running_requests, reset_connector))
 
     async def reset_mm_cache(self) -> None:
         """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""

@@ -11,6 +11,7 @@ from jaxengine.requests.params.prepared import Prompt
 from jaxengine.requests.params.sampling_params import SamplingParams
 from jaxengine.requests.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.pooling.params import PoolingParams
+from jaxengine.scheduler.base.errors import RequestError
 
 if TYPE_CHECKING:  # imports tokenizers and models, which code that only catches EngineDeadError does not need
     from jaxengine.requests.inputs import InputProcessor
@@ -116,3 +117,12 @@ class EngineWrapper:
     def text_spans(self) -> list[tuple[float, float, int]]:
         """Return the wrapped engine's periods of detokenization, as EngineClient.text_spans."""
         return self._engine.text_spans()
+
+
+def prefix_reset(running: bool, external: bool, name: str = "reset_connector") -> str:
+    """Return the name of the utility that drops cached prefixes; with `running` the one that also has running requests
+    computed again. Raises RequestError about the argument `name` if `external` is true: no reset deletes files.
+    """
+    if external:
+        raise RequestError(f"{name} is true; allowed: false, for the files of kv_offloading_path stay", param=name)
+    return "recompute_running" if running else "reset_prefix_cache"

@@ -25,7 +25,6 @@ from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.stats.metric_types import Histogram, Metric
-from jaxengine.engine.weight_types import prefix_reset
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.completion_logprobs import CompletionLogprobs, KnownCompletions
 from jaxengine.requests.output.outputs import RequestOutput
@@ -390,19 +389,6 @@ class LLM(WeightMethods, VllmMethods):
         """Return counters, gauges and histograms, each with `name` and `value`."""
         with self._lock:
             return self.core.metrics.collect()
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop all cached prefixes; running requests keep their pages. Returns True.
-
-        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
-        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
-        """
-        with self._lock:
-            done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
-            while self.core.engine.scheduler.paused and self.core.has_unfinished:
-                self._step()
-            self.core.rest()
-            return done
 
     def reset_mm_cache(self) -> None:
         """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""

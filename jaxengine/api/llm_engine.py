@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 
 from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
+from jaxengine.api.engine_client import prefix_reset
 from jaxengine.api.not_built import VllmMethods
 from jaxengine.config.engine_args import engine_options
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.execution.idle_sleep import refuse_idle_sleep
 from jaxengine.engine.stats.metric_types import Histogram, Metric
-from jaxengine.engine.weight_types import prefix_reset
 from jaxengine.requests.output.outputs import AnyOutput
 from jaxengine.requests.params.lora import LoRARequest
 from jaxengine.requests.params.options import RequestOptions

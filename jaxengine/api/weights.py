@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from jaxengine.api.core import EngineCore
+from jaxengine.api.engine_client import prefix_reset
 from jaxengine.engine.weight_types import KVMode, PauseMode, WeightUpdate
 from jaxengine.runner.weights.weight_names import Renamed, Target
 from jaxengine.runner.weights.weight_names import ScannedLayers as ScannedLayers
@@ -217,6 +218,19 @@ class WeightMethods(ABC):
         with self._lock:
             _weights_of(self.core).wake(tags)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop all cached prefixes; running requests keep their pages. Returns True.
+
+        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
+        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
+        """
+        with self._lock:
+            done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
+            while self.core.engine.scheduler.paused and self.core.has_unfinished:
+                self._step()
+            self.core.rest()
+            return done
+
     def is_sleeping(self) -> bool:
         """Whether weights or pages are not on the devices, after `sleep`."""
         with self._lock:
@@ -357,6 +371,14 @@ class AsyncWeightMethods(ABC):
         """Restore what `sleep` freed, and end the pause. tags and errors as of `LLM.wake_up`."""
         weights = await self._weights()
         await self.between_steps(lambda: weights.wake(tags))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop all cached prefixes; running requests keep their pages. Returns True.
+
+        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
+        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
+        """
+        return await self.utility(prefix_reset(reset_running_requests, reset_connector))
 
     async def is_sleeping(self) -> bool:
         """Whether weights or pages are not on the devices, after `sleep`."""

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from jaxengine.scheduler.base.errors import RequestError
-
 # Effect of a pause on unfinished requests: they stay as they are, run to their end, or end at once.
 PauseMode = Literal["keep", "wait", "abort"]
 # Treatment of keys and values that earlier weights computed: running requests keep them (keep), or are computed again
@@ -50,12 +48,3 @@ class WeightUpdate(NamedTuple):
     num_bytes: int
     load_seconds: float
     switch_seconds: float
-
-
-def prefix_reset(running: bool, external: bool, name: str = "reset_connector") -> str:
-    """Return the name of the utility that drops cached prefixes; with `running` the one that also has running requests
-    computed again. Raises RequestError about the argument `name` if `external` is true: no reset deletes files.
-    """
-    if external:
-        raise RequestError(f"{name} is true; allowed: false, for the files of kv_offloading_path stay", param=name)
-    return "recompute_running" if running else "reset_prefix_cache"

@@ -10,7 +10,7 @@ from jaxengine.models.config.attention import LayerAttention, TemperatureTuning
 from jaxengine.models.config.declared import AROUND, OFFSET, PARALLEL, RMS, ROWS, UNBIASED, DeclaredForm
 from jaxengine.models.config.experts import ExpertsConfig
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds
+from jaxengine.models.config.readers.hf import FULL, LAYER_CONFIG, SLIDING, layer_kinds
 from jaxengine.models.families.declared_experts import kinds_of_ropes, rope_in_windows, shared_of_size, softmax_experts
 from jaxengine.models.families.declared_row import EPS, Row, no_rope
 from jaxengine.models.families.glm4_moe import sigmoid_experts
@@ -117,7 +117,7 @@ def _step_ropes(fields: ConfigFields, kinds: list[str]) -> Mapping[str, Any]:
 
 def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return kinds of attention and MLPs, ropes by kind, and the heads of SLIDING layers, under usual names. Raises
-    ModelConfigError.
+    ModelConfigError, also where `per_layer_config` says anything else.
     """
     count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     own = ConfigFields({**fields.raw, "layer_types": _of_layers(fields, "layer_types", count)})
@@ -127,31 +127,33 @@ def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
         other.require(attention_type=SLIDING, head_dim=fields.integer("head_dim"))
         other.require(num_attention_groups=fields.integer("num_key_value_heads"))
         heads = other.integer("num_attention_heads", heads)
+    heads = fields.integer("num_sliding_attention_heads", heads)
+    for layer, given in (fields.mapping(LAYER_CONFIG) or {}).items():
+        slides = layer in {str(at) for at, kind in enumerate(kinds) if kind == SLIDING}
+        if given != ({"num_attention_heads": heads} if slides else {}):
+            raise fields.fail(LAYER_CONFIG, f"num_attention_heads = {heads} for each layer of {SLIDING}, or absent")
     return {
+        LAYER_CONFIG: None,
         "layer_types": kinds,
         "mlp_layer_types": _step_dense(fields, count),
         "rope_parameters": _step_ropes(fields, kinds),
         "rope_scaling": None,
         "sliding_window": fields.integer("sliding_window") if SLIDING in kinds else 1,
         "rope_theta": 10000.0,
-        "num_sliding_attention_heads": fields.integer("num_sliding_attention_heads", heads),
+        "num_sliding_attention_heads": heads,
     }
 
 
 def _step_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
     """Give a layer the window, rope and number of heads of its kind, and its factor of products. Raises
-    ModelConfigError, also where `per_layer_config` says anything else.
+    ModelConfigError.
     """
     if (scalar := fields.number("query_pre_attn_scalar", None)) is not None:
         attention = replace(attention, scale=scalar**-0.5)
-    slides, heads = layer_kinds(fields)[layer] == SLIDING, fields.integer("num_sliding_attention_heads")
-    own = (fields.mapping("per_layer_config") or {}).get(str(layer), {"num_attention_heads": heads} if slides else {})
-    if own != ({"num_attention_heads": heads} if slides else {}):
-        raise fields.fail("per_layer_config", f"num_attention_heads = {heads} for each layer of {SLIDING}, or absent")
     attention = kinds_of_ropes(fields, layer, attention)
-    if not slides:
+    if layer_kinds(fields)[layer] != SLIDING:
         return attention
-    return replace(attention, num_heads=heads)
+    return replace(attention, num_heads=fields.integer("num_sliding_attention_heads"))
 
 
 def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from jaxengine.api.engine_client import EngineClient
-from jaxengine.engine.weight_types import prefix_reset
+from jaxengine.api.engine_client import EngineClient, prefix_reset
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.answer.answers import Answer, answers
 from jaxengine.server.http.request.auth import ADMIN
