@@ -378,7 +378,8 @@ class AsyncWeightMethods(ABC):
         reset_running_requests: also compute running requests again from their first token, as soon as no step is in
         flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
         """
-        return await self.utility(prefix_reset(reset_running_requests, reset_connector))
+        name = prefix_reset(reset_running_requests, reset_connector)
+        return await self.between_steps(lambda: self.core.utility(name))
 
     async def is_sleeping(self) -> bool:
         """Whether weights or pages are not on the devices, after `sleep`."""
