@@ -150,7 +150,7 @@ def pytest_collection_finish(session):
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 50)
+    gc.set_threshold(100_000, 10, 10)
 
 
 def _tier(item) -> str:
