@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,13 +48,27 @@ def fast_compile_environment() -> dict[str, str]:
     return {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
+def _is_an_engines() -> bool:
+    """Whether an engine's cache of executables, which may store what it gets, compiles now; True if jax hides it."""
+    cache = sys.modules.get("jaxengine.runner.executables.cache")
+    return cache is not None and getattr(cache._ENGINE, "value", True) is not None
+
+
+def _serialized(backend: Any, executable: Any) -> bytes | None:
+    """The serialised form of an executable, None if it has none."""
+    try:
+        return backend.serialize_executable(executable)
+    except Exception:  # XLA may raise anything for what cannot be serialised
+        return None
+
+
 class _Compiled:
     """Executables of this process, by module, devices and options; those used least recently are forgotten."""
 
     def __init__(self, compile_and_load: Callable[..., Any]):
         self._compile_and_load = compile_and_load
         self._found: OrderedDict[tuple[str, ...], Any] = OrderedDict()
-        self._payloads: dict[int, bytes] = {}
+        self._payloads: dict[int, bytes | None] = {}  # None for what cannot be serialised
 
     def get(self, backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
         """Return what jax._src.compiler.backend_compile_and_load does, the same again for the same module."""
@@ -61,15 +76,15 @@ class _Compiled:
         if len(text) < _LEAST_KEPT:
             return self._compile_and_load(backend, module, devices, options, host_callbacks)
         key = hashlib.sha256(text.encode()).hexdigest(), str(devices), str(options.SerializeAsString())
-        if key not in self._found:
-            made = self._compile_and_load(backend, module, devices, options, host_callbacks)
-            self._found[key] = made
-            with contextlib.suppress(Exception):  # what cannot be serialised is not
-                self._payloads[id(made)] = backend.serialize_executable(made)
+        made, may_be_stored = self._found.get(key), _is_an_engines()
+        if made is None or (may_be_stored and id(made) not in self._payloads):
+            made = self._found[key] = self._compile_and_load(backend, module, devices, options, host_callbacks)
+            if may_be_stored:
+                self._payloads[id(made)] = _serialized(backend, made)
         self._found.move_to_end(key)
         if len(self._found) > _MOST_KEPT:
             self._payloads.pop(id(self._found.popitem(last=False)[1]), None)
-        return self._found[key]
+        return made
 
     def payload(self, executable: Any) -> bytes | None:
         """The serialised form of one that is kept: XLA writes it only before an executable has run."""

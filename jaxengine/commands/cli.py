@@ -76,8 +76,12 @@ class _Parser(FlexibleArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; a parsed command has its function as `run`."""
+def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands; a parsed command has its function as `run`.
+
+    words: of the command line that will be parsed. Only commands whose names are among them get their arguments, for
+    adding those of all commands takes ten times as long. None for all.
+    """
     parser = _Parser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -85,8 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     def command(group: Any, name: str, help_: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
         """Add a command with its help text and arguments."""
         parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=False)
-        add_config_file(parser)
-        add_arguments(parser)
+        if words is None or name in words:
+            add_config_file(parser)
+            add_arguments(parser)
 
     command(commands, "chat", "Chat with a model; /exit or the end of input leaves.", _add_chat)
     command(
@@ -128,10 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: words after the program's name; None for sys.argv's. SystemExit is raised for --help and for words that the
     parser refuses. Errors that are not the user's mistake are raised.
     """
-    parser = build_parser()
+    words = sys.argv[1:] if argv is None else argv
+    parser = build_parser(words)
     log_to_stderr()
     try:
-        words = with_config_file(sys.argv[1:] if argv is None else argv, parser)
+        words = with_config_file(words, parser)
         args, unknown = parser.parse_known_args(words)
         if unknown:
             near = near_flag(unknown[0], words, parser)

@@ -35,7 +35,8 @@ _TRACED = (
     "jaxengine.runner.extensions.",
 )
 _MAX_VALUES = 100_000
-_FUNCTION_LIKE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.cached_property)
+_METHODS = (types.MethodType, staticmethod, classmethod)
+_FUNCTION_LIKE = (types.FunctionType, *_METHODS, property, functools.cached_property)
 
 
 class UnknownCodeError(Exception):
@@ -70,7 +71,7 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
     """Yield the functions of which a function, method or property consists; none for other values."""
     if isinstance(value, types.FunctionType):
         yield value
-    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+    elif isinstance(value, _METHODS):
         yield from functions_in(value.__func__)
     elif isinstance(value, property):
         yield from (each for each in (value.fget, value.fset, value.fdel) if isinstance(each, types.FunctionType))
@@ -82,16 +83,24 @@ def changed_code() -> list[Any]:
     """Return the functions and classes that a user has put into modules of jaxengine from which programs are traced,
     also in place of methods of its classes.
     """
+    is_ours = functools.cache(is_library)
+
+    def users(value: Any) -> list[Any]:
+        """Return the user's functions of which `value` consists."""
+        if not isinstance(value, _FUNCTION_LIKE):
+            return []
+        return [each for each in functions_in(value) if not is_ours(each.__globals__.get("__name__"))]
+
     names = sorted(name for name in sys.modules if name.startswith(_TRACED))
     found: list[Any] = []
     for module in filter(None, map(sys.modules.get, names)):
         for value in list(vars(module).values()):
-            found += [each for each in functions_in(value) if not is_library(each.__globals__.get("__name__"))]
-            if isinstance(value, type) and not is_library(value.__module__):
+            if not isinstance(value, type):
+                found += users(value)
+            elif not is_ours(value.__module__):
                 found.append(value)
-            elif isinstance(value, type) and value.__module__ == module.__name__:
-                own = [each for member in vars(value).values() for each in functions_in(member)]
-                found += [each for each in own if not is_library(each.__globals__.get("__name__"))]
+            elif value.__module__ == module.__name__:
+                found += [each for member in vars(value).values() for each in users(member)]
     return found
 
 

@@ -170,7 +170,12 @@ def return_free_memory() -> None:
     lists.
     """
     gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Return the C library's free memory of this process to the system; does nothing where that is not glibc."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 

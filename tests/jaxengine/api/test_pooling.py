@@ -163,7 +163,7 @@ def test_scores_of_labels_are_those_of_transformers(make_pooling_llm, name):
 
 def test_a_reranker_is_scored_by_the_logits_of_two_tokens(make_pooling_llm):
     overrides = ("hf_overrides", Frozen(ORIGINAL, architectures=["Qwen3ForSequenceClassification"]))
-    llm = make_pooling_llm("reranker", ("runner", "pooling"), ("enforce_eager", True), overrides)
+    llm = make_pooling_llm("reranker", ("runner", "pooling"), overrides)
     golden = GOLDENS["reranker"][:, 1] - GOLDENS["reranker"][:, 0]
     check_equal(scores(llm)[:, 0], golden)
     words = [text.split() for text in TEXTS if len(text.split()) > 3]

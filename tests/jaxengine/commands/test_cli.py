@@ -258,6 +258,24 @@ def test_the_parser_lists_its_commands():
     assert all(command in text for command in ("chat", "generate", "demo", "bench"))
 
 
+def test_a_parser_for_some_words_has_the_commands_that_they_name():
+    """As whole as in the parser of all commands; the others are known, without options."""
+    everything = commands_of(build_parser())
+    for words in (["--config", "file", "serve", "model"], ["bench", "latency"], ["generate", "a prompt"]):
+        known = commands_of(build_parser(words))
+        assert known.keys() == everything.keys()
+        for name, command in known.items():
+            flags = everything[name]._option_string_actions.keys() if name in words else {"-h", "--help"}
+            assert command._option_string_actions.keys() == flags, (words, name)
+
+
+def commands_of(parser):
+    """Parsers of commands by name, those of benchmarks too."""
+    (group,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    (benchmarks,) = (each for each in group.choices["bench"]._actions if isinstance(each, argparse._SubParsersAction))
+    return {**benchmarks.choices, **{name: each for name, each in group.choices.items() if name != "bench"}}
+
+
 @pytest.mark.parametrize("words", ["check --json", "check --save", "bench host --json", "bench serve --url x --svg"])
 def test_where_results_go_is_looked_at_before_there_are_any(words, tmp_path, capsys):
     for place in (tmp_path, tmp_path / "no" / "file"):

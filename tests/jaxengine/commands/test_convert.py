@@ -161,6 +161,7 @@ def test_scales_of_keys_and_values(with_scales, executables_dir, tmp_path):
     steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
     options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 48, "max_num_seqs": 2}
     options |= {"compilation_config": steps, "disable_log_stats": True, "compile_cache_dir": executables_dir}
+    options |= {"num_gpu_blocks_override": 30}
     runner = LLM(str(converted), **options).core.runner
     assert runner.config.kv_cache_dtype == "float8_e4m3fn"
     np.testing.assert_array_equal(runner.stages[0]._kv.k_scale, scales.k)

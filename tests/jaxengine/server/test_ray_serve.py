@@ -40,6 +40,7 @@ def url():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("READY", "HEALTH"):
             patch.setenv(f"RAY_SERVE_PROXY_{name}_CHECK_TIMEOUT_S", "120")
+        patch.setenv("RAY_worker_niceness", "0")  # of replicas, which else give way to whatever runs beside the tests
         start_ray()
     port = free_port()
     with contextlib.suppress(TimeoutError):  # it waits a minute for its proxies, and the one below another
