@@ -52,6 +52,7 @@ _OTHER_NAMES = {
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     "InternVLChatModel": "InternVLForConditionalGeneration",
+    "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",

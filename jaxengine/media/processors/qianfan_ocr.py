@@ -17,6 +17,8 @@ _NAME = "image_placeholder_token"
 class QianfanOCRProcessor(TextPlaceholderProcessor):
     """Processor of QianfanOCRForConditionalGeneration; transformers' ignores crop_to_patches in the file, too."""
 
+    config_defaults = {"image_token_id": 151667}
+
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         super().__init__(folder, config_json, model_config, tokenizer)
         path, whole = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
