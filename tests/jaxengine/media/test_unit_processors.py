@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,20 @@ def test_placeholders_of_aya_are_found_in_text(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_token": " "}))
     with pytest.raises(ModelFileError, match="image_token must be a text with tokens, got ' '"):
         processor(tmp_path, "aya_vision")
+
+
+def test_qianfan_without_a_placeholder_in_config_json(tmp_path):
+    """The tokenizer has it; prompts may have it, too, in place of the text that stands for an image."""
+    wanted, raw = processor(tmp_path, "qianfan_ocr_vision"), read_config_json(FOLDER / "qianfan_ocr_vision")
+    config = read_hf(raw)
+    left = {name: value for name, value in raw.items() if name != "image_token_id"}
+    made = PROCESSORS[config.architecture](tmp_path, left, config, wanted.tokenizer)
+    assert made.image_id == wanted.image_id == 127
+    written = ["w3 <image> w4<IMG_CONTEXT>", "w3 <IMG_CONTEXT> w4<image>"]
+    assert [made.encode(text, made.tokenizer.encode(text)) for text in written] == [[3, 127, 4, 127]] * 2
+    made.tokenizer = SimpleNamespace(encode=lambda text, **_: [5, 6])
+    with pytest.raises(ModelConfigError, match="the tokenizer must have the token <IMG_CONTEXT>"):
+        made.placeholder_id()
 
 
 def test_texts_of_tokens_may_be_described(tmp_path):
