@@ -57,6 +57,7 @@ _OTHER_NAMES = {
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     "InternVLChatModel": "InternVLForConditionalGeneration",
+    "DeepseekOCR2ForCausalLM": "DeepseekOcr2ForConditionalGeneration",
     "MT5EncoderModel": "T5EncoderModel",
     "PanguEmbeddedForCausalLM": "InternLMForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",

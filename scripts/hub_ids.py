@@ -153,7 +153,7 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "PaddleOCRVLForConditionalGeneration": ("PaddlePaddle/PaddleOCR-VL",),
     "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
     "DotsOCRForCausalLM": ("rednote-hilab/dots.ocr",),
-    "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2",),
+    "DeepseekOcr2ForConditionalGeneration": ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2"),
     "QianfanOCRForConditionalGeneration": ("baidu/Qianfan-OCR",),
     "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2-VL-1.6B",),
     "GotOcr2ForConditionalGeneration": ("stepfun-ai/GOT-OCR-2.0-hf",),

@@ -102,6 +102,7 @@ _MAXIMA = {
     "n_window": MAX_WINDOW,
     "n_window_infer": MAX_WINDOW,
     "downsample_hidden_size": MAX_HEAD_DIM,
+    "projector_hidden_size": MAX_INTERMEDIATE,
     "output_proj_dims": MAX_HIDDEN,
     "attention.sliding_window": MAX_INTEGER,
 }

@@ -1,5 +1,5 @@
-"""DeepSeek-OCR 2 (Wei et al. 2026), as transformers stores it: DeepSeek-V2's experts with Llama's attention, and a
-vision tower that encodes an image as a whole and in tiles.
+"""DeepSeek-OCR 2 (Wei et al. 2026), as transformers stores it and as it was published first (DeepseekOCR2ForCausalLM):
+DeepSeek-V2's experts with Llama's attention, and a vision tower that encodes an image as a whole and in tiles.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
-from jaxengine.models.config.readers.hf import hf_fields, text_fields
+from jaxengine.models.config.readers.hf import hf_fields, listed_dense, text_fields
 from jaxengine.models.families.deepseek_v2 import read_experts
 from jaxengine.models.families.llama import LAYER, LlamaForCausalLM
 from jaxengine.models.layers.experts.moe import MixtureOfExperts
@@ -36,7 +36,7 @@ _STORED = (
     ("projector.layers.", f"{PROJECTOR}."),
     ("view_seperator", SEPARATOR),
 )
-_DENSE, _SPARSE = "dense", "sparse"
+_TEXT = "deepseek_ocr2_text"
 # What transformers takes for fields that a file lacks.
 _DEFAULTS = {
     "vocab_size": 102400,
@@ -50,6 +50,15 @@ _DEFAULTS = {
     "n_routed_experts": 64,
     "n_shared_experts": 2,
     "moe_intermediate_size": 1407,
+}
+# Sizes that are in the model's first code, and not in its config.json.
+_FIRST_CHANNELS, _FIRST_SIZE = 512, 896
+_FIRST_ENCODER = {
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
 }
 
 
@@ -72,11 +81,14 @@ class DeepseekOcr2ForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = _as_transformers(fields) if fields.has("language_config") else fields
         text = text_fields(fields).with_defaults(**_DEFAULTS)
-        if text.text("model_type", "deepseek_ocr2_text") != "deepseek_ocr2_text":
-            raise text.fail("model_type", "deepseek_ocr2_text in text_config")
-        bias = text.boolean("attention_bias", False)
-        experts = read_experts(text, _dense_layers(text))
+        if text.text("model_type", _TEXT) != _TEXT:
+            raise text.fail("model_type", f"{_TEXT} in text_config")
+        bias, dense = text.boolean("attention_bias", False), listed_dense(text)
+        if dense is None:
+            raise text.fail("mlp_layer_types", "a list of dense and sparse, one for each layer")
+        experts = read_experts(text, dense)
         shared = hf_fields(text, bias=bias, output_bias=bias)
         return shared | {"experts": experts, "tower": read_deepseek_ocr2(fields)}
 
@@ -87,11 +99,36 @@ class DeepseekOcr2ForConditionalGeneration(LlamaForCausalLM):
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", router_dtype=jnp.float32, build=build)
 
 
-def _dense_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Return the layers without experts, "dense" in the list `mlp_layer_types`. Raises ModelConfigError for another
-    form of it.
+def _as_transformers(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of a config.json of DeepseekOCR2ForCausalLM as transformers calls them. Raises
+    ModelConfigError, also for latent attention, dense layers after sparse ones, and another projector than a product.
     """
-    kinds, count = fields.value("mlp_layer_types"), fields.integer("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (_DENSE, _SPARSE) for kind in kinds):
-        raise fields.fail("mlp_layer_types", f"a list of {count} of {_DENSE}, {_SPARSE}")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == _DENSE)
+    language = fields.part("language_config")
+    language.require(use_mla=False, kv_lora_rank=None, moe_layer_freq=1)
+    fields.require(tile_tag="2D")
+    fields.part("projector_config").require(projector_type="linear")
+    vision = fields.part("vision_config")
+    widths = vision.part("width")
+    sam, size = widths.part("sam_vit_b"), widths.part("qwen2-0-5b").integer("dim", _FIRST_SIZE)
+    layers = language.integer("num_hidden_layers")
+    dense = min(language.integer("first_k_dense_replace", 0, minimum=0), layers)
+    text = {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense), "model_type": _TEXT}
+    of_sam = {
+        "hidden_size": sam.value("width", None),
+        "num_hidden_layers": sam.value("layers", None),
+        "num_attention_heads": sam.value("heads", None),
+        "global_attn_indexes": sam.value("global_attn_indexes", None),
+        "image_size": vision.value("image_size", None),
+    }
+    # Its code takes neither mlp_ratio nor downsample_channels from the file, where they are another model's.
+    named = {name: value for name, value in of_sam.items() if value is not None}
+    return ConfigFields(
+        {
+            **{name: value for name, value in fields.raw.items() if name != "language_config"},
+            "text_config": {**(fields.mapping("language_config") or {}), **text},
+            "vision_config": {
+                "sam_config": named | {"downsample_channels": [_FIRST_CHANNELS, size]},
+                "encoder_config": _FIRST_ENCODER | {"hidden_size": size},
+            },
+        }
+    )

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.models.build import Build
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import MAX_HIDDEN, ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import RMSNorm
@@ -94,11 +94,10 @@ def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
         raise first.fail("image_size", f"a multiple of 16 * patch_size = {4 * _MERGE * sam.vit.patch_size}")
     channels = first.value("downsample_channels", None) or (512, 896)
     encoder = _read_encoder(vision.part("encoder_config", **_ENCODER))
-    right = isinstance(channels, (list, tuple)) and len(channels) == 2
-    if not right or any(type(each) is not int or each < 1 for each in channels) or channels[1] != encoder.hidden_size:
-        raise first.fail(
-            "downsample_channels", f"two sizes, the second encoder_config.hidden_size {encoder.hidden_size}"
-        )
+    right = isinstance(channels, (list, tuple)) and len(channels) == 2 and channels[1] == encoder.hidden_size
+    if not right or any(type(each) is not int or not 1 <= each <= MAX_HIDDEN for each in channels):
+        allowed = f"two sizes up to {MAX_HIDDEN}, the second encoder_config.hidden_size {encoder.hidden_size}"
+        raise first.fail("downsample_channels", allowed)
     return DeepseekOcr2TowerConfig(
         num_features=sam.vit.num_features,
         columns=("side",),

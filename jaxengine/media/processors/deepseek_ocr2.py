@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxengine.media.base.processor import Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
-from jaxengine.media.processors.settings import check_options, check_pictures
+from jaxengine.media.processors.settings import IMAGES, WHOLE, check_options, check_pictures
 from jaxengine.media.processors.tiles import TilesProcessor
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.scheduler.base.errors import RequestError
@@ -26,6 +26,9 @@ class DeepseekOcr2Processor(TilesProcessor):
     """
 
     needs_tokenizer = False
+    config_defaults = {"image_token_id": 128815}
+    # The first files have settings of images alone where transformers' have those of all processors.
+    places = (IMAGES, (IMAGES[0], WHOLE))
     defaults = {
         **TilesProcessor.defaults,
         "image_mean": _MEAN,
@@ -89,16 +92,23 @@ class DeepseekOcr2Processor(TilesProcessor):
         return [self.image_id] * item.num_rows
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if one is given."""
-        if grid is not None:
-            raise RequestError("embeddings of an image of this model have no grid", param="image")
+        """Return (1, 1, num_rows): the grid counts for nothing. Raises RequestError if one is given, and for a number
+        that is not that of a whole, with tiles or without, or of a whole as large as a tile, and the separator.
+        """
+        ahead = int(self.tower.merge**0.5)
+        whole, tile = ((side // ahead) ** 2 for side in (self.side // self.patch, self.tower.tile_grid))
+        right = num_rows == tile + 1 or (num_rows > whole and (num_rows - whole - 1) % tile == 0)
+        if grid is not None or not right:
+            allowed = f"{whole + 1} and {tile} for each tile, or {tile + 1}"
+            problem = f"embeddings of an image of this model must be {allowed}; they have no grid; got {num_rows}"
+            raise RequestError(problem + (f" with grid {grid}" if grid else ""), param="image")
         return 1, 1, num_rows
 
     def _framed(self, picture: np.ndarray, side: int) -> np.ndarray:
         """Scale an image, uint8[H, W, 3], to a longer side of `side` pixels, and centre it in a square of `colour`."""
         height, width = picture.shape[:2]
         scale = side / max(height, width)
-        fitted = self.pixels.resized(picture, round(height * scale), round(width * scale))
+        fitted = self.pixels.resized(picture, *(max(1, round(length * scale)) for length in (height, width)))
         square = np.empty((side, side, 3), np.uint8)
         square[:] = self.colour
         top, left = (side - len(fitted)) // 2, (side - fitted.shape[1]) // 2

@@ -95,10 +95,15 @@ class InternVLChatProcessor(InternVLProcessor):
 
     def placeholder_id(self) -> int:
         """Return the token <IMG_CONTEXT>. Raises ModelConfigError if the tokenizer has none."""
-        tokens = self.tokenizer.encode("<IMG_CONTEXT>", add_special_tokens=False)
-        if len(tokens) != 1:
-            raise ModelConfigError("the tokenizer must have the token <IMG_CONTEXT>")
-        return tokens[0]
+        return context_id(self.tokenizer)
+
+
+def context_id(tokenizer: Any) -> int:
+    """Return the tokenizer's token <IMG_CONTEXT>. Raises ModelConfigError if it has none."""
+    tokens = tokenizer.encode("<IMG_CONTEXT>", add_special_tokens=False)
+    if len(tokens) != 1:
+        raise ModelConfigError("the tokenizer must have the token <IMG_CONTEXT>")
+    return tokens[0]
 
 
 def internvl(folder: Path, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any) -> InternVLProcessor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,12 @@ class Lfm2VlProcessor(GridProcessor):
             whole, (rows, columns) = self._cut_of(*size, limits)
         else:
             whole = self.factor, self.factor * _most_rows(limits["min_image_tokens"], limits["max_image_tokens"])
-            tiles = _layouts(limits["min_tiles"], limits["max_tiles"]) if _splits(limits) else [(0, 0)]
-            columns, rows = max(tiles, key=math.prod)
-            if rows == columns == 1 and math.prod(whole) > self.tile**2:
-                rows = columns = 0
+            tiles = _layouts(limits["min_tiles"], limits["max_tiles"]) if _splits(limits) else ()
+            # Without the whole after them, tiles may have fewer patches than an image that is not cut.
+            rows, columns = max(
+                ((0, 0), *((down, across) for across, down in tiles)),
+                key=lambda cut: sum(map(math.prod, self._grids(whole, *cut, limits))),
+            )
         made = [
             self.processed(np.empty((high * wide, 0), np.float32), (1, high, wide))
             for high, wide in self._grids(whole, rows, columns, limits)
@@ -281,7 +283,7 @@ def _has_whole(rows: int, columns: int, limits: Mapping[str, int]) -> bool:
     return rows * columns == 0 or (rows * columns > 1 and bool(limits["use_thumbnail"]))
 
 
-@cache
+@lru_cache(maxsize=256)
 def _layouts(least: int, most: int) -> list[tuple[int, int]]:
     """Return all (columns, rows) with `least` to `most` tiles, sorted by their number.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.media.base.processor import Processed
+from jaxengine.media.processors.internvl import context_id
 from jaxengine.media.processors.settings import WHOLE, token_text
 from jaxengine.media.processors.text_placeholder import TextPlaceholderProcessor
 from jaxengine.models.params.files import read_object
@@ -28,8 +29,11 @@ class QianfanOCRProcessor(TextPlaceholderProcessor):
         self.start, self.end = (self.ids(token_text(path, named, *name)) for name in names)
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
-        return self.token_id("image_token_id")
+        """Return image_token_id of config.json, or else the token <IMG_CONTEXT>: transformers' default is <think> in
+        Qwen 3's tokenizer. Raises ModelConfigError as `token_id` and `context_id`.
+        """
+        has_id = self.config_fields.has("image_token_id")
+        return self.token_id("image_token_id") if has_id else context_id(self.tokenizer)
 
     def pieces(self, item: Processed) -> list[int]:
         """Return the tokens of an image (`item`): its embeddings between two marks."""

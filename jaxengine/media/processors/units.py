@@ -70,8 +70,11 @@ class UnitProcessor:
     needs_tokenizer = False
     # Limit of units whose embeddings may be passed instead of an image.
     most_given: float = np.inf
-    # transformers' defaults of missing settings.
+    # transformers' defaults of missing settings, and of missing fields of config.json.
     defaults: Mapping[str, Any] = {}
+    config_defaults: Mapping[str, Any] = {}
+    # Where settings are, as read_settings takes them.
+    places: tuple[tuple[str, str], ...] = (IMAGES,)
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
         if self.needs_tokenizer and tokenizer is None:
@@ -80,8 +83,8 @@ class UnitProcessor:
         self.side, self.patch = self.tower.vit.image_size, self.tower.vit.patch_size
         self.tokenizer = tokenizer
         self.vocab_size = model_config.vocab_size
-        self.config_fields = ConfigFields(config_json)
-        path, found = read_settings(Path(folder), IMAGES)
+        self.config_fields = ConfigFields(config_json).with_defaults(**self.config_defaults)
+        path, found = read_settings(Path(folder), *self.places)
         settings = found.with_defaults(**self.defaults)
         try:
             self.pixels = Pixels.read(settings)

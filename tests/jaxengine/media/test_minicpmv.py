@@ -173,6 +173,7 @@ def test_no_image_of_lfm2_has_more_patches_than_the_largest(tiles):
         {},
         {"do_image_splitting": False},
         {"use_thumbnail": False},
+        {"use_thumbnail": False, "max_tiles": 2, "max_image_tokens": 100},
         {"min_tiles": 1, "max_tiles": 1},
         {"min_image_tokens": 16, "do_image_splitting": False},
         {"max_image_tokens": 50, "max_tiles": 9},

@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,20 @@ def test_placeholders_of_aya_are_found_in_text(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_token": " "}))
     with pytest.raises(ModelFileError, match="image_token must be a text with tokens, got ' '"):
         processor(tmp_path, "aya_vision")
+
+
+def test_qianfan_without_a_placeholder_in_config_json(tmp_path):
+    """The tokenizer has it; prompts may have it, too, in place of the text that stands for an image."""
+    wanted, raw = processor(tmp_path, "qianfan_ocr_vision"), read_config_json(FOLDER / "qianfan_ocr_vision")
+    config = read_hf(raw)
+    left = {name: value for name, value in raw.items() if name != "image_token_id"}
+    made = PROCESSORS[config.architecture](tmp_path, left, config, wanted.tokenizer)
+    assert made.image_id == wanted.image_id == 127
+    written = ["w3 <image> w4<IMG_CONTEXT>", "w3 <IMG_CONTEXT> w4<image>"]
+    assert [made.encode(text, made.tokenizer.encode(text)) for text in written] == [[3, 127, 4, 127]] * 2
+    made.tokenizer = SimpleNamespace(encode=lambda text, **_: [5, 6])
+    with pytest.raises(ModelConfigError, match="the tokenizer must have the token <IMG_CONTEXT>"):
+        made.placeholder_id()
 
 
 def test_texts_of_tokens_may_be_described(tmp_path):
@@ -296,6 +311,27 @@ def test_what_a_family_of_tiles_does_not_take(name, tmp_path):
             with pytest.raises(RequestError, match="^video is not supported by this model; it takes image$"):
                 refused()
     assert processor(tmp_path, "internvl_vision").grid_of(8, None)[0] == 1
+
+
+def test_deepseek_ocr2_of_its_first_files_of_strips_and_of_embeddings(tmp_path):
+    """Settings of images are then those of its processor, and no file has the placeholder's token."""
+    wanted, raw = processor(tmp_path, "deepseek_ocr2_vision"), read_config_json(FOLDER / "deepseek_ocr2_vision")
+    path = tmp_path / "preprocessor_config.json"
+    (tmp_path / "processor_config.json").write_text(path.read_text())
+    path.unlink()
+    config = replace(read_hf(raw), vocab_size=129280)
+    first = {name: value for name, value in raw.items() if name != "image_token_id"}
+    made = PROCESSORS[config.architecture](tmp_path, first, config, wanted.tokenizer)
+    assert made.settings == wanted.settings and (made.image_id, wanted.image_id) == (128815, 126)
+    whole, tile = 16, 9
+    for count in (whole + 1, whole + 1 + 2 * tile, tile + 1):
+        assert made.grid_of(count, None) == (1, 1, count)
+    for count, grid in ((whole, None), (whole + 2, None), (tile, None), (whole + 1, (1, 4, 4))):
+        with pytest.raises(RequestError, match=f"be 17 and 9 for each tile, or 10; they have no grid; got {count}"):
+            made.grid_of(count, grid)
+    for size in ((1, 200), (200, 1), (1, 1)):
+        item = made.process("image", np.zeros((*size, 3), np.uint8), {})
+        assert made.grid_of(item.num_rows, None)
 
 
 def test_videos_of_internvl(tmp_path):

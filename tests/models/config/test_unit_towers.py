@@ -250,10 +250,13 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
     return raw | {"vision_config": raw["vision_config"] | vision}
 
 
-DEEPSEEK, LFM2 = (
-    next(row.config for row in read_names() if name in row.names)
-    for name in ("deepseek-community/DeepSeek-OCR-2", "LiquidAI/LFM2-VL-1.6B")
+DEEPSEEK, DEEPSEEK_FIRST, LFM2 = (
+    NAMED[name] for name in ("deepseek-community/DeepSeek-OCR-2", "deepseek-ai/DeepSeek-OCR-2", "LiquidAI/LFM2-VL-1.6B")
 )
+
+
+def test_deepseek_ocr2_as_it_was_published_first():
+    assert read_hf(DEEPSEEK_FIRST) == read_hf(DEEPSEEK)
 
 
 def encoder(**sizes: Any) -> dict[str, Any]:
@@ -297,7 +300,21 @@ def encoder(**sizes: Any) -> dict[str, Any]:
             "use_bidirectional_attention must be true or absent, got False",
         ),
         (changed(DEEPSEEK, sam_config={"image_size": 960}), "image_size must be a multiple of 16 * patch_size = 256"),
-        (encoder(), "downsample_channels must be two sizes, the second encoder_config.hidden_size 4096"),
+        (encoder(), "downsample_channels must be two sizes up to 131072, the second encoder_config.hidden_size 4096"),
+        (
+            changed(DEEPSEEK, sam_config={"downsample_channels": [1 << 30, 896]}),
+            "downsample_channels must be two sizes up to 131072",
+        ),
+        *(
+            (DEEPSEEK_FIRST | {name: DEEPSEEK_FIRST.get(name, {}) | {field: value}}, f"{name}.{field} must be")
+            for name, field, value in (
+                ("language_config", "use_mla", True),
+                ("language_config", "moe_layer_freq", 2),
+                ("projector_config", "projector_type", "downsample_mlp_gelu"),
+            )
+        ),
+        (DEEPSEEK_FIRST | {"tile_tag": "1D"}, "tile_tag must be \"2D\" or absent, got '1D'"),
+        (LFM2 | {"projector_hidden_size": 1 << 30}, "projector_hidden_size must be an integer >= 1 and <= 1048576"),
         (encoder(use_sliding_window=True), "use_sliding_window must be false or absent"),
         (encoder(num_key_value_heads=5), "num_key_value_heads must be a divisor of num_attention_heads 32, got 5"),
         (encoder(rope_parameters={"rope_type": "yarn"}), 'rope_parameters must be a mapping with the rope_type "defa'),
