@@ -44,7 +44,11 @@ _SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
 
 
 def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> dict[str, Any]:
-    """Compile one product, as plain XLA or not, and return its figures."""
+    """Compile one product for a target and return its figures.
+
+    form, matrix: keys of FORMS and MATRICES. rows: of the left operand. plain: as plain XLA, whose figures have no
+    registers, spills and shared memory.
+    """
     codes, group, has_zeros = FORMS[form]
     size, out = MATRICES[matrix]
     found = find_target(target)
