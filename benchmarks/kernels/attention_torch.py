@@ -90,8 +90,9 @@ def flashinfer(case: AttentionCase) -> float:
 
 
 def sdpa(case: AttentionCase) -> float:
-    """Return the seconds per call of scaled_dot_product_attention over contiguous keys. Raises ValueError as
-    `_contiguous`.
+    """Return the seconds per call of scaled_dot_product_attention over contiguous keys.
+
+    Raises ValueError for keys that are not bfloat16, chunks of a prompt, and keys and values over POOL_LIMIT.
     """
     torch = importlib.import_module("torch")
     q, keys, values = _contiguous(torch, case)
@@ -103,8 +104,9 @@ def sdpa(case: AttentionCase) -> float:
 
 
 def flex(case: AttentionCase) -> float:
-    """Return the seconds per call of compiled flex_attention over contiguous keys. Raises ValueError as
-    `_contiguous`.
+    """Return the seconds per call of compiled flex_attention over contiguous keys.
+
+    Raises ValueError for keys that are not bfloat16, chunks of a prompt, and keys and values over POOL_LIMIT.
     """
     torch = importlib.import_module("torch")
     library = importlib.import_module("torch.nn.attention.flex_attention")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 ProgressFactory = Callable[..., Any]
 
-# How often a call looks whether the pause that keeps its requests waiting is over.
+# Seconds between two checks whether a pause of the engine, in which requests wait, is over.
 _PAUSED_SECONDS = 0.005
 
 
@@ -97,7 +97,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @property
     def core(self) -> EngineCore:
-        """Return the engine. Raises EngineDeadError in a fork of its process."""
+        """The engine. Raises EngineDeadError in a fork of its process."""
         self._core.check_process()
         return self._core
 
@@ -106,7 +106,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Make an LLM from `EngineArgs` or an EngineConfig. Raises the same errors as `LLM`."""
+        """Make an LLM from `EngineArgs` or an EngineConfig. Raises ConfigError, ModelConfigError or ModelFileError."""
         return cls(**engine_options(engine_args))
 
     def __enter__(self) -> LLM:
@@ -116,7 +116,7 @@ class LLM(WeightMethods, VllmMethods):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stop the engine; running calls of other threads, and all later ones, end with EngineDeadError.
+        """Stop the engine; running calls of other threads, and all later calls, end with EngineDeadError.
 
         Does nothing in a fork of its process.
         """
@@ -125,11 +125,10 @@ class LLM(WeightMethods, VllmMethods):
                 self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32.
+        """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32; None without
+        experts.
 
-        None for a model without experts. Raises EngineDeadError.
-
-        Shows how evenly `enable_expert_parallel` loads the devices.
+        Raises EngineDeadError. It shows how evenly `enable_expert_parallel` loads the devices.
         """
         with self._lock:
             self.core.check()
@@ -181,12 +180,13 @@ class LLM(WeightMethods, VllmMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
-        """Return the raw log-probability of each token of a completion of each prompt, by the programs that serve: of
-        temperature 1, without penalties, truncation or masks.
+        """Return the raw log-probability of each token of one completion for each prompt, computed by the programs that
+        serve.
 
-        prompts, lora_request: as for `generate`, without images. completions: token ids of each prompt's; an empty
-        one has no log-probabilities. decode: decode them token by token, not at once as prompts are; needs
-        enable_trace_replay. Raises the same errors as `generate`; also RequestError where logprobs_mode is of logits.
+        They are of temperature 1, without penalties, truncation or masks. prompts, lora_request: as for `generate`,
+        without images. completions: token ids, one sequence for each prompt; an empty one has no log-probabilities.
+        decode: decode the tokens one by one instead of at once as a prompt; needs enable_trace_replay. Raises
+        RequestError, also if logprobs_mode is of logits, ModelFileError for an adapter, and EngineDeadError.
         """
         batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
@@ -202,8 +202,8 @@ class LLM(WeightMethods, VllmMethods):
         """Continue each prompt with the sequences that a beam search finds, best first; results come in the order of
         the prompts.
 
-        Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`;
-        RequestError also for images, and for a beam wider than the engine's logprobs allow.
+        Each token takes a call of `generate` for all beams of all prompts. Raises RequestError for invalid prompts, for
+        images, and for a beam wider than the engine's logprobs allow; EngineDeadError.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -231,15 +231,19 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; of a
-        task about tokens f32[n, N], a vector for each token.
+        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts.
+
+        For a task about tokens `outputs.data` is f32[n, N], a vector for each token.
 
         Args:
           prompts: as for `generate`.
           pooling_params: one for all or one per prompt; None for the model's defaults.
           truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of pooling_params.
-        Raises the same errors as `generate`; also RequestError when a result is not finite, and for a model that
-        generates text.
+          use_tqdm: whether to show a progress bar, or a function that makes one.
+
+        Raises:
+          RequestError: an invalid prompt or parameter, a result that is not finite, or a model that generates text.
+          EngineDeadError: the engine has failed or was shut down.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
@@ -256,8 +260,10 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors as of
-        `encode`; raises RequestError also for a model that classifies.
+        """Return an embedding of each prompt, `outputs.embedding`, a list of floats, in the order of the prompts.
+
+        pooling_params: one for all or one per prompt. truncate_prompt_tokens: default for the field of pooling_params.
+        Raises RequestError, also for a model that does not embed or a result that is not finite, and EngineDeadError.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
@@ -271,8 +277,10 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors as of
-        `encode`; raises RequestError also for an embedding model.
+        """Return label probabilities of each prompt, `outputs.probs`, a list of floats, in the order of the prompts.
+
+        pooling_params: one for all or one per prompt. truncate_prompt_tokens: default for the field of pooling_params.
+        Raises RequestError, also for an embedding model or a result that is not finite, and EngineDeadError.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
@@ -287,8 +295,11 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
-        pooling_params.use_activation is set. Arguments and errors as of `encode`.
+        """Return a reward model's scores of each prompt, `outputs.data` f32[N], in the order of the prompts.
+
+        They have no activation unless pooling_params.use_activation is True. pooling_params: one for all or one per
+        prompt. Raises RequestError, also for a model that does not classify or a result that is not finite, and
+        EngineDeadError.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
@@ -309,14 +320,13 @@ class LLM(WeightMethods, VllmMethods):
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts, `outputs.score`: one with one, one of data_1 with each of data_2, or pairwise.
 
-        A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
-        `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
-        similarity, one that embeds tokens (ColBERT) the sum of each query token's best match.
+        A classifier with one label (cross-encoder, reranker) gets both texts, concatenated or formatted by
+        `chat_template` from messages of the roles "query" and "document". The score of an embedding model is the cosine
+        similarity, that of a model that embeds tokens (ColBERT) the sum of each query token's best match.
 
         chat_template: None for the engine's option; without that either, texts are concatenated, for an encoder by its
-          tokenizer.
-        Raises the same errors as `encode`; also RequestError for an empty text, for numbers of texts that do not match,
-        for a classifier with several labels, and for a template given to an embedding model.
+        tokenizer. Raises RequestError for an empty text, numbers of texts that do not match, a classifier with several
+        labels, a template given to an embedding model, or a result that is not finite; EngineDeadError.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -359,7 +369,7 @@ class LLM(WeightMethods, VllmMethods):
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        # Without the lock, so that other threads do not wait for this call's pictures.
+        # Without the lock, so that other threads do not wait for this call's images.
         read = [self.core.inputs.media_reader.read(conversation) for conversation in conversations]
         with self._lock:
             prompts = [
@@ -382,34 +392,39 @@ class LLM(WeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the defaults of sampling_params: vLLM's, overridden as the option generation_config says."""
+        """Return the defaults of sampling_params: vLLM's, overridden by the model's values as the option
+        generation_config specifies.
+        """
         return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
-        """Return counters, gauges and histograms, each with `name` and `value`."""
+        """Return the engine's counters, gauges and histograms, each with a name and its values."""
         with self._lock:
             return self.core.metrics.collect()
 
     def reset_mm_cache(self) -> None:
-        """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""
+        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
         with self._lock:
             self.core.utility("reset_mm_cache")
 
     def start_profile(self) -> None:
-        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, and while one
-        is being taken.
+        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, or if a profile
+        is running.
         """
         with self._lock:
             self.core.utility("start_profile")
 
     def stop_profile(self) -> None:
-        """Write the profile into the folder of profiler_config. Raises RequestError if none was started, or it cannot
-        be written.
+        """End the profile and write it into the folder of profiler_config. Raises RequestError if none runs or writing
+        fails.
         """
         with self._lock:
             self.core.utility("stop_profile")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        """Return one SamplingParams for each of `count` prompts; None means the model's defaults. Raises RequestError
+        if there are other than one or `count`.
+        """
         return params_for(count, self.get_default_sampling_params() if params is None else params)
 
     def _answer(
@@ -419,9 +434,10 @@ class LLM(WeightMethods, VllmMethods):
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """Run requests and return their outputs in order. params, options: one for each of the batch.
+        """Run requests until all are finished, and return their outputs in the order of `batch`.
 
-        Aborts all of them before raising: RequestError for the first that cannot be served, or EngineDeadError.
+        params, options: one for each prompt. Before raising anything it aborts all of the call's requests. Raises
+        RequestError for the first request that cannot be served, or EngineDeadError.
         """
         started: dict[str, _Call] = {}
         call = _Call()
@@ -467,8 +483,8 @@ class LLM(WeightMethods, VllmMethods):
                 shown = num_ended
 
     def _step(self) -> None:
-        """Run one step, for a caller that holds the lock, and pass its outputs and rejected requests to the calls that
-        own them.
+        """Run one step and pass its final outputs and rejected requests to the calls that they belong to. The caller
+        holds the lock.
         """
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
@@ -478,6 +494,7 @@ class LLM(WeightMethods, VllmMethods):
                 call.error = call.error or error
 
     def _abort(self, request_ids: Iterable[str]) -> None:
+        """Abort the requests of this process's calls among these ids that have not ended, unless the engine is dead."""
         with self._lock:
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:
@@ -485,7 +502,7 @@ class LLM(WeightMethods, VllmMethods):
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """Return several prompts as they are, and a single one as a list of one. Raises RequestError for anything else."""
+    """Return several prompts unchanged, and a single prompt in a list. Raises RequestError for anything else."""
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
         allowed = "a string, a list of token ids, a dict, or a list of them"
