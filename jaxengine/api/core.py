@@ -162,8 +162,9 @@ class EngineCore:
             raise self.dead
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Queue a prepared request. Raises RequestError, with nothing changed, for an id in use or a full queue;
-        EngineDeadError once a step has failed, after `shutdown`, and in a fork.
+        """Queue the requests of a prepared request's outputs. Raises RequestError, with nothing changed, for an id in
+        use or a request that cannot be served; EngineDeadError once a step has failed, after `shutdown`, and in a
+        fork.
         """
         self.check()
         if prepared.request_id in self._processor:
@@ -220,7 +221,7 @@ class EngineCore:
         return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes that no running request uses, and return True."""
+        """Drop all cached prefixes, and return True. Running requests keep their pages."""
         self.engine.scheduler.reset_prefix_cache()
         return True
 

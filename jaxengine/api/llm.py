@@ -494,7 +494,7 @@ class LLM(WeightMethods, VllmMethods):
                 call.error = call.error or error
 
     def _abort(self, request_ids: Iterable[str]) -> None:
-        """Abort the requests of this process's calls among these ids that have not ended, unless the engine is dead."""
+        """Abort the requests that have not ended, and forget them. If the engine is dead, only forget them."""
         with self._lock:
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:

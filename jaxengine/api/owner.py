@@ -16,11 +16,11 @@ _OWNERS: WeakSet[Owner] = WeakSet()
 
 
 class Owner:
-    """The process that created this object.
+    """Mark of the process that created this object, which tells that process from its forks.
 
     Attributes:
       is_here: whether the code runs in that process, not in a fork of it.
-      has_devices: whether it uses jax's devices; in other processes, a fork must not open them.
+      has_devices: whether the owner uses jax's devices. A fork may initialise jax itself if no owner does.
     """
 
     def __init__(self, *, has_devices: bool):
@@ -30,7 +30,7 @@ class Owner:
         _watch_forks()
 
     def check(self) -> None:
-        """Raise EngineDeadError in a fork, where every call would wait for ever for a thread of the owner."""
+        """Raise EngineDeadError in a fork, where every call would wait forever for a thread of the owner."""
         if not self.is_here:
             raise EngineDeadError(
                 f"this engine belongs to process {self._pid}, and process {os.getpid()} is a fork without its threads "
@@ -40,7 +40,7 @@ class Owner:
 
 
 def refuse_pickle(kind: str) -> TypeError:
-    """Return the error to raise when an engine is pickled for another process. kind: the name of its class."""
+    """Return the TypeError to raise when an engine is pickled or copied. kind: name of its class."""
     return TypeError(
         f"{kind} cannot be pickled or copied: its devices and threads belong to this process; create it in the process "
         "that uses it, or send requests to `jaxengine serve`"
@@ -49,14 +49,15 @@ def refuse_pickle(kind: str) -> TypeError:
 
 @cache
 def _watch_forks() -> None:
+    """Register `_after_fork` to run in forked processes. Later calls do nothing."""
     os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
-    """Mark the owners, in a forked process, as not here, and let the fork end.
+    """Mark all owners as not here, in a forked process, and keep jax's clients alive until it ends.
 
-    At exit a process deletes jax's clients, which would wait for threads that a fork does not have. They are kept by
-    references that are never released.
+    At exit a process deletes jax's clients, which would wait for threads that a fork does not have. An extra reference
+    to each client, which is never released, prevents that. Does so only if an owner has devices.
     """
     owners = list(_OWNERS)
     for owner in owners:
