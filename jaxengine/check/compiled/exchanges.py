@@ -52,18 +52,19 @@ _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 @dataclass(frozen=True)
 class Exchange:
-    """An instruction that exchanges data with other devices; an asynchronous pair counts as one.
+    """Instruction that exchanges data with other devices; an asynchronous pair counts as one.
 
     Attributes:
-      kind: of KINDS, as written in the model: XLA:TPU turns small all-gathers and reduce-scatters into all-reduces, and
-        on CPU an all-to-all stands in for a ragged-all-to-all.
-      opcode: of KINDS, as compiled.
-      place: "layer 3", a scope of AROUND_LAYERS, or "" if the compiler added it.
+      kind: one of KINDS, as written in the model: XLA:TPU turns small all-gathers and reduce-scatters into all-reduces,
+        and on CPU an all-to-all stands in for a ragged-all-to-all.
+      opcode: one of KINDS, as compiled.
+      place: "layer 3", a scope of AROUND_LAYERS or ENCODING, or "" if the compiler added it.
       count: number of exchanges that the compiler combined in it; 0 for one that completes another.
       elements: of its largest operand or result.
       num_bytes: of its operands or of its results, whichever is larger.
       text: description for messages.
-      beside: it is in a branch of a conditional, another branch of which exchanges as much or more and is counted.
+      beside: whether it is in a branch of a conditional of which another branch, which exchanges as much or more, is
+        counted.
     """
 
     kind: str
