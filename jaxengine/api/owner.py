@@ -20,7 +20,8 @@ class Owner:
 
     Attributes:
       is_here: whether the code runs in that process, not in a fork of it.
-      has_devices: whether the owner uses jax's devices. A fork may initialise jax itself if no owner does.
+      has_devices: whether that process uses jax's devices. Unless an owner does, the handler of forks must not touch
+        jax, which would initialise its devices.
     """
 
     def __init__(self, *, has_devices: bool):
