@@ -44,6 +44,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     llm: Any = None
 
     def start() -> dict[str, Any]:
+        """Start the engine and return a row with the seconds that took, its programs, and its memory."""
         import jax
 
         from jaxengine.runner.base.memory import device_memory

@@ -83,6 +83,7 @@ OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Compile each product for each target in Triton and as plain XLA; add a row with the figures of both."""
     recorder.take_over()
     for target in args.targets:
         for form in FORMS:

@@ -47,7 +47,7 @@ def lengths(trace: str, generator: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def measure(trace: str, case: str) -> Row:
-    """Run a trace to its end in a scheduler without a model; return its row. trace: as of `lengths`. case: key of
+    """Run a trace to its end in a scheduler without a model; return its row. trace: "long" or "chat". case: key of
     CASES.
     """
     generator = np.random.default_rng(7)

@@ -105,6 +105,7 @@ OPTIONS = shared(targets=("v5e", "v5p", "v6e", "tpu7x"), only="", venv_dir=CACHE
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Install tpu-inference, compile both kernels for each target, step and size of heads, and add a row for each."""
     versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
     recorder.describe = lambda: {**machine(), "libtpu": versions["libtpu"], "tpu-inference": VERSION}
     same = (*(f"{name}=={found}" for name, found in versions.items()), "absl-py")

@@ -71,6 +71,9 @@ def changed_by_zeros(llm: LLM, args: Namespace) -> int:
     """
 
     def answers(scale: float | None) -> list[tuple[list[int], bytes]]:
+        """Return (token ids, bits of the log-probabilities) of each request; scale: of its vector, None for no
+        vector.
+        """
         params = [
             SamplingParams(
                 temperature=number % 2,

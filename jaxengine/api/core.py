@@ -59,8 +59,9 @@ class EngineCore:
 
         With config.fit, options that fit the devices are chosen first. Logs tables of weights and memory unless
         disable_log_stats.
-        devices: candidates, default all; or mesh and mesh_axes, as of `LLM`. Raises ConfigError, ModelConfigError or
-        ModelFileError, each saying what to change; ClusterError with several nodes. A cluster is shut down on an error.
+        devices: candidates, None for all. mesh, mesh_axes: a mesh instead, see `LLM`. Raises ConfigError,
+        ModelConfigError or ModelFileError, each saying what to change; ClusterError with several nodes. A cluster is
+        shut down on an error.
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
@@ -260,9 +261,10 @@ class EngineCore:
         return [*outputs]
 
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
-        """End a request because of the content of its output, such as a stop string, and record its end.
+        """End a request because of the content of its output, and record its end.
 
-        text: the matched stop. num_tokens: output tokens that count.
+        text: stop_reason of the output: the stop string, or that the output repeats itself. num_tokens: output tokens
+        so far.
         """
         self.engine.finish(request, reason, text)
         self.engine.record_finish(request, reason, num_tokens)

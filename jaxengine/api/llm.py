@@ -364,7 +364,8 @@ class LLM(WeightMethods, VllmMethods):
           chat_template_kwargs: variables of the template.
           mm_processor_kwargs: options of the model's media processor.
 
-        Raises the same errors as `generate`; RequestError also for no messages, and those that the template refuses.
+        Raises RequestError, also without messages and for messages that the template refuses; ModelFileError for an
+        adapter; EngineDeadError.
         """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)

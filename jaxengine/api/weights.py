@@ -110,8 +110,9 @@ class WeightMethods(ABC):
           params: tensors by PEFT's names ("base_model.model.NAME.lora_A.weight"), as a mapping or as pairs.
           config: as in PEFT's adapter_config.json; None for that of the adapter which has the name.
           lora_int_id: of a new adapter; None for one that is free. A `LoRARequest` for it may have any path.
-          mode: as of `update_weights`, for all requests.
-          kv: as of `update_weights`, for running requests with this adapter. Other requests keep their keys and values.
+          mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort").
+          kv: what happens to keys and values of running requests with this adapter: they are computed again
+            ("recompute" or "drop") or kept ("keep"). Other requests keep theirs.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice or of a wrong
         shape, or whose numbers are not finite; RequestError; EngineDeadError. The old adapter is then kept.
         """

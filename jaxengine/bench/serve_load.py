@@ -35,7 +35,7 @@ class Load:
 
     Attributes:
       num_prompts: number of requests.
-      input_len, output_len: tokens of each prompt, without its prefix, and of each output, as `lengths` says.
+      input_len, output_len: tokens of each prompt, without its prefix, and of each output; `lengths` distributes them.
       lengths: distribution of prompt and output lengths: all equal, uniform within `range_ratio` around the given
         length, or log-normal with it as the median.
       max_model_len: limit of prompt plus output tokens of a request; None for no limit.
