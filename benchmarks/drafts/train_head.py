@@ -38,7 +38,7 @@ from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 
-# Numbers of layers after which the head's input hidden states are taken. The last ones say most about the next token.
+# Numbers of layers after which the head's input hidden states are taken. The last ones predict the next token best.
 STREAMS = (2, 15, 30)
 DRAFTED = 8192
 PAGE_SIZE = 16

@@ -66,7 +66,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
         attention_torch.measure(recorder, cases, args.of)
         return
-    # Torch, in the next process, gets what is left.
+    # Leave memory for torch, which runs in the next process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     recorder.describe = machine
     recorder.resume()
@@ -141,9 +141,10 @@ def matmul_rate(width: int) -> dict[str, float]:
 
 
 def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
-    """Time our ragged paged attention, in a chain of layers with one schedule, as in a model's step.
+    """Time our ragged paged attention, in a chain of layers with one schedule, as in a model's step; return a Timed.
 
-    chain: of `_chain_of`. Raises ValueError for keys and values over POOL_LIMIT.
+    chain: (number of layers, number of distinct parts of the pool). Raises ValueError for keys and values over
+    POOL_LIMIT.
     """
     num_layers, num_pools = _limited(case, chain)
     kv, batch = _random_pool(case, num_pools), _batch(case)
@@ -159,7 +160,7 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
         local = batch._replace(page_table=batch.page_table + first, slot_mapping=slots)
         if case.writes:
             # As in a model, keys follow from the layer before: a write that did not would force XLA to copy the pool,
-            # because nothing orders it behind the reads of the layer before.
+            # because nothing orders it after the reads of the layer before.
             kv = kv_cache_update(kv, q[:, :kv_heads], q[:, -kv_heads:], local.slot_mapping)
         # Each layer waits for the one before, and its queries stay as large as the first ones.
         return q + ragged_paged_attention(q, kv, local, spec=spec, schedule=schedule), kv
@@ -184,9 +185,10 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 
 
 def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
-    """Time jax.nn.dot_product_attention over contiguous keys, padded to the longest: cuDNN on a GPU, XLA elsewhere.
+    """Time jax.nn.dot_product_attention over contiguous keys, padded to the longest; return a Timed.
 
-    chain: of `_chain_of`. Raises ValueError for a case that it cannot compute.
+    It uses cuDNN on a GPU and XLA elsewhere. chain: (number of layers, number of distinct arrays of keys). Raises
+    ValueError for a case that it cannot compute.
     """
     implementation: Any = "cudnn" if jax.devices()[0].platform in ("gpu", "cuda") else "xla"
     if case.kv_dtype not in ("bfloat16", "float32"):

@@ -26,7 +26,7 @@ PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 PYTEST = ["-m", "pytest", "-c", "pyproject.toml", "-o", "addopts=--import-mode=importlib", "--disable-warnings"]
 PYTEST += ["-p", "no:cacheprovider", "-q"]
 FOLDER = "tests/pallas_kernels/"
-# "device" is the name of the compiled kernels in the suite's own table, "cpu" the one where there is no accelerator.
+# The suite's table calls compiled kernels "device", and those without an accelerator "cpu".
 DEVICE, TINY = (FOLDER, "-k", "device"), (f"{FOLDER}attention/test_paged_attention.py", "-k", "cpu and block")
 # Of the first turn: a process takes a part of it to start. A later one is longer than a hang, which it names.
 LEAST_S = 30.0

@@ -33,7 +33,7 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 PLATFORM, KERNEL = "gpu_triton", "paged_attention_rows"
 NUM_PAGES = 1 << 16  # a pool of more than 4 GiB: offsets take 64 bits
-# Query and KV heads, their width, dtype of the pool, and what is special.
+# Query heads, KV heads, their width, dtype of the pool, and further fields of AttentionSpec.
 SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     "32/8 heads of 128": (32, 8, 128, "bfloat16", {}),
     "32/8 heads of 128, soft cap": (32, 8, 128, "bfloat16", {"soft_cap": 50.0}),

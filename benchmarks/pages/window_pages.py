@@ -122,7 +122,7 @@ def measure(name: str, lengths: Sequence[int] = LENGTHS, num_seqs: int = NUM_SEQ
     """
     rows = []
     for length in lengths:
-        # No sequence ends; lengths beyond a model's context say what a pool of such layers would hold.
+        # No sequence ends; a length beyond the model's context shows what a pool of such layers would hold.
         model = replace(SHAPES[name], max_position_embeddings=3 * length)
         (all_config, every), (config, steps) = (programs(model, keep_all=keep_all) for keep_all in (True, False))
         places = max(len(group.layers) for group in steps.groups)

@@ -34,7 +34,7 @@ def write_scores(path: str) -> None:
     The file has "pairs", texts of PAIRS with log-likelihoods of the continuations and whether they are greedy, and
     "generated", PROMPTS with greedy texts, with their "until" and "max_tokens".
     """
-    from jaxengine import LLM, SamplingParams  # not for those who only want ENGINE
+    from jaxengine import LLM, SamplingParams  # not at the top: importers may need only ENGINE
 
     llm = LLM(**ENGINE)
     llm.get_tokenizer().save_pretrained(Path(path).parent / "tokenizer")

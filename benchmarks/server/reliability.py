@@ -158,7 +158,7 @@ def kills(findings: Findings, count: int, streams: int) -> None:
     deaths = [asyncio.run(kill_engine(running, server, traffic, streams)) for _ in range(count)]
     findings.add_seconds("engine killed: /health is 503 after", [death["unhealthy"] for death in deaths], 1.0)
     findings.add_seconds("engine killed: every stream has ended after", [death["ended"] for death in deaths], 2.0)
-    # A stream that had begun ends with an error event, one that waited for its first token has a status to say it with.
+    # A stream that had begun ends with an error event; one that waited for its first token gets an HTTP status.
     kinds = {kind for death in deaths for kind in death["kinds"]} - {"stream error", "http 503"}
     findings.add("engine killed: other ends of streams than an error event or 503", len(kinds), 0, of=", ".join(kinds))
     findings.add_seconds("engine killed: serves again after", [death["served"] for death in deaths], load_seconds + 5)

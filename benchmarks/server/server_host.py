@@ -76,7 +76,7 @@ class Mark:
 
 
 class TimedRunner(FreeRunner):
-    """A stand-in for ModelRunner without a model; a step is done `step_seconds` after the one before it."""
+    """Stand-in for ModelRunner without a model; a step is done `step_seconds` after the previous one."""
 
     def __init__(self, config: ResolvedConfig, vocab_size: int, step_seconds: float):
         packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)

@@ -90,5 +90,5 @@ def _enter_package() -> Any:
     sys.modules |= {PACKAGE: package, f"{PACKAGE}.logger": MagicMock(), f"{PACKAGE}.utils": utils}
     vars(pltpu).setdefault("reciprocal", pl.reciprocal)  # jax 0.10 has it in `pl` alone
     util: Any = importlib.import_module(f"{KERNELS}.util")
-    util.get_tpu_version = lambda: chip.generation  # theirs asks the process's first device
+    util.get_tpu_version = lambda: chip.generation  # the original uses the process's first device
     return util

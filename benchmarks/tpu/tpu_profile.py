@@ -78,7 +78,7 @@ def profile(
         ran = _child(python, build, topology, arguments, dump + cycles, timeout)
         if (
             timed and ran.returncode and "Static LLO profiling" in ran.stderr
-        ):  # a copy its model does not know aborts libtpu
+        ):  # libtpu aborts on a copy that its cost model lacks
             ran = _child(python, build, topology, arguments, dump, timeout)
         if ran.returncode:
             errors = re.findall(r"^.*(?:Error|INTERNAL|UNIMPLEMENTED|RESOURCE_EXHAUSTED).*$", ran.stderr, re.M)

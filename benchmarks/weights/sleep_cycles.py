@@ -50,7 +50,7 @@ class Cycles:
         self.expected = self.tokens()
 
     def tokens(self) -> list[list[int]]:
-        """Return the greedy tokens of the requests."""
+        """Run the requests and return their greedy tokens, 8 each."""
         outputs = self._llm.generate(self._prompts, self._params, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in outputs]
 

@@ -81,6 +81,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
+        """Load the model, compile its steps and start the engine's thread. Raises ConfigError, ModelConfigError or
+        ModelFileError.
+        """
         config = EngineConfig.from_options(model=model, **options)
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()

@@ -239,7 +239,7 @@ class EngineCore:
         return {"num_running": scheduler.num_running, "num_waiting": scheduler.num_waiting, "num_slots": num_slots}
 
     def _trace(self, seconds: float) -> dict[str, Any]:
-        """Return the last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
+        """Return the engine's timeline of the last `seconds`, with its unfinished requests, as plain JSON values."""
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:

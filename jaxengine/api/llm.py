@@ -53,7 +53,7 @@ _PAUSED_SECONDS = 0.005
 
 @dataclass(eq=False)
 class _Call:
-    """State of one call of `generate`: finished outputs by request id, and the first request error."""
+    """State of one running call: finished outputs by request id, and the first request error, None without one."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
@@ -88,6 +88,7 @@ class LLM(WeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
+        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError."""
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLM")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)

@@ -49,6 +49,7 @@ class LLMEngine(VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
+        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError."""
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLMEngine")
         self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)

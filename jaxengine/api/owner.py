@@ -25,6 +25,7 @@ class Owner:
     """
 
     def __init__(self, *, has_devices: bool):
+        """Mark the current process as the owner, and register the handler of forks."""
         self.is_here, self.has_devices = True, has_devices
         self._pid = os.getpid()
         _OWNERS.add(self)

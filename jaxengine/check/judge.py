@@ -120,7 +120,7 @@ def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
         found.append(f"{done:,} operations in products, at most {most:,} are the model's")
     own = jnp.dtype(row["dtype"]).itemsize
     wide = {name: count for name, count in row["operations"].items() if WIDTHS.get(name, 0) > own}
-    # XLA:CPU multiplies in float32 what it is given in bfloat16.
+    # XLA:CPU multiplies bfloat16 operands in float32.
     if target.backend != "cpu" and sum(wide.values()) > WIDE_SHARE * needs["operations"]:
         found.append(
             f"operations of a {row['dtype']} model in {', '.join(f'{name}: {n:,}' for name, n in wide.items())}"

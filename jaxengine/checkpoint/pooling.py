@@ -55,7 +55,7 @@ _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
 TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 
-# A class that pools sparsely, whatever its files say.
+# An architecture that pools sparsely even without sentence-transformers' files.
 SPLADE = "BertSpladeSparseEmbeddingModel"
 
 TokenId = Callable[[str], int | None]

@@ -66,7 +66,7 @@ class _Worker:
     ended: bool = False
 
     def __str__(self) -> str:
-        """Return its name in messages."""
+        """Return the worker's name in messages: its node rank and host."""
         return f"node rank {self.node_rank} ({self.host})"
 
 

@@ -30,7 +30,7 @@ def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measu
     load: takes the job; returns the engine's version, and a function that runs one workload and returns its result
     without "peak_rss". Errors of `load` and of a run end the process.
     """
-    # The engine's own prints go to stderr, so that they do not mix with the answers.
+    # What the engine prints goes to stderr, so that it does not mix with the results.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = json.loads(sys.argv[1])
