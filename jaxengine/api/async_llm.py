@@ -51,9 +51,8 @@ class _Reader:
         self._stream = stream
 
     def put(self, item: AnyOutput | BaseException) -> None:
-        """Pass an output, or the error that ends the stream, to the stream on the reader's event loop.
-
-        Drops it if that event loop is closed. Callable from any thread.
+        """Pass an output, or the error that ends the stream, to the stream on the reader's event loop, from any thread;
+        drop it if that event loop is closed.
         """
         try:
             self._loop.call_soon_threadsafe(self._stream.put, item)
@@ -81,9 +80,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        """Load the model, compile its steps and start the engine's thread. Raises ConfigError, ModelConfigError or
-        ModelFileError.
-        """
+        """Load the model and start the engine's thread. Raises ConfigError, ModelConfigError or ModelFileError."""
         config = EngineConfig.from_options(model=model, **options)
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -208,9 +205,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Unload the adapter with this lora_int_id: no new request may use it. Returns whether there was one.
-
-        Raises EngineDeadError.
+        """Unload the adapter with this lora_int_id: no new request may use it. Returns whether there was one. Raises
+        EngineDeadError.
         """
         for each in await self.utility("adapters"):
             if each["number"] == lora_int_id:
@@ -241,9 +237,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:
-        """Load the adapter unless it is loaded, then yield the outputs; `outputs` is closed at the end.
-
-        Raises RequestError if the adapter cannot be loaded, and the errors of `outputs`.
+        """Load the adapter unless it is loaded, then yield the outputs; `outputs` is closed at the end. Raises
+        RequestError if the adapter cannot be loaded, and the errors of `outputs`.
         """
         await self.add_lora(request)
         async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], outputs)):
@@ -388,9 +383,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
-        """Return the engine's counters, gauges and histograms, each with a name and its values. Raises EngineDeadError
-        in a fork.
-        """
+        """Return the engine's counters, gauges and histograms, each with a name and its values."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
@@ -443,9 +436,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._readers[request_id] = reader
 
     def _stop(self, reader: _Reader, request_id: str) -> None:
-        """Abort the request of a reader that left; do nothing if the id belongs to another reader's request.
-
-        That happens if the id was a duplicate.
+        """Abort the request of a reader that left; do nothing if the id belongs to another reader's request, as for a
+        duplicate id.
         """
         if self._readers.get(request_id) is reader:
             del self._readers[request_id]
@@ -457,9 +449,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._deliver(output)
 
     def _loop(self) -> None:
-        """Run commands and steps until shutdown or an error, then end all streams with EngineDeadError. Runs on the
-        engine's thread.
-        """
+        """Run commands and steps until shutdown or an error, then end all streams. Runs on the engine's thread."""
         error = EngineDeadError("the engine was shut down")
         try:
             while not self._closing:
@@ -493,9 +483,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                 del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
-        """Set `_dead`, run the queued commands, which then fail, and end all streams with `error`. Nothing is queued
-        afterwards.
-        """
+        """Set `_dead`, run the queued commands, which then fail, and end all streams with `error`."""
         with self._command_lock:
             self._dead = error
         while self._commands:

@@ -127,9 +127,7 @@ class LLM(WeightMethods, VllmMethods):
 
     def get_expert_load(self) -> np.ndarray | None:
         """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32; None without
-        experts.
-
-        Raises EngineDeadError. It shows how evenly `enable_expert_parallel` loads the devices.
+        experts. It shows how evenly `enable_expert_parallel` loads the devices. Raises EngineDeadError.
         """
         with self._lock:
             self.core.check()
@@ -182,12 +180,11 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
         """Return the raw log-probability of each token of one completion for each prompt, computed by the programs that
-        serve.
+        serve: at temperature 1, without penalties, truncation or masks.
 
-        They are of temperature 1, without penalties, truncation or masks. prompts, lora_request: as for `generate`,
-        without images. completions: token ids, one sequence for each prompt; an empty one has no log-probabilities.
-        decode: decode the tokens one by one instead of at once as a prompt; needs enable_trace_replay. Raises
-        RequestError, also if logprobs_mode is of logits, ModelFileError for an adapter, and EngineDeadError.
+        prompts, lora_request: as for `generate`, without images. completions: token ids, one sequence for each prompt;
+        an empty one has none. decode: decode the tokens one by one, not at once as a prompt; needs enable_trace_replay.
+        Raises RequestError, also if logprobs_mode is of logits, ModelFileError for an adapter, and EngineDeadError.
         """
         batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
@@ -232,19 +229,13 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts.
+        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; for a
+        task about tokens f32[n, N], a vector for each token.
 
-        For a task about tokens `outputs.data` is f32[n, N], a vector for each token.
-
-        Args:
-          prompts: as for `generate`.
-          pooling_params: one for all or one per prompt; None for the model's defaults.
-          truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of pooling_params.
-          use_tqdm: whether to show a progress bar, or a function that makes one.
-
-        Raises:
-          RequestError: an invalid prompt or parameter, a result that is not finite, or a model that generates text.
-          EngineDeadError: the engine has failed or was shut down.
+        prompts, use_tqdm: as for `generate`. pooling_params: one for all or one per prompt; None for the model's
+        defaults. truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of
+        pooling_params. Raises RequestError for an invalid prompt or parameter, a result that is not finite, or a model
+        that generates text, and EngineDeadError.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
@@ -261,10 +252,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding of each prompt, `outputs.embedding`, a list of floats, in the order of the prompts.
-
-        pooling_params: one for all or one per prompt. truncate_prompt_tokens: default for the field of pooling_params.
-        Raises RequestError, also for a model that does not embed or a result that is not finite, and EngineDeadError.
+        """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors are those of
+        `encode`. Raises RequestError also for a model that does not embed.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
@@ -278,10 +267,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return label probabilities of each prompt, `outputs.probs`, a list of floats, in the order of the prompts.
-
-        pooling_params: one for all or one per prompt. truncate_prompt_tokens: default for the field of pooling_params.
-        Raises RequestError, also for an embedding model or a result that is not finite, and EngineDeadError.
+        """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors are those
+        of `encode`. Raises RequestError also for a model that does not classify.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
@@ -296,11 +283,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return a reward model's scores of each prompt, `outputs.data` f32[N], in the order of the prompts.
-
-        They have no activation unless pooling_params.use_activation is True. pooling_params: one for all or one per
-        prompt. Raises RequestError, also for a model that does not classify or a result that is not finite, and
-        EngineDeadError.
+        """Return a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
+        pooling_params.use_activation is True. Arguments and errors are those of `encode`.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
@@ -365,8 +349,7 @@ class LLM(WeightMethods, VllmMethods):
           chat_template_kwargs: variables of the template.
           mm_processor_kwargs: options of the model's media processor.
 
-        Raises RequestError, also without messages and for messages that the template refuses; ModelFileError for an
-        adapter; EngineDeadError.
+        Raises RequestError, also for no messages and those that the template refuses, ModelFileError, EngineDeadError.
         """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
@@ -394,8 +377,8 @@ class LLM(WeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the defaults of sampling_params: vLLM's, overridden by the model's values as the option
-        generation_config specifies.
+        """Return the defaults of sampling_params: vLLM's, with the model's values as the option generation_config
+        specifies.
         """
         return self._core.inputs.default_sampling_params()
 
@@ -424,9 +407,7 @@ class LLM(WeightMethods, VllmMethods):
             self.core.utility("stop_profile")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-        """Return one SamplingParams for each of `count` prompts; None means the model's defaults. Raises RequestError
-        if there are other than one or `count`.
-        """
+        """Return a SamplingParams for each of `count` prompts, from one for all, one each, or None for defaults."""
         return params_for(count, self.get_default_sampling_params() if params is None else params)
 
     def _answer(
@@ -436,10 +417,9 @@ class LLM(WeightMethods, VllmMethods):
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """Run requests until all are finished, and return their outputs in the order of `batch`.
-
-        params, options: one for each prompt. Before raising anything it aborts all of the call's requests. Raises
-        RequestError for the first request that cannot be served, or EngineDeadError.
+        """Run requests and return their outputs in order. params, options: one for each prompt of the batch. Before
+        raising it aborts all of them. Raises RequestError for the first request that cannot be served, or
+        EngineDeadError.
         """
         started: dict[str, _Call] = {}
         call = _Call()

@@ -165,9 +165,8 @@ class WeightMethods(ABC):
         self._once_paused(None, lambda: None)
 
     def resume_generation(self) -> None:
-        """End the pause of `pause_generation`. Pauses of weight updates continue.
-
-        Raises RequestError while the engine sleeps because of `sleep`; EngineDeadError.
+        """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
+        sleeps because of `sleep`; EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).resume()
@@ -203,10 +202,8 @@ class WeightMethods(ABC):
         self._once_paused(None, lambda: weights.sleep(level, tags, keep_kv))
 
     def release_kv_cache_memory(self) -> None:
-        """Free the pages of a paused engine until `wake_up`; weights stay on the devices.
-
-        Cached prefixes are dropped, and kept requests will be recomputed. Raises RequestError if the engine is not
-        paused.
+        """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
+        requests will be recomputed. Raises RequestError if the engine is not paused.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -250,9 +247,7 @@ class WeightMethods(ABC):
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
         """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
-        name.
-
-        With `checksum` raises RequestError while the engine sleeps, or if other processes hold weights.
+        name. That raises RequestError while the engine sleeps, or if other processes hold weights.
         """
         with self._lock:
             return _weight_info(self.core, checksum)
@@ -268,9 +263,8 @@ class AsyncWeightMethods(ABC):
 
     @abstractmethod
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Call a function on the engine's thread before its next step, wait for it, and return its result.
-
-        Raises the function's error, or EngineDeadError.
+        """Call a function on the engine's thread before its next step, wait for it, and return its result. Raises the
+        function's error, or EngineDeadError.
         """
 
     async def update_weights(
@@ -309,10 +303,8 @@ class AsyncWeightMethods(ABC):
         kv: KVMode = "recompute",
     ) -> None:
         """Replace an adapter's matrices between two steps, or add an adapter, from memory. See `LLM.update_lora` for
-        the arguments.
-
-        Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value; RequestError;
-        EngineDeadError. The old adapter is then kept.
+        the arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value;
+        RequestError; EngineDeadError. The old adapter is then kept.
         """
         weights = await self._weights()
         weights.check(None, mode, kv)
@@ -359,9 +351,8 @@ class AsyncWeightMethods(ABC):
         await self._once_paused(weights, None, lambda: None)
 
     async def resume_generation(self) -> None:
-        """End the pause of `pause_generation`. Pauses of weight updates continue.
-
-        Raises RequestError while the engine sleeps because of `sleep`; EngineDeadError.
+        """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
+        sleeps because of `sleep`; EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(weights.resume)
@@ -390,21 +381,17 @@ class AsyncWeightMethods(ABC):
         await self._once_paused(weights, None, lambda: weights.sleep(level, tags, keep_kv))
 
     async def release_kv_cache_memory(self) -> None:
-        """Free the pages of a paused engine until `wake_up`; weights stay on the devices.
-
-        Cached prefixes are dropped, and kept requests will be recomputed. Raises RequestError if the engine is not
-        paused.
+        """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
+        requests will be recomputed. Raises RequestError if the engine is not paused.
         """
         weights = await self._weights()
         await self.between_steps(lambda: self.core.utility("check_paused"))
         await self._once_paused(weights, None, lambda: weights.sleep(1, ("kv_cache",)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` freed, and end the pause once everything is restored, or at once if the engine does not
-        sleep.
-
-        tags: "weights", "kv_cache" or both; None for both. Raises RequestError for another tag, and for weights that
-        were freed at level 2 and not replaced; EngineDeadError.
+        """Restore what `sleep` freed ("weights", "kv_cache" or both by `tags`; None for both), and end the pause once
+        everything is restored, or at once if the engine does not sleep. Raises RequestError for another tag, and for
+        weights that were freed at level 2 and not replaced.
         """
         weights = await self._weights()
         await self.between_steps(lambda: weights.wake(tags))
@@ -425,9 +412,7 @@ class AsyncWeightMethods(ABC):
 
     async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
         """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
-        name.
-
-        With `checksum` raises RequestError while the engine sleeps, or if other processes hold weights.
+        name. That raises RequestError while the engine sleeps, or if other processes hold weights.
         """
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
@@ -437,9 +422,8 @@ class AsyncWeightMethods(ABC):
 
 
 def _weights_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.weights.weights.Weights. Raises EngineDeadError.
-
-    The caller holds the lock or runs on the engine's thread.
+    """Return the engine's jaxengine.engine.extensions.weights.weights.Weights, for a caller that holds the lock or runs
+    on the engine's thread. Raises EngineDeadError.
     """
     core.check()
     return core.engine.extensions.require("weights")
@@ -473,10 +457,8 @@ def _read_new(
 
 
 def _adapters_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.adapters.Adapters. Raises EngineDeadError, and RequestError
-    without enable_lora.
-
-    The caller holds the lock or runs on the engine's thread.
+    """Return the engine's jaxengine.engine.extensions.adapters.Adapters, for a caller that holds the lock or runs on
+    the engine's thread. Raises EngineDeadError, and RequestError without enable_lora.
     """
     core.check()
     return core.engine.extensions.require("adapters")
@@ -498,10 +480,8 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
     """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
-    name.
-
-    With `checksum` an engine that sleeps automatically is woken. Raises EngineDeadError, and RequestError if there are
-    no checksums because the engine sleeps or other processes hold weights.
+    name, for which an engine that sleeps automatically is woken. Raises EngineDeadError, and RequestError if there
+    are no checksums because the engine sleeps or other processes hold weights.
     """
     from jaxengine.runner.weights.weight_update import checksums
 
