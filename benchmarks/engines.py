@@ -29,18 +29,19 @@ LLAMA |= {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 
 
 def engine_options(decodes: tuple[int, ...] = (), prefills: tuple[int, ...] = (), **options: Any) -> dict[str, Any]:
-    """Return options of an engine that logs nothing and compiles few programs.
+    """Return options of an engine that logs no statistics and compiles few programs.
 
-    decodes, prefills: sizes of decode steps and of steps with prefill to compile. options: further engine options.
+    decodes, prefills: sizes of decode steps and of steps with prefill to compile, in addition to the largest ones.
+    options: further engine options.
     """
     sizes = {"cudagraph_capture_sizes": [*decodes], "prefill_sizes": [*prefills]}
     return {"compilation_config": sizes, "disable_log_stats": True, **options}
 
 
 def write_config(folder: str | Path, sizes: tuple[int, ...], **more: Any) -> None:
-    """Make `folder` a checkpoint of a Llama model without weights, for load_format="dummy".
+    """Write config.json of a Llama model to `folder`, which exists, for load_format="dummy".
 
-    sizes: values of the config.json fields named in SIZES. more: further fields.
+    sizes: values of the fields named in SIZES, in their order. more: fields that are added or replaced.
     """
     config = LLAMA | dict(zip(SIZES, sizes, strict=True)) | more
     (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -48,9 +49,10 @@ def write_config(folder: str | Path, sizes: tuple[int, ...], **more: Any) -> Non
 
 @contextlib.contextmanager
 def serving(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> Iterator[ServerProcess]:
-    """Context in which `jaxengine serve` runs as a user starts it; stopped and removed at the end.
+    """Context manager that starts `jaxengine serve` as a user does and yields its process, which it stops and removes
+    at the end.
 
-    options: of the engine. wait: seconds that it may take to start. changes: further arguments of `start_server`.
+    options: of the engine. wait: seconds that the start may take. changes: further arguments of `start_server`.
     """
     server = start_server(options, wait=wait, **changes)
     try:
@@ -60,10 +62,10 @@ def serving(options: dict[str, Any], *, wait: float = 600.0, **changes: Any) -> 
 
 
 def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, **headers: str) -> tuple[int, str]:
-    """Send a request on a connection of its own (POST with a body, GET without); return (HTTP status, text of the
-    answer), or (0, reason) if there is no answer.
+    """Send a request on a new connection; return (HTTP status, text of the answer), or (0, reason) if the connection
+    fails.
 
-    timeout: seconds. headers: further headers.
+    It is a POST if there is a body and a GET otherwise. timeout: seconds. headers: further headers.
     """
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
     try:
@@ -78,7 +80,7 @@ def ask(url: str, path: str, body: bytes | None = None, timeout: float = 60.0, *
 
 
 def greedy_traffic(url: str, timeout: float | None = 120.0, **fields: Any) -> Traffic:
-    """Return traffic of completions at temperature 0 that run to max_tokens, for the model that a server has.
+    """Return traffic of completions at temperature 0 that run to max_tokens, for the first model that the server lists.
 
     url: of the server, without a path. timeout: seconds of a request. fields: further fields of each request.
     """

@@ -103,7 +103,9 @@ class Option:
     positional: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add the option to a parser under a name."""
+        """Add the option to `parser`: positional if it is, else as --NAME with dashes. Its help shows a default that is
+        not empty.
+        """
         flag = name if self.positional else f"--{name.replace('_', '-')}"
         if isinstance(self.default, bool):
             parser.add_argument(flag, action="store_true", help=self.help)
@@ -124,6 +126,7 @@ class Option:
 
 
 def _shown(default: Any) -> str:
+    """Return a default as text, the items of a tuple separated by spaces."""
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
@@ -139,21 +142,23 @@ SHARED = {
 
 
 class OptionError(ValueError):
-    """Options contradict each other, or this machine cannot run the benchmark."""
+    """Error of options that contradict each other, or of a benchmark that this machine cannot run."""
 
 
 def shared(**defaults: Any) -> dict[str, Option]:
-    """Return options that several benchmarks have, by name, with the defaults given here."""
+    """Return the options of SHARED that are named here, by name, with the given defaults."""
     return {name: replace(SHARED[name], default=value) for name, value in defaults.items()}
 
 
 def load(name: str) -> ModuleType:
-    """Import and return the module of the benchmark called `name`."""
+    """Import and return the module of the benchmark called `name`. Raises KeyError for an unknown name."""
     return importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}")
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark's command line."""
+    """Return the parser of a benchmark's command line: its own OPTIONS, --save and --platform. Imports the
+    benchmark.
+    """
     module = load(name)
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
@@ -169,10 +174,10 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def file_of(name: str, save: str | None) -> Path | None:
-    """Return the file that `--save` means: `save` itself if it ends in .json; else NAME_WORD.json, or NAME.json for "",
-    in RESULTS; None for None.
+    """Return the path that `--save` means: `save` itself if it ends in .json, else NAME_WORD.json in RESULTS, or
+    NAME.json for "".
 
-    name: of the benchmark.
+    Returns None if `save` is None. name: of the benchmark.
     """
     if save is None or save.endswith(".json"):
         return None if save is None else Path(save)
@@ -180,7 +185,7 @@ def file_of(name: str, save: str | None) -> Path | None:
 
 
 def listing() -> str:
-    """Return a text that lists the benchmarks."""
+    """Return the text that lists all benchmarks by folder, with a line for each."""
     lines, room = ["python -m benchmarks NAME [options]; NAME --help says which", ""], ""
     for name, (module, about) in BENCHMARKS.items():
         if (here := module.partition(".")[0]) != room:
@@ -191,7 +196,11 @@ def listing() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark, or list them; return the exit status."""
+    """Run the benchmark named by the first argument, or list all; return the exit status.
+
+    argv: arguments; None for those of the process. The status is 1 if a row says that a limit was not kept and 2 for an
+    unknown name. Exits with argparse's message for invalid options.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(listing())
@@ -217,7 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _use(platform: str) -> None:
-    """Make jax, which may be imported already, run on a platform, in this process and in those that it starts."""
+    """Make jax run on a platform, in this process, where it may be imported already, and in processes that it
+    starts.
+    """
     os.environ["JAX_PLATFORMS"] = platform
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", platform)

@@ -23,7 +23,10 @@ START_S = 60.0  # that a process may take until its first result
 
 
 def command(function: Callable[..., Any] | str, **arguments: Any) -> list[str]:
-    """Return the command line of a process that calls `function` (or "module:name"); arguments must survive JSON."""
+    """Return the command line of a process that calls `function` with the keyword arguments.
+
+    function: a module's function, or "module:name". arguments: values that JSON can represent.
+    """
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__name__}"
     return [sys.executable, "-m", "benchmarks.processes", name, json.dumps(arguments)]
 
@@ -37,11 +40,11 @@ def watch(
     each: Callable[[], Any],
     **variables: str,
 ) -> int | str:
-    """Run a command in the repository's root; return its exit status, or why it was ended.
+    """Run a command in the repository's root; return its exit status, or "hung" or "cut" if it was killed.
 
-    That is "hung" if the file `grows` has not changed for `stall_s` seconds (START_S more until it first does), "cut"
-    if `seconds` are over. All processes that the command started end with it. log: output is appended to it. each:
-    called after every change of the file. variables: of the environment.
+    It is hung if the file `grows` has not changed for `stall_s` seconds (START_S more until the first change), and cut
+    after `seconds`. At the end all processes of its session are killed. log: file to which the output is appended.
+    each: called after every change of `grows`. variables: of the environment.
     """
     with log.open("ab") as output:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
@@ -70,6 +73,7 @@ def watch(
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Return (modification time in ns, size in bytes) of a file; (0, 0) if it does not exist."""
     if not path.exists():
         return 0, 0
     about = path.stat()
@@ -77,7 +81,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def memory(pid: int | str = "self", kind: str = "VmRSS") -> int:
-    """Return the bytes that Linux states for a process (`kind`: a line of /proc/PID/status); 0 if it has ended."""
+    """Return the bytes of a line of /proc/PID/status, `kind`; 0 if the process has ended or there is no such line."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -23,7 +23,7 @@ BEGUN = "begun"
 
 
 class Recorder:
-    """The rows of one run of a benchmark.
+    """Rows of one run of a benchmark.
 
     Attributes:
       rows: rows added so far, in order.
@@ -58,14 +58,18 @@ class Recorder:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Return the result of `describe`, which is called when first needed, as it may start a device."""
+        """Description of the machine, from `describe`. That is called at the first use only, because it may start a
+        device.
+        """
         if self._machine is None:
             self._machine = self.describe()
         return self._machine
 
     def add(self, row: Row, key: tuple[str, ...] = (), *, quiet: bool = False) -> Row:
-        """Append a row, or replace the row that has the same values in the columns `key`; write the file, and print the
-        row unless `quiet`. Returns the row.
+        """Append a row, or replace the first row with the same values in the columns `key`; write the file and return
+        the row.
+
+        key: columns; () always appends. The row is printed unless `quiet`.
         """
         same = [at for at, each in enumerate(self.rows) if key and all(each.get(name) == row[name] for name in key)]
         if same:
@@ -78,13 +82,14 @@ class Recorder:
         return row
 
     def take_over(self) -> None:
-        """Begin with the rows in the file, whichever machine made them."""
+        """Replace the rows by those in the file, whichever machine they are from; by none without a file."""
         self.rows = self._read().get("rows", [])
 
     def resume(self) -> None:
-        """Begin with the rows in the file if it is from the same machine and versions; otherwise replace it.
+        """Begin with the rows in the file if it is from the same machine and versions, else without rows; write the
+        file.
 
-        A row that had begun but not ended is kept and reported as such.
+        A row that had begun but not ended gets a status that says so.
         """
         before = self._read()
         if before.get("machine") == self.machine:
@@ -95,14 +100,14 @@ class Recorder:
         self.write()
 
     def named(self, name: str) -> Row | None:
-        """Return the row that `measure` made under a name; None if there is none."""
+        """Return the first row with this name; None if there is none."""
         return next((row for row in self.rows if row.get("name") == name), None)
 
     def measure(self, name: str, function: Callable[[], Row]) -> Row | None:
-        """Return the row `name`: the one in a resumed file, else the result of `function`; None if no time is left for
-        it.
+        """Return the row `name`: an existing one, else the result of `function`, which is added; None if no time is
+        left.
 
-        An exception becomes the row's `error`.
+        While `function` runs, the file has the row with the status BEGUN. An exception becomes the row's `error`.
         """
         if (found := self.named(name)) is not None:
             return found
@@ -116,14 +121,16 @@ class Recorder:
         return self.add({"name": name, **row}, ("name",))
 
     def finish(self) -> None:
-        """Print the rows as a table, if all have the same columns, and write the file."""
+        """Write the file. Before that, print a table if there are several rows that have the same columns and plain
+        values.
+        """
         flat = all(not isinstance(value, dict | list) for row in self.rows for value in row.values())
         if len(self.rows) > 1 and flat and len({tuple(row) for row in self.rows}) == 1:
             print("\n" + table(self.rows))
         self.write()
 
     def write(self) -> None:
-        """Replace the file atomically with the current rows; does nothing without a file."""
+        """Replace the file atomically by one with the current rows and notes; do nothing without a path."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,10 +140,12 @@ class Recorder:
         os.replace(part, self.path)
 
     def _read(self) -> dict[str, Any]:
+        """Return the content of the file; {} without one."""
         return json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
 
 
 def _line(row: Row) -> str:
+    """Return a row as a line of text, or as several lines if it has lists or dicts."""
     if any(isinstance(value, dict | list) for value in row.values()):
         return record({key: str(value)[:300] for key, value in row.items()}) + "\n"
     first = [row["name"].ljust(58)] if "name" in row else []

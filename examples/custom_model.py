@@ -46,7 +46,7 @@ def checkpoint_of(folder: Path, architecture: str, target: Path) -> Path:
 
 
 def describe(model: Path) -> str:
-    """Return a text with the model's greedy tokens and their log-probabilities."""
+    """Start an engine with the model, and return a text with six greedy tokens and their log-probabilities."""
     # One short prompt: few shapes, and enforce_eager compiles each when it first occurs.
     options = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 8, "num_gpu_blocks_override": 8}
     options |= {"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": True}

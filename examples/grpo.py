@@ -30,10 +30,12 @@ def reward(output):
 
 
 def rows_of(outputs, width):
-    """Return tokens i32[B, width] of prompts with their answers, -1 after the end; and, at the index of the token
-    before, f32[B, width - 1] each, 1 for a token of the answer and its log-probability, 0 for all others.
+    """Return (tokens i32[B, width], is_answer f32[B, width - 1], log-probabilities f32[B, width - 1]) of prompts with
+    answers.
 
-    outputs: pairs of a prompt's token ids and a CompletionOutput.
+    tokens has -1 after the end. The other two have, at the index of the previous token, 1 and the log-probability for
+    each token of the answer, and 0 elsewhere. outputs: pairs of a prompt's token ids and a CompletionOutput with
+    logprobs.
     """
     tokens = np.full((len(outputs), width), -1, np.int32)
     is_answer, likely = np.zeros((2, len(outputs), width - 1), np.float32)
@@ -47,13 +49,15 @@ def rows_of(outputs, width):
 
 
 def advantages(rewards):
-    """Compare each reward f32[prompts, group] with those of its prompt: distances from their mean, in deviations."""
+    """Return the advantage of each reward f32[prompts, group]: its distance from the prompt's mean in standard
+    deviations.
+    """
     return (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
 
 
 def split(model, layers):
-    """Return the weights of the last layers, by their index among all, and a function from such weights to the whole
-    tree.
+    """Return (weights of the last `layers` layers, by their index in the flattened tree; function that puts such
+    weights back into the whole tree).
     """
     paths, tree = jax.tree_util.tree_flatten_with_path(model.params)
     names = [f"['layers'][{number}]" for number in range(model.config.num_layers)][-layers:]
@@ -67,11 +71,12 @@ def split(model, layers):
 
 
 def train(llm, model, prompts, reward, *, steps, group=8, max_tokens=12, layers=LAYERS, rate=RATE, seed=0):
-    """Train, and yield after each step its mean reward, one of its answers, and the largest difference between the
-    log-probabilities of trainer and engine.
+    """Train with GRPO; yield after each step its mean reward, one of its answers, and the largest difference between
+    the trainer's and the engine's log-probabilities.
 
     reward: maps a CompletionOutput to a number. group: answers for each prompt. layers: how many of the last ones are
-    trained. rate: learning rate. The engine `llm` gets the new weights after each step.
+    trained. rate: learning rate. The engine `llm` gets the new weights after each step, with the step's number as
+    version.
     """
     trained, whole = split(model, layers)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
@@ -94,7 +99,7 @@ def train(llm, model, prompts, reward, *, steps, group=8, max_tokens=12, layers=
 
     width = None
     for step in range(steps):
-        # The n answers of a prompt have seeds from its own on: no two answers of the run share one.
+        # The n answers of a prompt use consecutive seeds from its own on, so that no two answers of the run share one.
         first = seed + step * len(prompts) * group
         seeds = range(first, first + len(prompts) * group, group)
         sampling = [SamplingParams(n=group, max_tokens=max_tokens, logprobs=0, seed=each) for each in seeds]
@@ -109,7 +114,7 @@ def train(llm, model, prompts, reward, *, steps, group=8, max_tokens=12, layers=
 
 
 def main():
-    """Train the embedded model and print the curve."""
+    """Train the embedded model for the steps of the command line (24 without), and print the curve."""
     llm, model = LLM(**OPTIONS, enforce_eager=True), jaxengine.open_model()
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 24
     for step, (mean, answer, gap) in enumerate(train(llm, model, PROMPTS, reward, steps=steps)):

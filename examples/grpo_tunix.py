@@ -27,8 +27,9 @@ OPTIONS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, "max_num
 
 
 class Reward:
-    """Reward function: share of digits among the characters of an answer, 0 for an empty one. `__name__` is what Tunix
-    logs.
+    """Reward function of Tunix: share of digits among the characters of an answer, 0 for an empty one.
+
+    A call returns the rewards of all completions and prints their mean. Tunix logs `__name__`.
     """
 
     __name__ = "digits"
@@ -44,7 +45,10 @@ class Reward:
 
 
 def learner(llm, model, tokenizer, reward, steps, seed=0):
-    """Return Tunix's learner over an engine. model: its last layers are trained. tokenizer: transformers' object."""
+    """Return Tunix's GRPO learner over an engine `llm`, which is the rollout engine.
+
+    model: its last LAYERS layers are trained. tokenizer: transformers' object. reward: function. steps: of training.
+    """
     first = model.config.num_layers - LAYERS
     actor = TunixModel(model.module, is_trained=lambda path: path[0] == "layers" and path[1] >= first)
     mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
@@ -67,7 +71,7 @@ def learner(llm, model, tokenizer, reward, steps, seed=0):
 
 
 def main():
-    """Train the embedded model."""
+    """Train the embedded model for the steps of the command line, 24 by default."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 24
     llm, model = LLM(**OPTIONS, enforce_eager=True), jaxengine.open_model()
     learner(llm, model, llm.get_tokenizer(), Reward(), steps).train([{"prompts": np.array(PROMPTS)}] * steps)

@@ -18,6 +18,6 @@ if __name__ == "__main__":
     llm = LLM(sys.argv[1], capture=PLACES)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, capture=PLACES)
     (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-    for place, rows in (output.outputs[0].captured or {}).items():  # the last token was not fed, so it has no row
+    for place, rows in (output.outputs[0].captured or {}).items():  # the last token is no input, so it has no row
         norms = [round(float(norm), 2) for norm in np.linalg.norm(rows, axis=-1)]
         print(f"{place} {rows.shape} {rows.dtype}: |x| of each token {norms}")

@@ -28,7 +28,7 @@ WEATHER = {
 
 
 def get_weather(city: str) -> str:
-    """Return the tool's result, which a real tool would look up."""
+    """Return the tool's result, a fixed sentence about `city`. A real tool would look it up."""
     return f"It is sunny in {city}, 24 degrees."
 
 

@@ -18,7 +18,9 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=24, output_kind=RequestOutpu
 
 
 async def tell(prompt: str) -> tuple[str, int]:
-    """Return the whole text of one stream, and the number of pieces in which it came."""
+    """Read a stream to its end; return (whole text, number of pieces in which it came). The request times out after 60
+    s.
+    """
     pieces = []
     # timeout: seconds after which the request is ended, with finish_reason "abort".
     async for output in engine.generate(prompt, PARAMS, timeout=60.0):
@@ -27,7 +29,10 @@ async def tell(prompt: str) -> tuple[str, int]:
 
 
 async def first_piece(prompt: str) -> str:
-    """Return the first piece of a stream, and leave the stream, which aborts the request and frees its pages."""
+    """Return the first piece of a stream, "" if there is none, and leave the stream.
+
+    Leaving it aborts the request and frees its pages.
+    """
     stream = engine.generate(prompt, PARAMS)
     async for output in stream:
         await stream.aclose()
@@ -36,7 +41,7 @@ async def first_piece(prompt: str) -> str:
 
 
 async def main() -> None:
-    """Run all streams at once, and print what they gave."""
+    """Run all streams at once, and print their texts and numbers of pieces."""
     left, *told = await asyncio.gather(first_piece("Nobody reads this to its end:"), *map(tell, PROMPTS))
     for prompt, (text, count) in zip(PROMPTS, told, strict=True):
         print(f"{prompt}{text!r}  ({count} pieces)")

@@ -26,7 +26,9 @@ llm = LLM(*sys.argv[1:])
 
 
 def ask(prompt: str, **form) -> str:
-    """Return an answer of a form. form: a field of StructuredOutputsParams."""
+    """Return the model's greedy answer to `prompt` in a required form. form: fields of StructuredOutputsParams. Raises
+    RequestError if the form cannot be compiled.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=96, structured_outputs=StructuredOutputsParams(**form))
     (output,) = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
     return output.outputs[0].text

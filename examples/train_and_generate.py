@@ -27,21 +27,23 @@ mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 
 
 def loss(params, tokens):
-    """Return the mean cross-entropy of each of the tokens i32[T] but the first, given those before it."""
+    """Return the mean cross-entropy of tokens[1:], each given the tokens before it. tokens: i32[T]."""
     logits = forward(model.module, params, tokens[None, :-1])[0]
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], 1).mean()
 
 
 @partial(jax.jit, donate_argnums=0)
 def step(params, tokens):
-    """Return the parameters after a step of SGD with clipped gradients, and the loss before; `params` are donated."""
+    """Return (parameters after a step of SGD with clipped gradients, loss before the step). `params` are donated."""
     value, grads = jax.value_and_grad(loss)(params, tokens)
     scale = RATE / jnp.maximum(1.0, jnp.sqrt(sum((grad * grad).sum() for grad in jax.tree.leaves(grads))))
     return jax.tree.map(lambda weight, grad: weight - scale * grad, params, grads), value
 
 
 def placed(weight):
-    """Return a weight split by its first axis over the devices; on every device if that axis cannot be split."""
+    """Return a weight on the mesh, split by its first axis if the number of devices divides it, else whole on every
+    device.
+    """
     spec = PartitionSpec("fsdp") if weight.shape[0] % mesh.size == 0 else PartitionSpec()
     return jax.device_put(weight, NamedSharding(mesh, spec))
 

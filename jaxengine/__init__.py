@@ -159,8 +159,9 @@ vllm_names.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of vLLM's name, on first use. Raises AttributeError for others,
-    NotBuiltImportError for what vLLM has and this engine does not.
+    """Import a public name, or a module that vLLM has under this name, on first use, and return it.
+
+    Raises NotBuiltImportError for what vLLM has and this engine does not, AttributeError for any other name.
     """
     if vllm_names.is_module(name):  # in vLLM, a module that need not be imported first
         return import_module(f"{__name__}.{name}")

@@ -35,14 +35,14 @@ SECONDS = 900.0
 
 
 class Place(pydantic.BaseModel):
-    """The arguments of the tool `get_weather`: short, so that a small model completes them quickly."""
+    """Arguments of the tool `get_weather`. They are short, so that a small model completes them quickly."""
 
     city: Literal["Paris", "Rome"]
     days: int = pydantic.Field(ge=1, le=9)
 
 
 class Weather(pydantic.BaseModel):
-    """The form that structured answers must have."""
+    """Schema of structured answers: a city, its temperature in degrees from 0 to 40, and whether it rains."""
 
     city: Literal["Paris", "Rome"]
     degrees: int = pydantic.Field(ge=0, le=40)
@@ -50,15 +50,17 @@ class Weather(pydantic.BaseModel):
 
 
 def get_weather(city: Literal["Paris", "Rome"], days: int = 1) -> str:
-    """Return the weather of a city for some days; the tool that clients offer to the model."""
+    """Return a sentence with a fixed weather for `city` and `days`. It is the tool that clients offer to the model."""
     return f"{city}: 20 degrees and no rain, for {days} days"
 
 
 def report(module: dict[str, Any]) -> None:
-    """Run a script's cases one after the other and print, as lines of JSON, the client's versions and each case's
+    """Run a script's cases one after the other and print lines of JSON: first the client's versions, then each case's
     outcome.
 
-    module: globals() of the script.
+    module: globals() of the script, with PACKAGES and the functions named in COLUMNS; cases run in the order of
+    COLUMNS. A case that raises, or that takes more than SECONDS, is reported as failed and its traceback goes to
+    stderr.
     """
     names = module["PACKAGES"]
     versions = {name: importlib.metadata.version(name) for name in names}
@@ -67,6 +69,9 @@ def report(module: dict[str, Any]) -> None:
 
 
 async def _run(cases: dict[str, Any]) -> None:
+    """Run each case, an async function by its column, and print {"case", "ok", "why" if it failed} as a line of JSON
+    after it.
+    """
     for column, case in cases.items():
         try:
             await asyncio.wait_for(case(), SECONDS)

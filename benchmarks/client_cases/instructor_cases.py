@@ -11,7 +11,7 @@ plain = openai.AsyncOpenAI(base_url=BASE + "/v1", api_key=KEY, max_retries=0)
 
 
 async def made(mode, **options):
-    """Return a Weather from the model, requested in a mode of instructor."""
+    """Request a Weather in an instructor mode, and return it. options: passed on to `create`."""
     client = instructor.from_openai(plain, mode=mode)
     return await client.chat.completions.create(**ASK, response_model=Weather, **options)
 

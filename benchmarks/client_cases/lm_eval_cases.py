@@ -13,6 +13,9 @@ PACKAGES = ["lm-eval"]
 
 
 async def scores():
+    """Score texts and generate continuations with lm-eval's client. Raises AssertionError unless both equal the file
+    SCORES.
+    """
     expected = json.loads(Path(SCORES).read_text())
     model = LocalCompletionsAPI(
         base_url=BASE + "/v1/completions",

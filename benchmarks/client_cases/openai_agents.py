@@ -20,8 +20,11 @@ models = [kind(MODEL, openai_client=client) for kind in (OpenAIChatCompletionsMo
 
 
 def agent(model, **options):
-    """Return an agent over a model. options: of Agent; `settings` are further ones of ModelSettings."""
-    # Over /v1/responses the SDK takes an answer that was cut short for a fault.
+    """Return an Agent over a model, at temperature 0 with at most 200 tokens.
+
+    options: keyword arguments of Agent, except `settings`, a dict of further arguments of ModelSettings.
+    """
+    # Over /v1/responses the SDK treats an answer that was cut off at max_tokens as an error.
     settings = ModelSettings(temperature=0, max_tokens=200, **options.pop("settings", {}))
     return Agent(name="weather", instructions="Be brief.", model=model, model_settings=settings, **options)
 

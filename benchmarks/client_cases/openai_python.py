@@ -55,6 +55,10 @@ async def structured():
 
 
 async def second_turn():
+    """Check that the model answers after the result of a tool call, in chat completions and in /v1/responses.
+
+    /v1/responses gets the first turn once by `previous_response_id` and once in the input.
+    """
     first = await client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     message = first.choices[0].message
     (call,) = message.tool_calls

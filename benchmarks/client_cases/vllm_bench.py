@@ -15,6 +15,9 @@ COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
 
 
 async def load():
+    """Run `vllm bench serve` over both routes. Raises AssertionError if it fails, or if not every request and token
+    counts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for backend, route in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
             options = {

@@ -75,10 +75,10 @@ OPTIONS = {
 
 
 def answer(llm: LLM, names: list[str], params: list[SamplingParams]) -> tuple[list[list[int]], float, int]:
-    """Generate the answers to the named prompts at once; return the tokens of each, the seconds, and the number of
-    steps.
+    """Chat with all named prompts at once; return each answer's token ids, the elapsed seconds, and the number of
+    engine steps.
 
-    names: keys of PROMPTS. params: sampling parameters of each.
+    names: keys of PROMPTS. params: one SamplingParams for each name. Answers are in the order of `names`.
     """
     steps, start = llm.core.engine.stats.num_steps, time.perf_counter()
     outputs = llm.chat([[{"role": "user", "content": PROMPTS[name]}] for name in names], params, use_tqdm=False)
@@ -87,6 +87,11 @@ def answer(llm: LLM, names: list[str], params: list[SamplingParams]) -> tuple[li
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Time an engine with drafts and one without on each prompt; add a row with both, and print how many drafts were
+    accepted.
+
+    Each time is the best of `args.rounds`. Raises OptionError if --method and --draft do not fit together.
+    """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     if args.method and (args.method == "grammar") == bool(args.draft):
         raise OptionError("--method says what --draft is, or without it grammar")

@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def tokenized() -> dict[str, list[int]]:
-    """Return the token ids of each prompt of NAMES, in the model's chat template, by name."""
+    """Return, by name, the token ids of each prompt of NAMES in the default model's chat template."""
     opened = open_resolved(EngineConfig())
     tokenizer: Any = input_processor(opened.source, opened.config).require_tokenizer().hf
     return {
@@ -42,6 +42,11 @@ def tokenized() -> dict[str, list[int]]:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Time each prompt with and without drafts in both engines; add a row of output tokens per second for each prompt.
+
+    Installs the peer into `args.venv_dir`, writes each process's log there, and sets the versions in the recorder's
+    notes.
+    """
     args.venv_dir.mkdir(parents=True, exist_ok=True)
     job = {"gguf": str(default_model_path()), "threads": os.cpu_count() or 1, "folder": str(args.venv_dir)}
     lookup = {"method": "ngram", "num_speculative_tokens": args.drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 2}

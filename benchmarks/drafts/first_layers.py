@@ -32,7 +32,11 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def write_first(folder: Path, layers: int, tokens: int | None = None) -> None:
-    """Write the default model's first layers, and its first tokens, as a Hugging Face folder. tokens: None for all."""
+    """Write the default model's first `layers` layers, and the embeddings of its first `tokens` tokens, as a Hugging
+    Face folder.
+
+    folder: created if it is missing. tokens: None for the whole vocabulary.
+    """
     source = open_model(EngineConfig())
     weights, model = source.weights, source.config
     assert weights is not None and not isinstance(weights, Path)
@@ -51,9 +55,10 @@ def write_first(folder: Path, layers: int, tokens: int | None = None) -> None:
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, Any], model: ModelConfig, num_layers: int, **more: Any) -> None:
-    """Write tensors as a Hugging Face folder of a model with `num_layers` layers of the sizes of `model`.
+    """Write model.safetensors and config.json of a Llama with `num_layers` layers of the sizes of `model`.
 
-    more: further entries of config.json.
+    folder: created if it is missing. tensors: arrays by name on the hub. more: entries of config.json that are added or
+    replaced.
     """
     attention = model.attention[0]
     assert attention.rope is not None and attention.rope.scaling is None

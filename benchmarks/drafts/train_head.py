@@ -3,11 +3,11 @@
     python -m benchmarks train_head FOLDER
     python -m benchmarks drafts --draft FOLDER --method eagle3 --drafts 2
 
-The default model answers some hundred questions, and its hidden states at every token of them are kept. The head begins
-as a copy of the model's last layer and learns, as in EAGLE-3 (Li et al. 2025, arXiv:2503.01840), what comes after the
-next token: once from hidden states of the model, once from what it made itself at the place before. Its logits are
-those of the model's own head, of the tokens that answers have most. A tenth of the answers is kept back, to tell how
-often its best guess is right. Heads that are meant for use are trained on a thousand times more.
+The default model answers about a hundred questions, and its hidden states at every token are recorded. The head begins
+as a copy of the model's last layer and learns, as in EAGLE-3 (Li et al. 2025, arXiv:2503.01840), to predict the token
+after the next one: once from the model's hidden states, once from its own hidden state at the previous position. Its
+LM head has the model's rows of the most frequent tokens of the answers. A tenth of the answers is held out, to measure
+how often the most likely draft is right. Heads for real use are trained on a thousand times more text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import alloc
 
-# After how many layers the hidden states are taken that the head reads; the last ones say most of the next token.
+# Numbers of layers after which the head's input hidden states are taken. The last ones predict the next token best.
 STREAMS = (2, 15, 30)
 DRAFTED = 8192
 PAGE_SIZE = 16
@@ -63,8 +63,11 @@ Params = dict[str, jax.Array]
 
 
 def answers(num_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """Have the default model answer each question; return (token ids of the question, of the answer) of each, answers
-    at most num_tokens long.
+    """Have the default model answer every question about every topic; return (question's token ids, answer's token ids)
+    of each.
+
+    Starts an engine. Half of the answers are sampled at temperature 0.7, the others greedy. num_tokens: most tokens of
+    an answer.
     """
     llm = LLM(
         dtype="float32", max_model_len=512, max_num_seqs=32, kv_cache_memory_bytes=1 << 29, disable_log_stats=True
@@ -76,7 +79,7 @@ def answers(num_tokens: int) -> list[tuple[list[int], list[int]]]:
 
 
 class Target:
-    """The default model: its weights by name and its hidden states."""
+    """The default model in float32: its config, its weights by name, and its hidden states."""
 
     def __init__(self, length: int):
         self._source = open_model(EngineConfig())
@@ -101,19 +104,23 @@ class Target:
         self._hidden, self._state = hidden, state
 
     def hidden(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the hidden states f32[length, streams * D] after the layers STREAMS, of token ids i32[length]."""
+        """Return the hidden states f32[length, streams * D] after the layers STREAMS, of token ids i32[length].
+
+        `length` is the one that Target was made with.
+        """
         return np.asarray(self._hidden(self._state, token_ids))
 
     def read(self, name: str) -> np.ndarray:
-        """Return a weight, f32, by its name on the hub."""
+        """Return a weight as f32, by its name in the Hugging Face checkpoint."""
         assert self.weights is not None and not isinstance(self.weights, Path)
         return np.asarray(self.weights.read(name), np.float32)
 
 
 def first_params(target: Target) -> Params:
-    """Return the parameters, f32, with which an EAGLE-3 head begins: a copy of the model's last layer and final norm.
+    """Return the initial parameters, f32 by name, of an EAGLE-3 head: a copy of the model's last layer and final norm.
 
-    The columns of q, k and v that read embeddings are zeros, and `fc` passes on the last of the three hidden states.
+    The columns of q, k and v that multiply embeddings are zeros, and `fc` passes on the last of the three hidden
+    states.
     """
     size, last = target.config.hidden_size, f"model.layers.{target.config.num_layers - 1}"
     params = {name: target.read(f"{last}.{name}.weight") for name in ("input_layernorm", "post_attention_layernorm")}
@@ -130,7 +137,7 @@ def first_params(target: Target) -> Params:
 
 
 class Head:
-    """EAGLE-3 head over whole sequences, for training; models/layers/eagle3.py has the one that serves."""
+    """EAGLE-3 head over whole sequences, for training. jaxengine/models/layers/eagle3.py has the one for serving."""
 
     def __init__(self, target: Target):
         attention = target.config.attention[0]
@@ -143,7 +150,7 @@ class Head:
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
 
     def turn(self, x: jax.Array) -> jax.Array:
-        """Rotate x[B, T, heads, dim] by positions 0 to T - 1."""
+        """Return x[B, T, heads, dim] rotated by RoPE with positions 0 to T - 1."""
         frequencies = self.theta ** (-jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim)
         angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies
         first, second = jnp.split(x, 2, axis=-1)
@@ -151,11 +158,11 @@ class Head:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def layer(self, params: Params, embeddings: jax.Array, hidden: jax.Array, before: Any = None) -> tuple[Any, Any]:
-        """Run the head's layer over embeddings and hidden states, both [B, T, D]; return its hidden states [B, T, D],
-        and its keys and values [B, T, KV heads, dim].
+        """Run the head's layer over embeddings and hidden states, both [B, T, D]; return its hidden states [B, T, D]
+        and its (keys, values), each [B, T, KV heads, dim].
 
-        before: keys and values of the earlier positions, from the pass that made `hidden`; None to use this pass's. A
-        token's own position always uses this pass's.
+        before: keys and values of the earlier positions, from the pass that computed `hidden`; None to use those of
+        this pass. A token's own position always uses those of this pass.
         """
         normed = self.norm(hidden, params["hidden_norm"])
         x = jnp.concatenate([self.norm(embeddings, params["input_layernorm"]), normed], axis=-1)
@@ -179,14 +186,14 @@ class Head:
         return x + (jax.nn.silu(gate) * up) @ params["mlp.down_proj"].T, (k, v)
 
     def logits(self, params: Params, lm_head: jax.Array, batch: dict[str, jax.Array]) -> list[jax.Array]:
-        """Return two arrays of logits f32[B, T, DRAFTED] of the token after the next: from the model's hidden states at
-        a position, and from the head's own hidden states at the position before.
+        """Return two arrays of logits f32[B, T, DRAFTED] of the token after the next one.
 
-        lm_head: f32[DRAFTED, D]. batch: rows of `prepare`'s arrays.
+        The first is computed from the model's hidden states at a position, the second from the head's own hidden state
+        at the previous position. lm_head: f32[DRAFTED, D]. batch: some rows of the arrays that `prepare` returns.
         """
         hidden = batch["hidden"] @ params["fc"].T
         made, seen = self.layer(params, batch["embeddings"], hidden)
-        # At a place without one before it stands what the model says.
+        # The first position has no previous one, and uses the model's hidden state.
         shifted = jnp.concatenate([hidden[:, :1], made[:, :-1]], axis=1)
         again, _ = self.layer(params, batch["embeddings"], shifted, seen)
         return [self.norm(x, params["norm"]) @ lm_head.T for x in (made, again)]
@@ -195,12 +202,13 @@ class Head:
 def prepare(
     target: Target, texts: list[tuple[list[int], list[int]]], length: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return (training data of all texts, token ids that the head drafts, which are the most frequent ones of the
-    answers).
+    """Return (training data of all texts, i64[DRAFTED] ids of the drafted tokens: the most frequent in answers,
+    ascending).
 
-    The data are hidden f32[N, T, streams * D] at each token, embeddings f32[N, T, D] of the next tokens, and targets
-    i32[N, T], indices among the drafted tokens of the tokens after these; -1 where it is not drafted or is of the
-    question.
+    texts: (question's token ids, answer's token ids) of each, truncated to `length` tokens T. The data are `hidden`
+    f32[N, T, streams * D] at each token, `embeddings` f32[N, T, D] of the next tokens, and `targets` i32[N, T]: the
+    index among the drafted tokens of the token after the next one, or -1 where that token is not drafted, belongs to
+    the question or lies after the text.
     """
     table = target.read("model.embed_tokens.weight")
     counts = np.bincount(np.concatenate([answer for _, answer in texts]), minlength=len(table))
@@ -229,9 +237,10 @@ def train(
     steps: int,
     recorder: Recorder,
 ) -> Params:
-    """Train the head with AdamW, at a rate that rises and falls to 0, on `rows` texts a step; return its parameters.
+    """Train the head with AdamW on `rows` texts a step; return the trained parameters.
 
-    lm_head: f32[DRAFTED, D]. data: of `prepare`; its last tenth is held out, and evaluated every 25 steps for
+    The learning rate rises linearly and falls to 0. lm_head: f32[DRAFTED, D]. data: from `prepare`; its last tenth is
+    held out. Every 25 steps, and after the last, a row with the loss and the accuracy on the held-out texts goes to
     `recorder`.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-4, max(steps // 10, 1), steps)
@@ -239,6 +248,9 @@ def train(
     known, own_head = len(data["targets"]) * 9 // 10, jnp.asarray(lm_head)
 
     def losses(params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return (cross-entropy of both passes, the second weighted by half; f32[2] share of right most likely tokens
+        in each).
+        """
         targets, found, right = batch["targets"], [], []
         for logits in head.logits(params, own_head, batch):
             wanted = jnp.maximum(targets, 0)
@@ -268,9 +280,9 @@ def train(
 
 
 def write(folder: Path, target: Target, params: Params, lm_head: np.ndarray, drafted: np.ndarray) -> None:
-    """Write the head to `folder` as a checkpoint, under the names that EAGLE-3's authors use.
+    """Write the head to `folder` as a checkpoint, under the tensor names of EAGLE-3's authors.
 
-    target: the model it drafts for. drafted: i32 [DRAFTED], the token of each row of lm_head f32 [DRAFTED, D].
+    target: the model that it drafts for. drafted: int[DRAFTED], the token of each row of lm_head f32[DRAFTED, D].
     """
     own = {"norm": "norm.weight", "fc": "fc.weight"}
     tensors = {own.get(name, f"midlayer.{name}.weight"): np.asarray(value) for name, value in params.items()}

@@ -40,7 +40,7 @@ TEXTS = {
     "4 to 128 words": (512, 4, 128),
 }
 WORDS = ("memory", "page", "model", "token", "the", "of", "and", "to", "is", "a", "attention", "kernel", "step")
-# What the other process runs: answers each line, a list of texts, with its seconds and its memory.
+# Script of the other process. Each input line is a JSON list of texts; the reply has seconds, memory and embeddings.
 SCRIPT = """
 import json, resource, sys, time
 from pathlib import Path
@@ -61,33 +61,43 @@ OPTIONS = {"python": Option("", "an interpreter that has both packages"), **shar
 
 
 class Other:
-    """sentence-transformers in a process of its own."""
+    """sentence-transformers in a separate process, which embeds lists of texts."""
 
     def __init__(self, python: Path, folder: Path):
+        """Start the process with the interpreter `python` and the model in `folder`, and wait until the model is
+        loaded.
+        """
         command = [str(python), "-c", SCRIPT, str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._read() == "ready"
 
     def __call__(self, texts: list[str]) -> dict[str, Any]:
-        """Embed texts; return a dict of the seconds, the process's peak MiB, the tokens, and the first embeddings."""
+        """Embed texts in the process; return the seconds, the peak resident MiB, the number of tokens and the first 8
+        embeddings.
+
+        The keys are "seconds", "mib", "tokens" and "first". Raises RuntimeError if the process has ended.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(texts) + "\n")
         self._process.stdin.flush()
         return json.loads(self._read())
 
     def _read(self) -> str:
+        """Return the next line of the process's output, stripped. Raises RuntimeError if the process has ended."""
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
             raise RuntimeError("sentence-transformers has ended; its messages are above")
         return line.strip()
 
     def close(self) -> None:
-        """End the process."""
+        """Close the process's input and wait for its end."""
         self._process.communicate()
 
 
 def ours(llm: LLM, texts: list[str]) -> dict[str, Any]:
-    """Embed texts with this engine; return the same dict as `Other.__call__`."""
+    """Embed texts with this engine; return "seconds", peak resident "mib", number of "tokens" and the "first" 8
+    embeddings.
+    """
     start = time.perf_counter()
     outputs = llm.embed(texts, use_tqdm=False)
     seconds = time.perf_counter() - start
@@ -102,8 +112,9 @@ def ours(llm: LLM, texts: list[str]) -> dict[str, Any]:
 
 
 def folder_of(python: Path) -> Path:
-    """Return the model's folder in the environment of an interpreter. Raises RuntimeError if the package is not
-    installed.
+    """Return the path of the model in the site-packages of the interpreter `python`.
+
+    Raises RuntimeError if the model's package is not installed there.
     """
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     found = Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
@@ -113,6 +124,10 @@ def folder_of(python: Path) -> Path:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Embed each set of texts alternately with both programs and add a row that compares their fastest rounds.
+
+    Prints to stderr how many programs were compiled after start-up.
+    """
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     python = Path(args.python) if args.python else install(PEER, args.venv_dir)
     folder, drawn = folder_of(python), np.random.default_rng(0)

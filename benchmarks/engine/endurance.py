@@ -42,6 +42,7 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Serve `args.requests` requests in each mode; add a row of memory and growth for each tenth and process."""
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, SIZES, tie_word_embeddings=True)
         for mode in args.modes:
@@ -56,8 +57,8 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def offline(folder: str, num_requests: int) -> None:
-    """Serve `num_requests` with `LLM.generate`, a hundred at a time; print [number served, resident bytes] as JSON
-    after each row.
+    """Serve `num_requests` with `LLM.generate`, a hundred at a time; after each tenth print [requests so far, resident
+    anonymous bytes] as JSON.
 
     folder: of the model.
     """
@@ -73,6 +74,11 @@ def offline(folder: str, num_requests: int) -> None:
 
 
 def _offline_elsewhere(folder: str, num_requests: int) -> Iterator[tuple[int, dict[str, int]]]:
+    """Run `offline` in a separate process; yield (requests so far, {"LLM": resident anonymous bytes}) for each line it
+    prints.
+
+    Raises SystemExit if the process fails.
+    """
     here = command(offline, folder=folder, num_requests=num_requests)
     with subprocess.Popen(here, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -84,10 +90,10 @@ def _offline_elsewhere(folder: str, num_requests: int) -> Iterator[tuple[int, di
 
 
 def served(folder: str, num_requests: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """Serve `num_requests` streams over HTTP, as many at once as the engine runs; yield (number served, bytes by
-    process) after each row.
+    """Start `jaxengine serve` and stream `num_requests` over HTTP; after each tenth yield (requests so far, resident
+    anonymous bytes of "engine" and "API").
 
-    folder: of the model.
+    As many requests run at once as the engine allows. folder: of the model.
     """
     with serving({**ENGINE, "model": folder}) as running:
         each = num_requests // ROWS
@@ -98,6 +104,10 @@ def served(folder: str, num_requests: int) -> Iterator[tuple[int, dict[str, int]
 
 
 async def _send(url: str, first: int, count: int) -> None:
+    """Stream requests `first` to `first + count - 1` from as many concurrent clients as the engine has sequences.
+
+    url: of the server, without /v1. Raises SystemExit at the first request that fails.
+    """
     from jaxengine.bench.serve_client import Connections, Server, get_json, stream
 
     server = Server.at(f"{url}/v1")
@@ -116,10 +126,12 @@ async def _send(url: str, first: int, count: int) -> None:
 
 
 def _prompt(number: int) -> list[int]:
-    """Return six token ids for request `number`, so that some prefixes are shared and most are not."""
+    """Return six token ids for request `number`, such that some prefixes are shared between requests and most are
+    not.
+    """
     return [(number * 31 + place * (number % 97 + 1)) % 120 + 3 for place in range(6)]
 
 
 def _fields(number: int) -> dict[str, Any]:
-    """Return sampling parameters for request `number`, which differ between requests; some ask for logprobs."""
+    """Return sampling fields for request `number`. top_k varies between requests, and every 300th requests logprobs."""
     return {"max_tokens": 2, "temperature": 1.0, "top_k": 5 + number % 7, "logprobs": 1 if number % 300 == 0 else None}

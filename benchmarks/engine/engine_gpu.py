@@ -30,6 +30,10 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Start the engine, then measure each number of sequences; every result becomes a row. Skips rows of a resumed run.
+
+    The engine is started again for a resumed run unless all rows exist.
+    """
     num_seqs = [*args.num_seqs] or ([2] if args.tiny else [64, 256, 1, 16, 128, 4])
     input_len, output_len, num_steps = (12, 6, 4) if args.tiny else (512, 128, 64)
     recorder.describe = machine
@@ -40,6 +44,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
     llm: Any = None
 
     def start() -> dict[str, Any]:
+        """Start the engine and return a row with the seconds that took, its programs, and its memory."""
         import jax
 
         from jaxengine.runner.base.memory import device_memory
@@ -61,7 +66,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
             "kv_tokens": runner.plan.num_pages * runner.plan.page_size,
         }
 
-    # An engine lives in one process: a resumed run makes it again.
+    # An engine does not outlive its process: a resumed run starts it again.
     recorder.rows = [row for row in recorder.rows if row["name"] != "start"]
     recorder.measure("start", start)
     for name, count in zip(wanted, num_seqs, strict=True):
@@ -70,14 +75,16 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def fitting(memory: int) -> tuple[int, ...]:
-    """Return the sizes of the larger model whose weights fit devices of so many bytes in all."""
+    """Return the sizes of the 8B model if its weights take less than 0.7 of `memory` bytes, of the 1B model
+    otherwise.
+    """
     return LLAMA_8B if _MOST_WEIGHTS * memory > _BYTES_OF_8B else LLAMA_1B
 
 
 def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -> Any:
-    """Return an engine with random weights and one decode program for each number of sequences to measure.
+    """Return an LLM with random weights and one decode program for each number of sequences in `num_seqs`.
 
-    config: the model's sizes. num_seqs: numbers of sequences.
+    config: the model's sizes. It has no prefix cache, and the tiny model no compile cache.
     """
     from jaxengine import LLM
 
@@ -98,10 +105,10 @@ def make_llm(config: tuple[int, ...], num_seqs: list[int], max_model_len: int) -
 
 
 def measure(llm: Any, num_seqs: int, input_len: int, output_len: int, num_steps: int) -> dict[str, Any]:
-    """Measure a whole run of `num_seqs` random prompts, then the idle share of its decode steps; return a row of
-    figures.
+    """Run `num_seqs` random prompts to their end, then time decode steps; return a row of rates, times and the idle
+    share.
 
-    input_len, output_len: tokens of each prompt and output. num_steps: steps to time.
+    input_len, output_len: tokens of each prompt and output. num_steps: decode steps to time.
     """
     from jaxengine.bench.engine_run import run_workload
     from jaxengine.bench.workloads import fixed_lengths
@@ -117,10 +124,11 @@ def measure(llm: Any, num_seqs: int, input_len: int, output_len: int, num_steps:
 
 
 def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict[str, float]:
-    """Time decode steps of all prompts in the engine's loop, then the last of these steps repeated on the device alone;
-    return figures by name.
+    """Time decode steps of all prompts in the engine's loop, then the last step repeated on the device alone.
 
-    num_steps: steps to time.
+    Returns "step_ms" and "device_ms", milliseconds per step, and "idle_percent", the share in which the device waited
+    for the host, at least 0. num_steps: steps to time in each case. Replaces `runner.execute` meanwhile, and aborts the
+    requests at the end.
     """
     import jax
 

@@ -56,26 +56,32 @@ SLACK = 48 << 20
 
 
 def fetched(server: ServerProcess, path: str) -> str:
-    """Return the body of a GET as the operator."""
+    """Return the body of a GET with the operator's key."""
     return ask(server.base_url, path, Authorization=f"Bearer {KEY}")[1]
 
 
 def moved(server: ServerProcess) -> dict[str, int]:
-    """Return the bytes of pixels that have been sent to the engine so far, by way of sending."""
+    """Return the bytes of pixels that have been sent to the engine so far, by transport, from /metrics."""
     found = re.findall(r"^jaxengine:mm_ipc_bytes_total{(.*?)} (\S+)$", fetched(server, "/metrics"), re.MULTILINE)
     ways = {re.findall(r'(?<!engine)="(.*?)"', labels)[-1]: int(float(value)) for labels, value in found}
     return ways
 
 
 def resident(server: ServerProcess) -> int:
-    """Return the resident bytes of the API processes and the engine's together; memory that they share
-    counts in each.
+    """Return the resident bytes of the API processes and the engine's process together.
+
+    Memory that they share is counted once for each process.
     """
     return sum(map(memory, (server.engine_pid, *server.api_pids)))
 
 
 async def measure(server: ServerProcess, count: int) -> tuple[dict[str, Any], bool]:
-    """Ask about one image twice, then about `count` others; return (row, whether the limits were kept)."""
+    """Ask about one image twice, then about `count` distinct ones; return (row of figures, whether all limits were
+    kept).
+
+    The limits: no request failed, the engine's cache stays within its size, a second use sends no pixels over the
+    socket where the cache kind promises that, and memory grows by at most the cache's size plus SLACK.
+    """
     client, rng = Client(server), random.Random(0)
     placement = json.loads(fetched(server, "/server_info"))["mm_cache"]
     row: dict[str, Any] = dict(placement)
@@ -99,6 +105,7 @@ async def measure(server: ServerProcess, count: int) -> tuple[dict[str, Any], bo
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Serve the tiny model with each kind of cache and add a row for each, with what it left in /dev/shm."""
     with tempfile.TemporaryDirectory() as folder:
         model = whole_checkpoint("qwen2_5_vl_vision", Path(folder) / "model")
         keys = Path(folder) / "keys"

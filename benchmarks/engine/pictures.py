@@ -98,7 +98,8 @@ PRIVATE = (
 
 
 def write_model(folder: Path, side: int) -> Path:
-    """Write a checkpoint without weights of the configs TEXT and TOWER, and return its path.
+    """Write the config and tokenizer files of a vision model with the sizes TEXT and TOWER, without weights; return
+    `folder`.
 
     side: side of the largest image, in pixels.
     """
@@ -117,9 +118,10 @@ def write_model(folder: Path, side: int) -> Path:
 
 
 def question(parts: Sequence[dict[str, Any]], max_tokens: int, **fields: Any) -> dict[str, Any]:
-    """Return the body of a streamed chat request with these content parts.
+    """Return the body of a chat request with these content parts and a question; it streams, greedily and up to
+    max_tokens.
 
-    fields: further fields of the body.
+    fields: further fields of the body, which may replace these defaults.
     """
     content = [*parts, {"type": "text", "text": "What is this, and what is beside it?"}]
     fields = {"temperature": 0.0, "ignore_eos": True, "stream": True, **fields}
@@ -129,14 +131,18 @@ def question(parts: Sequence[dict[str, Any]], max_tokens: int, **fields: Any) ->
 
 
 def picture(rng: random.Random, width: int, height: int, form: str = "JPEG") -> dict[str, Any]:
-    """Return a content part of a message: an image of random coloured squares. form: file format."""
+    """Return an image_url part of a message: an image of random coloured squares, width x height pixels. form: file
+    format.
+    """
     small = Image.frombytes("RGB", (9, 7), rng.randbytes(9 * 7 * 3))
     url = data_url(saved(small.resize((width, height), Image.Resampling.NEAREST), form))
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def video(rng: random.Random) -> dict[str, Any]:
-    """Return a content part of a message: a GIF of 2 to 9 frames of a random size."""
+    """Return a video_url part of a message: a GIF of 2 to 9 frames, whose sides are random lengths of 20 to 90
+    pixels.
+    """
     size = rng.randint(20, 90), rng.randint(20, 90)
     return {"type": "video_url", "video_url": {"url": data_url(animation("GIF", rng.randint(2, 9), size))}}
 
@@ -149,11 +155,11 @@ class Client:
         self._connections = Connections(Server.at(server.base_url))
 
     async def ask(self, body: dict[str, Any], timeout: float = 300.0) -> Sample:
-        """Send one chat request and return its sample. timeout: seconds."""
+        """Send one chat request and return its sample; errors are in the sample. timeout: seconds."""
         return await stream(self._connections, "/v1/chat/completions", body, timeout)
 
     async def ask_all(self, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Sample]:
-        """Send all bodies, at most `at_once` at the same time; return a sample for each."""
+        """Send all bodies, at most `at_once` at the same time; return their samples in the order of `bodies`."""
         free = asyncio.Semaphore(at_once)
 
         async def one(body: dict[str, Any]) -> Sample:
@@ -163,7 +169,9 @@ class Client:
         return await asyncio.gather(*map(one, bodies))
 
     def counters(self) -> dict[str, float]:
-        """Return the server's metrics named in COUNTERS, from /metrics, by name."""
+        """Return the values of the metrics in COUNTERS from the server's /metrics, by name; 0 for a metric that is
+        missing.
+        """
         (_, text), found = ask(self.url, "/metrics"), {}
         for name in COUNTERS:
             values = re.findall(rf"^{name}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
@@ -196,7 +204,7 @@ async def sizes(client: Client) -> tuple[dict[str, Any], bool]:
 
 
 def hostile_bodies(web: WebServer) -> dict[str, bytes]:
-    """Return request bodies with one hostile image each, by name. web: server of the bad answers."""
+    """Return JSON request bodies with one hostile image each, by name. web: the server with the paths BAD_ANSWERS."""
     named = {name: data_url(data) for name, (data, _) in HOSTILE.items()}
     named |= {f"server: {name}": f"{web.url}/{name}" for name in BAD_ANSWERS}
     named |= {f"address: {url}": url for url in PRIVATE}
@@ -207,12 +215,12 @@ def hostile_bodies(web: WebServer) -> dict[str, bytes]:
 
 
 class Attack:
-    """Context in which a thread sends hostile requests, one after the other with `pace` seconds between, in turn, until
-    the context ends.
+    """Context in which a thread sends hostile requests, one after the other in a cycle, until the context ends.
 
     Attributes:
-      answers: for each request name the first answer: HTTP status, message, seconds.
-      interval: mean seconds from one request to the next, known once the context has ended.
+      answers: the first answer by request name: HTTP status, body, seconds.
+      num_sent: number of requests sent so far.
+      interval: mean seconds from one request to the next; 0 until the context has ended.
     """
 
     def __init__(self, url: str, bodies: dict[str, bytes], pace: float):
@@ -229,13 +237,14 @@ class Attack:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """End the attack, but not before each request was sent once."""
+        """Wait until each request was sent once, then end the thread and set `interval`."""
         self._all_sent.wait()
         self._over.set()
         self._thread.join()
         self.interval = (time.monotonic() - self._begin) / self.num_sent
 
     def _run(self) -> None:
+        """Send the requests in a cycle, `pace` seconds after the previous answer, until the context ends."""
         while not self._over.is_set():
             for name, body in self._bodies.items():
                 if self._over.wait(self._pace):
@@ -250,7 +259,7 @@ class Attack:
 def is_clear(status: int, said: str) -> bool:
     """Whether an answer reports a client error (4xx) with a message of one line and no traceback.
 
-    said: body of the answer.
+    said: body of the answer, JSON.
     """
     if not 400 <= status < 500:
         return False
@@ -259,9 +268,10 @@ def is_clear(status: int, said: str) -> bool:
 
 
 async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float) -> tuple[dict[str, Any], bool]:
-    """Run the part `hostile`; return (row, whether every file was refused clearly and no stream failed).
+    """Run the part `hostile`; return (row, whether every hostile request was refused clearly and no stream failed).
 
-    num_tokens: of each stream. pace: seconds from an answer to the next hostile request.
+    num_tokens: of each stream. num_rounds: rounds of all three modes. pace: seconds from an answer to the next hostile
+    request.
     """
 
     def streams() -> list[dict[str, Any]]:
@@ -309,7 +319,9 @@ async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float)
 
 
 async def again(client: Client) -> tuple[dict[str, Any], bool]:
-    """Run the part `again`; return (row, whether the second requests found their images and prompts in caches)."""
+    """Run the part `again`; return (row, whether second requests found their images and prompts in caches and nothing
+    was compiled).
+    """
     rng = random.Random(2)
     bodies = [question([picture(rng, 640, 480)], 16) for _ in range(NUM_AGAIN)]
     row: dict[str, Any] = {"prompts": len(bodies)}
@@ -334,7 +346,10 @@ async def again(client: Client) -> tuple[dict[str, Any], bool]:
 
 
 async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> tuple[dict[str, Any], bool]:
-    """Run the part `gaps`; return (row, whether nothing failed). side: pixels of the largest image's side."""
+    """Run the part `gaps`; return (row, whether no request failed).
+
+    side: pixels of the largest image's side. num_tokens: of each stream.
+    """
     rng, longest = random.Random(3), {name: list[float]() for name in ("alone", "half", "whole")}
     failed = 0
     for _ in range(num_rounds):
@@ -343,7 +358,7 @@ async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> t
             streams = asyncio.create_task(
                 client.ask_all([question([], num_tokens) for _ in range(NUM_STREAMS)], NUM_STREAMS)
             )
-            # In the middle of the streams: its prompt is of one kind whatever comes with it.
+            # The streams are running by now. Without an image the question has the same text.
             await asyncio.sleep(1.0)
             samples = [await client.ask(question(shown, 1)), *await streams]
             failed += sum(bool(sample.error) for sample in samples)
@@ -353,7 +368,7 @@ async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> t
 
 
 async def measure(client: Client, args: Namespace, recorder: Recorder) -> None:
-    """Run the chosen parts, and add a row for each."""
+    """Run the parts in `args.only`, in that order, and add a row for each."""
     runs = {
         "sizes": lambda: sizes(client),
         "hostile": lambda: hostile(client, args.tokens, args.rounds, args.pace),

@@ -27,7 +27,7 @@ OPTIONS = {"num_devices": Option(0, "devices to use, a power of two; 0 for all",
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is run.
+    """Sizes of the model and of its load.
 
     Attributes:
       model: values of benchmarks.engines.SIZES.
@@ -55,13 +55,14 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def compared(rows: list[dict[str, Any]]) -> str:
-    """Return the table of rows: what was predicted, what was measured, and their ratio."""
+    """Return a text table of the rows: what was predicted, what was measured, and their ratio."""
     return table([{name: "-" if value is None else value for name, value in row.items()} for row in rows])
 
 
 def row(unit: str, predicted: float | None, measured: float, *, exact: bool = False) -> dict[str, Any]:
-    """Return the columns of a row. unit: of both numbers. predicted: None if nothing predicts it. exact: the numbers
-    must be equal, else `kept` is False.
+    """Return the columns of a row; "ratio" is measured over predicted, None without a prediction.
+
+    unit: of both numbers. predicted: None if nothing predicts the number. exact: "kept" is False unless both are equal.
     """
     found = {"unit": unit, "predicted": predicted, "measured": measured}
     found["ratio"] = round(measured / predicted, 3) if predicted else None
@@ -69,7 +70,10 @@ def row(unit: str, predicted: float | None, measured: float, *, exact: bool = Fa
 
 
 def measure(args: Namespace, recorder: Recorder, folder: str) -> None:
-    """Add a row for each prediction. folder: empty, for the model's configuration."""
+    """Plan and start an engine of the chosen size, and add a row for each prediction.
+
+    folder: an empty one, to which the model's config.json is written.
+    """
     import jax
 
     from jaxengine import LLM
@@ -106,12 +110,15 @@ def measure(args: Namespace, recorder: Recorder, folder: str) -> None:
 
 
 def num_devices(asked: int, here: int) -> int:
-    """Return how many devices split the model: as asked, or the largest power of two of those here, at most 8."""
+    """Return `asked`, or if it is 0 the largest power of two of the `here` devices, at most 8."""
     return asked or 1 << (min(here, 8).bit_length() - 1)
 
 
 def memory(plan: Any, runner: Any) -> dict[str, dict[str, Any]]:
-    """Return rows of memory by name: what the plan says of a device, and what the engine has there."""
+    """Return the rows of memory by name: the plan's bytes of one device, and the engine's arrays on its first device.
+
+    Without a CPU there is one more row, of the bytes that the device says are in use.
+    """
     import jax
 
     def held(arrays: Any) -> int:
@@ -134,8 +141,10 @@ def memory(plan: Any, runner: Any) -> dict[str, dict[str, Any]]:
 
 
 def steps(plan: Any, llm: Any, sizes: Sizes) -> dict[str, dict[str, Any]]:
-    """Return rows of steps by name: the roofline's least time and bytes, beside the device's time and the compiler's
-    bytes.
+    """Return the rows of decode steps by name: the roofline's least bytes and milliseconds, and those that were
+    measured.
+
+    There is no row of bytes if the compiler does not count them, and no predicted time without the chip's bandwidth.
     """
     from jaxengine.check.model.roofline import step_work
     from jaxengine.scheduler.batches.buckets import Bucket
@@ -156,7 +165,9 @@ def steps(plan: Any, llm: Any, sizes: Sizes) -> dict[str, dict[str, Any]]:
 
 
 def accessed_bytes(compiled: Any) -> int | None:
-    """Return the bytes of memory that a program accesses, as its compiler counts them; None if it does not."""
+    """Return the bytes of memory that a compiled program accesses according to its cost analysis; None if it has
+    none.
+    """
     analysis = compiled.cost_analysis() if hasattr(compiled, "cost_analysis") else None
     accessed = (analysis or {}).get("bytes accessed")
     return None if accessed is None else int(accessed)

@@ -47,12 +47,12 @@ OPTIONS = {
 MAX_MODEL_LEN = 1024
 SHAPE = (256, 768, 6, 4, 2, 8192, MAX_MODEL_LEN)
 TINY_SHAPE = (64, 128, 2, 4, 2, 512, MAX_MODEL_LEN)
-# Lengths of the synthetic traces are made so much shorter, for a model on a CPU.
+# Factors of the synthetic traces' lengths, for a model on a CPU.
 SCALES = {"chat": 0.25, "long": 0.12, "shared": 0.25}
 
 
 class _Times(LoopExtension):
-    """Loop extension that notes the intervals between tokens and the requests that ended."""
+    """Loop extension that records the intervals between tokens, arrays of seconds, and the requests that ended."""
 
     def __init__(self) -> None:
         self.intervals: list[np.ndarray] = []
@@ -66,7 +66,10 @@ class _Times(LoopExtension):
 
 
 def prompts_of(trace: Trace, vocab_size: int) -> list[np.ndarray]:
-    """Return token ids of a model's vocabulary that are shared as the trace says, i32[num_prompt] each."""
+    """Return the prompts of a trace's requests, i32[num_prompt] each, with tokens from 2 to vocab_size - 1.
+
+    Prompts share prefixes where the trace's do.
+    """
     found = []
     for index, request in enumerate(trace.requests):
         tokens = trace.tokens(index)[: request.num_prompt].astype(np.int64)
@@ -76,7 +79,11 @@ def prompts_of(trace: Trace, vocab_size: int) -> list[np.ndarray]:
 
 
 def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[int], arrivals: Sequence[float]) -> Row:
-    """Run requests on an engine as they arrive, seconds from now; return counts and times in milliseconds."""
+    """Run requests on an engine as they arrive, until all have ended; return a row of counts and of times in
+    milliseconds.
+
+    outputs: tokens of each output. arrivals: seconds from now, ascending. Clears the prefix cache first.
+    """
     times, scheduler = _Times(), engine.scheduler
     scheduler.reset_prefix_cache()
     engine.extensions.by_name["times"] = times
@@ -103,7 +110,7 @@ def run_engine(engine: Engine, prompts: Sequence[np.ndarray], outputs: Sequence[
 
 
 def simulated_row(outcome: Outcome) -> Row:
-    """Return the row of a simulated run, with the columns of `run_engine`'s."""
+    """Return the row of a simulated run, with the columns of the row that `run_engine` returns."""
     counts = {
         "steps": outcome.stats.num_steps,
         "padding": outcome.stats.num_padding_tokens,
@@ -114,12 +121,16 @@ def simulated_row(outcome: Outcome) -> Row:
 
 
 def _counts(engine: Engine) -> dict[str, int]:
+    """Return the engine's total numbers of steps, padding tokens, preemptions and prefix cache hits."""
     scheduler, stats = engine.scheduler, engine.stats
     counts = {"steps": stats.num_steps, "padding": stats.num_padding_tokens}
     return {**counts, "preemptions": scheduler.num_preemptions, "hits": scheduler.num_prefix_hits}
 
 
 def _quantiles(first: np.ndarray, intervals: np.ndarray) -> Row:
+    """Return p50 and p99, in milliseconds, of the times to the first token and of the intervals, both given in
+    seconds.
+    """
     return {
         f"{name} p{share}": round(float(np.percentile(values, share)) * 1e3, 3)
         for name, values in (("ttft", first), ("itl", intervals))
@@ -128,6 +139,9 @@ def _quantiles(first: np.ndarray, intervals: np.ndarray) -> Row:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Compare the engine with its simulation on each trace, then start engines with two sets of shapes; add the
+    rows.
+    """
     from jaxengine import LLM
 
     logging.getLogger("jaxengine.scheduler").setLevel(logging.ERROR)  # preemptions are wanted
@@ -155,7 +169,9 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def engine_options(folder: str) -> dict[str, Any]:
-    """Return the options of the engine: the platform's shapes up to 16 requests and 256 tokens."""
+    """Return the options of an engine for the model in `folder`, with the platform's shapes up to 16 requests and 256
+    tokens.
+    """
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256, "block_size": 16}
     own = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32"}
     return {**own, **sizes, "num_gpu_blocks_override": 1024, "disable_log_stats": True}
@@ -165,14 +181,16 @@ Case = tuple[Trace, list[np.ndarray]]
 
 
 def make_trace(kind: str, num_requests: int, vocab_size: int) -> Case:
-    """Return a trace of a kind and its prompts."""
+    """Return (synthetic trace of the kind, at one request a second; its prompts)."""
     trace = synthetic(kind, num_requests, 1.0, MAX_MODEL_LEN, scale=SCALES[kind])
     return trace, prompts_of(trace, vocab_size)
 
 
 def at_once(llm: Any, kind: str, case: Case) -> Row:
-    """Return a row of a trace whose requests all arrive at once, in a quarter of the pages that the running ones would
-    need: counts of the engine and of its simulation.
+    """Return a row of counts of the engine and of its simulation, for a trace whose requests all arrive at once.
+
+    The pool has a quarter of the pages that the running requests would need. The engine's scheduler is set up anew for
+    the run and restored after it. "kept" is whether all counts are equal.
     """
     trace, prompts = case
     engine, runner = llm.core.engine, llm.core.runner
@@ -195,7 +213,10 @@ def at_once(llm: Any, kind: str, case: Case) -> Row:
 
 
 def as_they_come(llm: Any, kind: str, case: Case, costs: MeasuredCosts, load: float) -> Row:
-    """Return a row of a trace with arrivals at a share of what the engine manages, measured and simulated."""
+    """Return a row of a trace with random arrivals, measured and simulated.
+
+    load: arrival rate as a share of the requests per second that the simulated engine manages.
+    """
     trace, prompts = case
     runner, outputs = llm.core.runner, [request.num_output for request in trace.requests]
     closed = trace_of(kind, [prompt.tolist() for prompt in prompts], outputs, runner.config.block_size)
@@ -214,7 +235,11 @@ def as_they_come(llm: Any, kind: str, case: Case, costs: MeasuredCosts, load: fl
 
 
 def started(name: str, options: dict[str, Any], case: Case) -> Row:
-    """Return a row of an engine started without a cache: programs, seconds, and its padding on a trace at once."""
+    """Start an engine without a compile cache and run a trace with all arrivals at once; return a row.
+
+    The row has the number of programs, seconds until the engine is ready, and padding in percent of the computed
+    tokens.
+    """
     from jaxengine import LLM
 
     trace, prompts = case

@@ -53,6 +53,10 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Measure the limits of the device, then each case with each implementation of `args.of`; each result is a row.
+
+    Raises OptionError if jax's and torch's implementations are requested together.
+    """
     cases = all_cases(args.tiny) if args.cases == "device" else step_cases(args.kv_dtype)
     cases = [case for case in cases if args.only in case.name]
     if set(args.of) & set(TORCH):
@@ -62,7 +66,7 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
         attention_torch.measure(recorder, cases, args.of)
         return
-    # Torch, in the next process, gets what is left.
+    # Leave memory for torch, which runs in the next process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     recorder.describe = machine
     recorder.resume()
@@ -85,14 +89,15 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return host, device and versions."""
+    """Return a dict of the host, the default device, and versions."""
     device = jax.devices()[0]
     return {**host(), "device": device.device_kind, "platform": str(device.client.platform_version).splitlines()[0]}
 
 
 def median_seconds(run: Callable[[], Any], least: float = 0.02) -> float:
-    """Return the seconds that a call of `run` takes: the median over ROUNDS rounds of as many calls as fill `least`
-    seconds.
+    """Return the seconds of one call of `run`: the median of ROUNDS rounds of as many calls as fill `least` seconds.
+
+    Calls `run` twice before, to warm up and to choose the number of calls.
     """
     jax.block_until_ready(run())
     start = time.perf_counter()
@@ -136,9 +141,10 @@ def matmul_rate(width: int) -> dict[str, float]:
 
 
 def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
-    """Time our ragged paged attention, in a chain of layers with one schedule, as in a model's step.
+    """Time our ragged paged attention, in a chain of layers with one schedule, as in a model's step; return a Timed.
 
-    chain: of `_chain_of`. Raises ValueError for keys and values over POOL_LIMIT.
+    chain: (number of layers, number of distinct parts of the pool). Raises ValueError for keys and values over
+    POOL_LIMIT.
     """
     num_layers, num_pools = _limited(case, chain)
     kv, batch = _random_pool(case, num_pools), _batch(case)
@@ -154,7 +160,7 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
         local = batch._replace(page_table=batch.page_table + first, slot_mapping=slots)
         if case.writes:
             # As in a model, keys follow from the layer before: a write that did not would force XLA to copy the pool,
-            # because nothing orders it behind the reads of the layer before.
+            # because nothing orders it after the reads of the layer before.
             kv = kv_cache_update(kv, q[:, :kv_heads], q[:, -kv_heads:], local.slot_mapping)
         # Each layer waits for the one before, and its queries stay as large as the first ones.
         return q + ragged_paged_attention(q, kv, local, spec=spec, schedule=schedule), kv
@@ -179,9 +185,10 @@ def paged(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 
 
 def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
-    """Time jax.nn.dot_product_attention over contiguous keys, padded to the longest: cuDNN on a GPU, XLA elsewhere.
+    """Time jax.nn.dot_product_attention over contiguous keys, padded to the longest; return a Timed.
 
-    chain: of `_chain_of`. Raises ValueError for a case that it cannot compute.
+    It uses cuDNN on a GPU and XLA elsewhere. chain: (number of layers, number of distinct arrays of keys). Raises
+    ValueError for a case that it cannot compute.
     """
     implementation: Any = "cudnn" if jax.devices()[0].platform in ("gpu", "cuda") else "xla"
     if case.kv_dtype not in ("bfloat16", "float32"):
@@ -213,10 +220,10 @@ def contiguous(case: AttentionCase, chain: tuple[int, int]) -> Timed:
 
 
 def kv_write(num_tokens: int, least: int, bytes_per_s: float | None) -> dict[str, Any]:
-    """Time the write of a step's keys and values, 8 heads of 128 in bfloat16, into a donated pool.
+    """Time the write of the keys and values of `num_tokens` tokens, 8 heads of 128 in bfloat16, into a donated pool.
 
     least: bytes of the pool, about half. bytes_per_s: of a copy, None if it was not measured. Returns "us", "GB_per_s"
-    and "percent_of_copy".
+    and, if bytes_per_s is known, "percent_of_copy".
     """
     case = AttentionCase(1, 1, max(2 * num_tokens, least // 8192))
     kv = _random_pool(case, 1)
@@ -247,15 +254,17 @@ def _compile(step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> tuple
 
 
 def _chain_of(case: AttentionCase, least: int, most: int) -> tuple[int, int]:
-    """Return (number of layers, number of distinct parts of the pool) of a chain that reads at least `least` bytes from
-    distinct parts, of which there are at most `most`.
+    """Return (number of layers, number of distinct parts of the pool) of a chain of layers that reads at least `least`
+    bytes.
+
+    There are at most `most` parts, which may be fewer bytes. Layers beyond the parts read the first ones again.
     """
     num_pools = min(most, max(1, -(-least // case.kv_bytes)))
     return max(num_pools, 4 if least else 2), num_pools
 
 
 def _limited(case: AttentionCase, chain: tuple[int, int]) -> tuple[int, int]:
-    """Return `chain`; raises ValueError if the keys and values of the case take more than POOL_LIMIT."""
+    """Return `chain`. Raises ValueError if the case's keys and values take more than POOL_LIMIT bytes."""
     if case.kv_bytes > POOL_LIMIT:
         raise ValueError(f"keys and values take {case.kv_bytes >> 30} GiB, more than {POOL_LIMIT >> 30}")
     return chain
@@ -265,7 +274,7 @@ def _random_pool(case: AttentionCase, num_pools: int):
     """Return a pool of normally distributed keys and values in the default device's layout, with `num_pools` parts."""
     num_pages = num_pools * case.num_pages
     spec = KVSpec(num_pages, case.page_size, case.num_kv_heads, case.head_dim, case.head_dim, case.kv_dtype)
-    kv = jax.eval_shape(lambda: alloc(spec, platform=platform_of(jax.devices()[0])))  # no second pool beside the filled
+    kv = jax.eval_shape(lambda: alloc(spec, platform=platform_of(jax.devices()[0])))  # allocates no second pool
 
     @jax.jit
     def fill(key):
@@ -277,8 +286,10 @@ def _random_pool(case: AttentionCase, num_pools: int):
 
 
 def _batch(case: AttentionCase) -> RaggedBatch:
-    """Return the batch of a case's step, padded to its bucket. Pages of a sequence are scattered, as in
-    a busy server.
+    """Return the batch of a case's step, padded to its bucket. The pages of a sequence are scattered, as in a busy
+    server.
+
+    slot_mapping is -1 unless the case writes.
     """
     num_tokens, num_seqs, max_pages = case.room
     starts, kv_lens = np.full(num_seqs + 1, case.num_tokens, np.int32), np.zeros(num_seqs, np.int32)

@@ -92,8 +92,9 @@ class AttentionCase:
 
 
 def decode_cases(tiny: bool = False) -> list[AttentionCase]:
-    """Return cases of one token per sequence, the most informative first, as a run may be cut. tiny: small ones, for a
-    test.
+    """Return cases of one query per sequence, the most informative first, because a run may be cut short.
+
+    tiny: return two small cases, for a test.
     """
     if tiny:
         first = AttentionCase(2, 1, 40, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
@@ -107,7 +108,7 @@ def decode_cases(tiny: bool = False) -> list[AttentionCase]:
 
 
 def prefill_cases(tiny: bool = False) -> list[AttentionCase]:
-    """Return cases of whole prompts, and of a chunk of one. tiny: small ones, for a test."""
+    """Return cases of whole prompts, the last one of a chunk of a prompt. tiny: return one small case, for a test."""
     if tiny:
         return [AttentionCase(1, 24, 24, num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)]
     lengths = (8192, 2048, 32768, 1024, 4096, 16384)
@@ -117,17 +118,19 @@ def prefill_cases(tiny: bool = False) -> list[AttentionCase]:
 
 
 def all_cases(tiny: bool = False) -> list[AttentionCase]:
-    """Return decode and prefill cases alternately. tiny: small ones, for a test."""
+    """Return decode and prefill cases alternately, then the rest of the longer list. tiny: small cases, for a test."""
     pairs = zip_longest(decode_cases(tiny), prefill_cases(tiny))
     return [case for pair in pairs for case in pair if case is not None]
 
 
 def _variants() -> list[dict]:
+    """Return the changes of a case's fields with which informative cases are measured as well."""
     return [{"kv_dtype": "float8_e4m3fn"}, {"num_q_heads": 64}, {"page_size": 16}, {"page_size": 128}]
 
 
 def step_cases(kv_dtype: str = "float32") -> list[AttentionCase]:
-    """Return the layers of a small model's steps in float32, with heads and buckets as SmolLM2 135M has them on a CPU.
+    """Return cases of the layers of a small model's steps in float32, with the heads and buckets of SmolLM2 135M on a
+    CPU.
 
     kv_dtype: of the pool.
     """
@@ -160,7 +163,7 @@ class Timed(NamedTuple):
 
     Attributes:
       seconds: of one layer.
-      compile_s: seconds that compiling the chain took; None if that was not measured.
+      compile_s: seconds of compiling the chain of layers; None if they were not measured.
     """
 
     seconds: float
@@ -168,10 +171,10 @@ class Timed(NamedTuple):
 
 
 def shares(case: AttentionCase, timed: Timed, limits: dict[str, float | None]) -> dict[str, Any]:
-    """Return the row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percent of the limits that were
-    measured.
+    """Return the row of a case: "us" of one layer, "GB_per_s", "TFLOP_per_s", and percentages of the limits.
 
-    limits: "bytes_per_s" of a copy and "flops_per_s" of a matmul; None for one that was not measured.
+    limits: "bytes_per_s" of a copy and "flops_per_s" of a matmul; a limit that is None or missing has no percentage.
+    The row has "compile_s" if it was measured.
     """
     rates = {"bytes_per_s": case.bytes / timed.seconds, "flops_per_s": case.flops / timed.seconds}
     row: dict[str, Any] = {"us": round(timed.seconds * 1e6, 1), "GB_per_s": round(rates["bytes_per_s"] / 1e9, 1)}

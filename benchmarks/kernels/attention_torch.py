@@ -20,7 +20,10 @@ CALLS = 20
 
 
 def measure(recorder: Recorder, cases: Sequence[AttentionCase], labels: Sequence[str]) -> None:
-    """Add to the recorder a row for each implementation (of `labels`) and case, or one that says why it cannot run."""
+    """Measure each implementation in `labels` on each case; every result becomes a row of the recorder.
+
+    An implementation that cannot run at all gets one row that says why.
+    """
     recorder.describe = machine
     recorder.resume()
     attentions = {"flashinfer": flashinfer, "sdpa": sdpa, "flex": flex}
@@ -46,7 +49,9 @@ def why_missing(label: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Return host, device and versions, as far as there are any."""
+    """Return a dict of the host, of the versions of torch and flashinfer (None if missing), and of the CUDA device if
+    there is one.
+    """
     found = host()
     for name in ("torch", "flashinfer"):
         try:
@@ -59,8 +64,10 @@ def machine() -> dict[str, Any]:
 
 
 def flashinfer(case: AttentionCase) -> float:
-    """Return the seconds per call over a paged pool [P, 2, K, page, D], with its plan made once, as an engine's step
-    does for all layers.
+    """Return FlashInfer's seconds per call over a paged pool [P, 2, K, page, D].
+
+    The plan is made once and not timed, as an engine's step makes it once for all layers. All sequences have the case's
+    q_len and kv_len. Raises ValueError for keys and values over POOL_LIMIT.
     """
     torch, library = importlib.import_module("torch"), importlib.import_module("flashinfer")
     pages_per_seq = -(-case.kv_len // case.page_size)
@@ -83,7 +90,10 @@ def flashinfer(case: AttentionCase) -> float:
 
 
 def sdpa(case: AttentionCase) -> float:
-    """Return the seconds per call of scaled_dot_product_attention over contiguous keys."""
+    """Return the seconds per call of scaled_dot_product_attention over contiguous keys.
+
+    Raises ValueError for keys that are not bfloat16, chunks of a prompt, and keys and values over POOL_LIMIT.
+    """
     torch = importlib.import_module("torch")
     q, keys, values = _contiguous(torch, case)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -94,7 +104,10 @@ def sdpa(case: AttentionCase) -> float:
 
 
 def flex(case: AttentionCase) -> float:
-    """Return the seconds per call of compiled flex_attention over contiguous keys."""
+    """Return the seconds per call of compiled flex_attention over contiguous keys.
+
+    Raises ValueError for keys that are not bfloat16, chunks of a prompt, and keys and values over POOL_LIMIT.
+    """
     torch = importlib.import_module("torch")
     library = importlib.import_module("torch.nn.attention.flex_attention")
     q, keys, values = _contiguous(torch, case)
@@ -110,9 +123,10 @@ def flex(case: AttentionCase) -> float:
 
 
 def _contiguous(torch: Any, case: AttentionCase) -> tuple[Any, list, list]:
-    """Return random queries [S, N, q_len, D], and for each layer keys and values [S, K, kv_len, D], on the GPU.
+    """Return random queries [S, N, q_len, D], and lists of keys and of values [S, K, kv_len, D], one for each layer, on
+    the GPU.
 
-    Raises ValueError for a case that torch's functions do not compute.
+    Raises ValueError for keys that are not bfloat16, chunks of a prompt, and keys and values over POOL_LIMIT.
     """
     if case.kv_dtype != "bfloat16":
         raise ValueError(f"no keys of {case.kv_dtype}")
@@ -125,14 +139,15 @@ def _contiguous(torch: Any, case: AttentionCase) -> tuple[Any, list, list]:
 
 
 def _queries(torch: Any, case: AttentionCase) -> Any:
+    """Return random queries bfloat16[S * q_len, N, D] on the GPU."""
     shape = (case.num_seqs * case.q_len, case.num_q_heads, case.head_dim)
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
 def _pools(torch: Any, case: AttentionCase, shape: tuple[int, ...]) -> list:
-    """Return random pools of one shape on the GPU, so many that its cache cannot hold them all.
+    """Return random pools of a shape on the GPU, in the case's kv_dtype; together they are larger than the GPU's cache.
 
-    Raises ValueError for a case whose keys and values take more than POOL_LIMIT.
+    There are at most MAX_LAYERS. Raises ValueError if the case's keys and values take more than POOL_LIMIT bytes.
     """
     if case.kv_bytes > POOL_LIMIT:
         raise ValueError(f"keys and values take {case.kv_bytes >> 30} GiB, more than {POOL_LIMIT >> 30}")
@@ -142,7 +157,10 @@ def _pools(torch: Any, case: AttentionCase, shape: tuple[int, ...]) -> list:
 
 
 def _median_seconds(torch: Any, run: Callable[[int], Any]) -> float:
-    """Return the median over ROUNDS rounds of the seconds that a call takes; `run` is given the number of the call."""
+    """Return the median over ROUNDS rounds of the seconds of a call, measured by CUDA events around CALLS calls.
+
+    run: gets the index of the call within its round. It is called three times before, to warm up.
+    """
     for index in range(3):
         run(index)
     times = []

@@ -26,7 +26,7 @@ PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 PYTEST = ["-m", "pytest", "-c", "pyproject.toml", "-o", "addopts=--import-mode=importlib", "--disable-warnings"]
 PYTEST += ["-p", "no:cacheprovider", "-q"]
 FOLDER = "tests/pallas_kernels/"
-# "device" is the name of the compiled kernels in the suite's own table, "cpu" the one where there is no accelerator.
+# The suite's table calls compiled kernels "device", and those without an accelerator "cpu".
 DEVICE, TINY = (FOLDER, "-k", "device"), (f"{FOLDER}attention/test_paged_attention.py", "-k", "cpu and block")
 # Of the first turn: a process takes a part of it to start. A later one is longer than a hang, which it names.
 LEAST_S = 30.0
@@ -34,12 +34,12 @@ MAX_ENDED = 3  # processes of one kernel
 
 
 def pytest_addoption(parser):
-    """Add --case-lines to pytest's options."""
+    """Add --case-lines to pytest's options. It is a hook of pytest."""
     parser.addoption("--case-lines", help="file that gets a line of JSON for each case that begins or ends")
 
 
 def pytest_configure(config):
-    """Register the plugin that writes the file of --case-lines, if it is given."""
+    """Register the plugin that writes the file of --case-lines, if that option is given. It is a hook of pytest."""
     if config.getoption("--case-lines"):
         config.pluginmanager.register(_Lines(Path(config.getoption("--case-lines"))))
 
@@ -70,10 +70,11 @@ class _Lines:
 def run(
     path: Path, seconds: float, stall_s: float, selection: Sequence[str], each: Callable[[], None], **variables: str
 ) -> str:
-    """Run the selected cases, each kernel for its share of the seconds; return "complete", "failed" or "cut".
+    """Run the selected cases, each kernel in its own processes and for a share of the time.
 
-    The rows in the file `path` are complete after every case. Rows that it already has are kept, and unfinished ones
-    continued.
+    Returns "failed" if a case failed or hung or a process crashed, else "cut" if cases are left, else "complete". The
+    rows in the file `path` are up to date after every case; rows that it already has are continued. A kernel is given
+    up after MAX_ENDED hangs and crashes.
 
     seconds: of all kernels together. stall_s: seconds without a line after which a case counts as hung. selection:
     arguments of pytest. each: called after every update of the rows. variables: of the processes' environment.
@@ -98,10 +99,11 @@ def run(
 
 
 def collect(selection: Sequence[str], seconds: float, **variables: str) -> tuple[dict[str, list[str]], list[str]]:
-    """Have pytest collect the selected cases; return (cases by kernel, in order; lines about what it could not
-    collect).
+    """Have pytest collect the selected cases; return (cases by kernel, in order; lines that say what could not be
+    collected).
 
-    Taking more than `seconds`, or a failure of pytest, is such a line as well. variables: of pytest's environment.
+    A pytest that takes more than `seconds` or fails without output gives such a line. variables: of pytest's
+    environment.
     """
     command = [sys.executable, *PYTEST, "--collect-only", *selection]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **PLAIN, **variables}
@@ -120,6 +122,7 @@ def collect(selection: Sequence[str], seconds: float, **variables: str) -> tuple
 
 
 def _row(name: str, cases: list[str], before: Row | None) -> Row:
+    """Return the row `before` if it has the same number of cases, else a new row with all counts 0."""
     if before and before.get("cases") == len(cases):
         return before
     counts: Row = {"cases": len(cases), "done": 0, "passed": 0, "skipped": 0, "turns": 0}
@@ -135,7 +138,8 @@ def _turn(
     each: Callable[[], Any],
     **variables: str,
 ) -> None:
-    """Run cases of one kernel in a process of its own, for at most `seconds`, and update the kernel's row.
+    """Run cases of one kernel in a separate process for at most `seconds`; update the kernel's row and print its
+    counts.
 
     stall_s: seconds without progress after which a case counts as hung. each: called after every update of the row.
     variables: of the process's environment.
@@ -158,8 +162,10 @@ def _turn(
 
 
 def _outcomes(lines: Path) -> dict[str, tuple[str, str]]:
-    """Return (outcome, message) of each case that has begun, by case, from the file `lines`; an unfinished line is left
-    out.
+    """Return (outcome, message) of each case that has begun, by case, from the file `lines`; the last outcome of a case
+    counts.
+
+    Ignores an incomplete last line. Returns an empty dict if there is no file.
     """
     whole = lines.read_text().rpartition("\n")[0].splitlines() if lines.exists() else []
     return {case: (outcome, message) for case, outcome, message in map(json.loads, whole)}
@@ -168,10 +174,10 @@ def _outcomes(lines: Path) -> dict[str, tuple[str, str]]:
 def _counted(
     before: Row, cases: list[str], outcomes: dict[str, tuple[str, str]], ended: int | str, stall_s: float
 ) -> Row:
-    """Return the row `before` a turn with the outcomes of the turn counted in.
+    """Return the row `before` a turn with the outcomes of the turn added.
 
-    ended: how the process ended, as `watch` says it, or "cut" while it runs. Unless it was cut, the case in which it
-    hung or died counts as done, and "ended" names it.
+    ended: how the process ended: its exit status, "hung", or "cut" if it was stopped or still runs. Unless it was cut,
+    the case in which it hung or died counts as done, and "ended" names it.
     """
     over = {case: outcome for case, outcome in outcomes.items() if outcome[0] != "begun"}
     kinds = [outcome for outcome, _ in over.values()]

@@ -89,7 +89,12 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def run_check(check: str, sections: dict[str, Section], args: Namespace, recorder: Recorder) -> None:
-    """Run the sections of a check, named as its files are. args: values of OPTIONS."""
+    """Run the chosen sections of a check one after the other, and record a row with each status.
+
+    check: name that the result files begin with. args: values of OPTIONS. Writes the files into `args.out`. With
+    --lacking it only prints the packages to install. Raises SystemExit(3) if nothing failed but a section was left out
+    or cut.
+    """
     variables = {"JAX_PLATFORMS": args.platform} if args.platform else {}
     deadline = time.monotonic() + args.budget_s
     chosen = [name for name in sections if args.only in (None, name)]
@@ -123,21 +128,24 @@ def run_check(check: str, sections: dict[str, Section], args: Namespace, recorde
 
 
 def predictions_table(path: Path) -> str:
-    """Return the table of what was predicted and measured, line by line; "" if nothing was."""
+    """Return the text table of predictions and measurements in the result file `path`; of no rows if there is none."""
     found = [{"name": name, **row} for name, row in rows(path).items() if "predicted" in row]
     return table([{key: "-" if value is None else value for key, value in row.items()} for row in found])
 
 
 def take_over(check: str, earlier: str | None, folder: Path) -> None:
-    """Copy the result files of an earlier run's folder (None for none) that are not in `folder`."""
+    """Copy the result files of an earlier run's folder that `folder` does not have yet. earlier: None to copy
+    nothing.
+    """
     for file in Path(earlier).glob(f"{check}*.json") if earlier else ():
         if not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
 
 
 def import_errors(names: list[str]) -> None:
-    """Print, as JSON, which modules cannot be imported, and why; the project's own are tried only if
-    all others can be.
+    """Import modules and print, as a line of JSON, those that fail, with the errors.
+
+    The project's own modules are skipped once an import has failed.
     """
     errors: dict[str, str] = {}
     for name in names:
@@ -151,9 +159,9 @@ def import_errors(names: list[str]) -> None:
 
 
 def lacking(needs: tuple[str, ...], **variables: str) -> dict[str, str]:
-    """Return the modules that a process of its own cannot import, with the reason for each.
+    """Return the modules that cannot be imported in a new process, with the reason for each.
 
-    variables: of the process's environment.
+    If the process crashes or takes more than IMPORT_S seconds, the last module is named. variables: of its environment.
     """
     line = command("benchmarks.kernels.device_check:import_errors", names=needs)
     environment = {**os.environ, **variables}
@@ -167,14 +175,16 @@ def lacking(needs: tuple[str, ...], **variables: str) -> dict[str, str]:
 
 
 def wanted(module: str) -> bool:
-    """Whether a module's package should be installed for the check: not the project's own, and not torch, which has
+    """Whether a module's package should be installed for the check: neither the project itself nor torch, which takes
     gigabytes.
     """
     return module != "torch" and not module.startswith(OWN)
 
 
 def requirement(module: str) -> str:
-    """Return the requirement for pip that installs a module, with the versions that pyproject.toml has."""
+    """Return the requirement for pip that installs a module, with the versions of pyproject.toml if it lists the
+    package.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
     package = PACKAGES.get(module, module)
@@ -182,7 +192,7 @@ def requirement(module: str) -> str:
 
 
 def lacking_table(lacks: dict[str, dict[str, str]]) -> str:
-    """Return a text table of the sections that run and those that lack modules, and how to install these.
+    """Return a text table of which sections run and which lack modules, with pip commands that install the packages.
 
     lacks: by section, the missing modules with the reasons.
     """
@@ -199,9 +209,10 @@ def lacking_table(lacks: dict[str, dict[str, str]]) -> str:
 
 
 def begin(section: Section, name: str, out: Path, seconds: float, tiny: bool, **variables: str) -> str:
-    """Run a section; return "complete", "failed" or "cut".
+    """Run a section, conformance or a benchmark; return "complete", "failed" or "cut".
 
-    out: file for the results. seconds: that it may take. tiny: small cases, for a test. variables: of the environment.
+    out: file for the results, which are merged into the check's file after every update. seconds: that it may take.
+    tiny: small cases, for a test. variables: of the environment.
     """
 
     def each() -> None:
@@ -214,14 +225,14 @@ def begin(section: Section, name: str, out: Path, seconds: float, tiny: bool, **
 
 
 def benchmark(section: Section, name: str, out: Path, seconds: float, tiny: bool, each: Any, **variables: str) -> str:
-    """Run a section that is a benchmark until it ends or its time is over; if it hangs or crashes in a row, start it
-    again after that row. Returns "complete", "failed" or "cut".
+    """Run a section that is a benchmark until it ends or its time is over; return "complete", "failed" or "cut".
 
-    out: its result file. each: called after every update of the file.
+    If it hangs or crashes in a row that is new, it is started again and continues after that row. out: its result file.
+    each: called after every update of the file. Prints the end of the log and the failed rows.
     """
     deadline = time.monotonic() + seconds
     line = [sys.executable, *section.words, "--save", str(out), *["--tiny"] * tiny]
-    settle(out, "cut", 0.0)  # what was ended from outside
+    settle(out, "cut", 0.0)  # removes the row in which an earlier run was interrupted
     while True:
         before = rows(out)
         left = deadline - time.monotonic()
@@ -239,10 +250,10 @@ def benchmark(section: Section, name: str, out: Path, seconds: float, tiny: bool
 
 
 def settle(out: Path, ended: int | str, stall_s: float) -> str | None:
-    """Record in the row that had begun how its process ended; if it was cut, remove the row so that it is measured
-    again.
+    """Record how its process ended in the row that had begun; if the process was cut, remove the row so that it is
+    measured again.
 
-    out: result file. ended: exit status, "hung" or "cut". Returns the row's name, None if no row had begun.
+    out: result file, rewritten. ended: exit status, "hung" or "cut". Returns the row's name, None if no row had begun.
     """
     whole = json.loads(out.read_text()) if out.exists() else {"rows": []}
     begun = next((row for row in whole["rows"] if row.get("status") == BEGUN), None)
@@ -257,18 +268,20 @@ def settle(out: Path, ended: int | str, stall_s: float) -> str | None:
 
 
 def is_bad(section: str, name: str, row: dict[str, Any]) -> bool:
-    """Whether a row is a failure of this engine; other implementations may lack something."""
+    """Whether a row is a failure of this engine. Errors of other implementations (torch's, jax's) are none; hangs
+    always are.
+    """
     return "status" in row or ("error" in row and section != "torch" and not name.endswith(", jax"))
 
 
 def rows(path: Path) -> dict[str, Any]:
-    """Return the rows of a benchmark's file by name."""
+    """Return the rows of a benchmark's result file by name, without their names; {} if there is no file."""
     found = json.loads(path.read_text())["rows"] if path.exists() else []
     return {row["name"]: {key: value for key, value in row.items() if key != "name"} for row in found}
 
 
 def merge(folder: Path, check: str, section: str, status: str, **about: Any) -> None:
-    """Put a section's results so far, with a status, into the check's file of all sections.
+    """Put a section's status and its rows so far into the check's file of all sections, and its machine into "machine".
 
     about: further entries of the section.
     """

@@ -19,8 +19,8 @@ from jaxengine.check.model.shapes import SHAPES
 from jaxengine.models.layers.experts.expert_counts import routed
 from jaxengine.pallas_kernels.registry import group_kernel
 
-# Codes, inputs of a scale (0 for all) and what rows are given as: as published, of Qwen3 as `--quantization int8` makes
-# them.
+# Dtype of codes, inputs that share a scale (0 for all), and dtype of rows: as published, for Qwen3 as
+# `--quantization int8` quantises it.
 MODELS = {
     "qwen3-moe-30b-a3b": ("int8", 0, "bfloat16"),
     "gpt-oss-120b": ("int8", 32, "bfloat16"),
@@ -31,8 +31,10 @@ OPTIONS = {"tokens": Option((8, 128, 1024, 8192), "of a step")}
 
 
 def measure(model: str, num_tokens: int) -> dict[str, Any]:
-    """Return the row of a model's layer of experts, all of which one device has: multiplied rows, and their ratio to
-    the tokens' rows, of each kernel.
+    """Return the row of one layer of a model's experts, all on one device: for each kernel the multiplied rows, and
+    their ratio to the tokens' rows.
+
+    num_tokens: tokens of the step, each of which goes to the model's number of experts.
     """
     experts = SHAPES[model].experts
     assert experts is not None

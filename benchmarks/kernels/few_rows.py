@@ -29,7 +29,10 @@ OPTIONS = {"rows": Option((1, 2, 8), "of a step"), **shared(rounds=5, only="")}
 
 
 def _matrix(kind: str, inputs: int, outputs: int, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-    """Return a matrix; of codes with scales, four bits also with zeros, of groups of _GROUP inputs."""
+    """Return a random matrix [inputs, outputs]: one bfloat16 array, or codes and scales, for four bits also zeros.
+
+    Scales and zeros are of groups of _GROUP inputs. Codes of four bits are packed in pairs, u8[inputs / 2, outputs].
+    """
     if kind == "bfloat16":
         return (jnp.asarray(rng.standard_normal((inputs, outputs)), jnp.bfloat16),)
     scales = jnp.asarray(rng.random((inputs // _GROUP, outputs)), jnp.float32) / inputs
@@ -39,6 +42,7 @@ def _matrix(kind: str, inputs: int, outputs: int, rng: np.random.Generator) -> t
 
 
 def _product(kind: str, native: bool, x: jax.Array, matrix: tuple[jax.Array, ...]) -> jax.Array:
+    """Return x times the matrix, by machine code if `native`, else by plain XLA."""
     if kind == "bfloat16":
         return (dense if native else dense_cpu).matmul(x.astype(jnp.bfloat16), matrix[0], contract=0)
     codes, scales, *zeros = matrix
@@ -48,7 +52,9 @@ def _product(kind: str, native: bool, x: jax.Array, matrix: tuple[jax.Array, ...
 
 
 def measure(kind: str, rows: int, inputs: int, outputs: int, rounds: int) -> dict[str, Any]:
-    """Return the row of a product: microseconds in each form, best of the rounds, and the bytes a second."""
+    """Return the row of a product: best microseconds of each implementation, the machine code's bytes a second, and the
+    ratio.
+    """
     rng = np.random.default_rng(0)
     size = sum(part.nbytes for part in _matrix(kind, inputs, outputs, rng))
     matrices = [_matrix(kind, inputs, outputs, rng) for _ in range(max(2, min(30, _BYTES // size)))]

@@ -44,7 +44,10 @@ _NO_LAUNCH = hlo.PASSIVE - {"conditional"} | {"constant"}
 
 
 def batch_of(lengths: list[tuple[int, int]], num_tokens: int, num_seqs: int) -> Any:
-    """Return the RaggedBatch, of numpy arrays, of sequences with these (new tokens, keys), padded to a bucket."""
+    """Return a RaggedBatch of numpy arrays for sequences of (new tokens, keys), padded to a bucket.
+
+    All page tables are zeros and all slots -1. num_tokens, num_seqs: of the bucket.
+    """
     padding = [(0, 0)] * (num_seqs - len(lengths))
     new, keys = np.array([*lengths, *padding], np.int32).T
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
@@ -56,7 +59,7 @@ def batch_of(lengths: list[tuple[int, int]], num_tokens: int, num_seqs: int) -> 
 
 
 def runs_of(schedule: Any) -> Iterator[int]:
-    """Yield how often each loop of a schedule with concrete arrays runs, in the order of the program."""
+    """Yield how often each loop of a schedule with concrete arrays runs, in the order of the program's loops."""
     for tiles in (schedule.single, schedule.runs):
         if tiles is not None:
             blocks = np.asarray(tiles.last_block - tiles.first_block + 1)[: int(tiles.num_tiles)]
@@ -64,12 +67,15 @@ def runs_of(schedule: Any) -> Iterator[int]:
 
 
 def launches_of(module: hlo.Module, computation: str) -> int:
-    """Return the kernels and copies that one run of a computation starts."""
+    """Return the number of kernels and copies that one run of a computation launches, loops counted once."""
     return sum(each.opcode not in _NO_LAUNCH for each in module.computations[computation])
 
 
 def measure(target: str, heads: str, step: str, tuning: Tuning) -> tuple[int, float]:
-    """Return (launches of one layer's attention, MiB that it needs while it runs)."""
+    """Compile one layer's attention for a target; return (launches of a step, MiB of temporaries).
+
+    heads, step: keys of HEADS and STEPS.
+    """
     lengths, num_tokens, num_seqs = STEPS[step]
     batch, (num_q_heads, num_kv_heads) = batch_of(lengths, num_tokens, num_seqs), HEADS[heads]
     spec = AttentionSpec(num_q_heads, num_kv_heads, 128, 128, 128**-0.5)
@@ -100,6 +106,7 @@ OPTIONS = shared(targets=("sm_80", "sm_100"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Measure each target, heads and step with the platform's tuning and with a CPU's; add a row for each."""
     recorder.take_over()
     for target in args.targets:
         for heads in HEADS:

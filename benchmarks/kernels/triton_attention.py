@@ -33,7 +33,7 @@ from jaxengine.pallas_kernels.tuning import Tuning
 
 PLATFORM, KERNEL = "gpu_triton", "paged_attention_rows"
 NUM_PAGES = 1 << 16  # a pool of more than 4 GiB: offsets take 64 bits
-# Query and KV heads, their width, dtype of the pool, and what is special.
+# Query heads, KV heads, their width, dtype of the pool, and further fields of AttentionSpec.
 SHAPES: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     "32/8 heads of 128": (32, 8, 128, "bfloat16", {}),
     "32/8 heads of 128, soft cap": (32, 8, 128, "bfloat16", {"soft_cap": 50.0}),
@@ -52,7 +52,10 @@ _SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
 
 
 def ptxas_figures(ptx: Path, capability: tuple[int, int]) -> tuple[int, int]:
-    """Return the registers of a thread, and the bytes that are spilled, of the kernel in a PTX file."""
+    """Assemble a PTX file; return (registers of a thread, bytes of spill stores), each the largest of its kernels.
+
+    capability: compute capability of the card. Runs the ptxas of the installed nvidia packages and writes a .cubin.
+    """
     folder = find_spec("nvidia")
     assert folder is not None and folder.submodule_search_locations
     tool = next(path for at in folder.submodule_search_locations for path in Path(at).glob("*/bin/ptxas"))
@@ -62,7 +65,10 @@ def ptxas_figures(ptx: Path, capability: tuple[int, int]) -> tuple[int, int]:
 
 
 def keys_loaded(items: Any, spec: AttentionSpec, lengths: list[tuple[int, int]]) -> float:
-    """Return how often the items of a schedule load a key that is seen, on average."""
+    """Return how often a schedule's items load a visible key, on average.
+
+    lengths: (new tokens, keys) of each sequence.
+    """
     rows = np.asarray(items.items)[: int(items.pair_items[-1])]
     first, end_block, begin, end = rows[:, 3:7].T
     loaded = np.minimum(end, 64 * end_block) - np.maximum(begin, 64 * first)
@@ -71,7 +77,7 @@ def keys_loaded(items: Any, spec: AttentionSpec, lengths: list[tuple[int, int]])
 
 
 def measure(target: str, shape: str, step: str) -> dict[str, Any]:
-    """Compile one layer's attention, and return its figures."""
+    """Compile one layer's attention for a target and return its figures. shape, step: keys of SHAPES and STEPS."""
     lengths, num_tokens, num_seqs = STEPS[step]
     num_heads, num_kv_heads, width, dtype, options = SHAPES[shape]
     batch, spec = (

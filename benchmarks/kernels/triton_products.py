@@ -44,7 +44,11 @@ _SHARED = re.compile(KERNEL + r"\b.*shared_memory: (\d+) bytes")
 
 
 def measure(target: str, form: str, matrix: str, rows: int, *, plain: bool) -> dict[str, Any]:
-    """Compile one product, as plain XLA or not, and return its figures."""
+    """Compile one product for a target and return its figures.
+
+    form, matrix: keys of FORMS and MATRICES. rows: of the left operand. plain: as plain XLA, whose figures have no
+    registers, spills and shared memory.
+    """
     codes, group, has_zeros = FORMS[form]
     size, out = MATRICES[matrix]
     found = find_target(target)
@@ -79,6 +83,7 @@ OPTIONS = shared(targets=("sm_80", "sm_86", "sm_89"), only="")
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Compile each product for each target in Triton and as plain XLA; add a row with the figures of both."""
     recorder.take_over()
     for target in args.targets:
         for form in FORMS:

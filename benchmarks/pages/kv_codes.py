@@ -33,7 +33,8 @@ ENGINE = engine_options(
 
 
 def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (log-probability, whether it is the likeliest) of every token of the recorded continuations of a workload.
+    """Return (log-probability f64[n], whether it is the most likely token) of every token of a workload's recorded
+    continuations.
 
     name: of the workload.
     """
@@ -50,10 +51,10 @@ def scored(llm: LLM, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure(kind: str, exact: dict[str, np.ndarray]) -> Row:
-    """Measure one kv_cache_dtype; return a row: tokens in its pool, and per text the share of best tokens and the mean
-    error.
+    """Measure one kv_cache_dtype with its own engine; return a row: tokens in its pool, and for each text the share of
+    most likely tokens and the mean absolute error of log-probabilities.
 
-    exact: log-probabilities to compare with, by text; the first call's are stored in it.
+    exact: log-probabilities to compare with, by text. Those that it lacks are added to it.
     """
     llm = LLM(**ENGINE, kv_cache_dtype=kind)
     plan = llm.core.runner.plan

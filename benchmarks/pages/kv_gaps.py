@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 class Traffic:
-    """Streams and conversations of one engine. length, conversations, tokens: as of OPTIONS."""
+    """Streams and conversations of one engine. args: values of OPTIONS."""
 
     def __init__(self, llm: LLM, args: Namespace):
         self._core, self._args, self._numbers = llm.core, args, itertools.count()
@@ -43,13 +43,18 @@ class Traffic:
         self._texts = rng.integers(100, 120, (args.conversations, args.length)).tolist()
 
     def _add(self, prompt: list[int], max_tokens: int) -> str:
+        """Add a greedy request that runs to max_tokens to the engine, and return its id."""
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         name = str(next(self._numbers))
         self._core.add(self._core.inputs.prepare({"prompt_token_ids": prompt}, params, request_id=name))
         return name
 
     def run(self) -> tuple[list[float], list[list[int]]]:
-        """Run all streams to their ends; return the seconds between two tokens of a stream, and their tokens."""
+        """Run all streams to their ends, with one conversation at a time next to them.
+
+        Returns (seconds between two tokens, of all streams; the token ids of each stream). The conversation that is
+        running at the end is completed.
+        """
         streams = {self._add(each, self._args.tokens): [] for each in self._starts}
         times: dict[str, list[float]] = {name: [] for name in streams}
         turns, talking = itertools.cycle(self._texts), ""
@@ -70,8 +75,9 @@ class Traffic:
 
 
 def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[dict[str, Any], Any]:
-    """Return the row of an engine with these tiers, and the tokens of its streams. expected: another engine's, or
-    None.
+    """Measure an engine with these tiers; return its row and the tokens of its streams.
+
+    expected: tokens of another engine's streams that must be equal for "kept"; None to compare rounds with each other.
     """
     length = max(args.tokens + 8, args.length + 2)
     held = args.streams * -(-(args.tokens + 8) // args.page_size)

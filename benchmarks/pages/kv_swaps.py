@@ -1,11 +1,11 @@
 """Tokens of requests whose pages leave the devices and come back all the time, beside an engine whose pages stay.
 
-Requests begin with 48 documents, which take six times the pages of the pool. Four run at once, too many for the pool
-if their outputs are long: pages leave for host memory and come back, and requests are preempted by swap. Pages that
-nobody holds are NaN, and those that are taken are NaN until something fills them; so are the states of slots without a
-request. A row is a kind of page: `different` requests had other tokens than the engine without tiers computed; `hits`
-are prompt tokens that came back. Each block of requests is written to the file of `--save`, and a run that was cut goes
-on after the last one.
+Requests begin with one of 48 documents, which take six times the pages of the pool. Four run at once, too many for the
+pool if their outputs are long: pages leave for host memory and come back, and requests are preempted by swap. Free
+pages are filled with NaN, and so are allocated ones until they are written, and the states of slots without a request.
+A row is a kind of page: `different` requests had other tokens than the engine without tiers computed; `hits` are prompt
+tokens that came back. Each block of requests is written to the file of `--save`, and a run that was cut goes on after
+the last one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _DOCUMENTS, _AT_ONCE = 48, 10
 
 
 def prompts_of(block: int, count: int) -> list[list[int]]:
-    """Return the prompts of a block: a document, most of it or all, and a tail."""
+    """Return `count` prompts of a block: the beginning or all of a random document, then 1 to 7 random tokens.
+
+    The same block number always gives the same prompts.
+    """
     lengths = np.random.default_rng(0).integers(20, 37, _DOCUMENTS)
     documents = [np.random.default_rng(index).integers(3, 128, size) for index, size in enumerate(lengths)]
     rng = np.random.default_rng((1, block))
@@ -52,9 +55,10 @@ def prompts_of(block: int, count: int) -> list[list[int]]:
 
 
 class _Pair:
-    """An engine with tiers, and one without."""
+    """An engine with tiers whose free pages are NaN, and one without tiers. kind: key of KINDS."""
 
     def __init__(self, kind: str):
+        """Start both engines. For pages of states, the states of free slots become NaN before every step."""
         model, own = KINDS[kind]
         common = engine_options(
             model=str(checkpoint(model)),
@@ -79,7 +83,7 @@ class _Pair:
             self.tiers.core.step = poisoned_step
 
     def different(self, block: int, count: int) -> int:
-        """Return how many requests of a block have other tokens with tiers."""
+        """Run a block's requests on both engines; return how many got different tokens."""
         prompts, max_tokens = prompts_of(block, count), 3 + block % 4 * 7
         params = [params_of(index, max_tokens) for index in range(count)]
         plain = self.plain.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
@@ -87,7 +91,9 @@ class _Pair:
         return sum(list(each.outputs[0].token_ids) != own for each, own in zip(plain, found, strict=True))
 
     def counts(self) -> dict[str, int]:
-        """Return what the engine with tiers has counted so far."""
+        """Return the totals of the engine with tiers so far: prefix cache hits in tokens, swapped requests, and
+        compilations.
+        """
         core, offload = self.tiers.core, self.tiers.core.engine.scheduler.extension("offload")
         return {
             "hits": offload.num_hits,
@@ -97,6 +103,7 @@ class _Pair:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Compare each kind of page in blocks of requests; after each block update the kind's row with the totals."""
     if args.tiny:
         args.requests, args.block, args.kinds = 40, 20, ("full",)
     recorder.resume()

@@ -41,7 +41,7 @@ def pages_of(args: Namespace) -> int:
 
 
 def talk(llm: LLM, args: Namespace) -> dict[str, Any]:
-    """Hold the conversations; return tokens computed and needed, the tokens of the answers, and seconds."""
+    """Run all turns of the conversations; return "texts" (token ids of each), "computed", "needed" and "seconds"."""
     rng = np.random.default_rng(0)
     texts: list[list[int]] = [[] for _ in range(args.conversations)]
     params = SamplingParams(temperature=0, max_tokens=args.answered, ignore_eos=True, detokenize=False)
@@ -51,7 +51,7 @@ def talk(llm: LLM, args: Namespace) -> dict[str, Any]:
         for first in range(0, len(texts), args.at_once):
             own = texts[first : first + args.at_once]
             for text in own:
-                # What the last turn has left: the last token of an answer is never computed.
+                # Tokens in full pages of the previous turn. The last token of an answer is never computed.
                 written = max(0, len(text) - 1) // args.page_size * args.page_size
                 text += rng.integers(100, 500 if not args.tiny else 128, args.said).tolist()
                 needed += len(text) - written
@@ -62,7 +62,10 @@ def talk(llm: LLM, args: Namespace) -> dict[str, Any]:
 
 
 def measure(name: str, args: Namespace, expected: Any, **tiers: Any) -> tuple[dict[str, Any], Any]:
-    """Return the row of an engine with these tiers, and the conversations. expected: another engine's, or None."""
+    """Run the conversations on an engine with these tiers; return (row, token ids of each conversation).
+
+    expected: conversations that must be equal for "kept"; None to compare with nothing.
+    """
     length = args.turns * (args.said + args.answered) + 1
     pages = max(pages_of(args) // 10, args.at_once * -(-length // args.page_size) + args.at_once)
     options = engine_options(

@@ -34,7 +34,7 @@ OPTIONS = {"num_seqs": Option(64, "sequences running at once", kind=positive_int
 
 
 def largest(vocab_size: int) -> dict[str, Any]:
-    """Return the largest value of each field of SamplingParams that reaches the engine's loop, by field."""
+    """Return the largest legal value of each field of SamplingParams that reaches the engine's loop, by field."""
     return {
         "presence_penalty": 2.0,
         "frequency_penalty": 2.0,
@@ -55,7 +55,7 @@ def largest(vocab_size: int) -> dict[str, Any]:
     }
 
 
-# Most sequences that bad_words may become, and most lengths.
+# bad_words with the most sequences that are allowed, and with the most different lengths.
 BAD_WORDS = {
     "bad_words pairs": tuple((1 + index % 5, 3 + index % 120) for index in range(MAX_BAD_WORDS_TOKENS // 2)),
     "bad_words lengths": tuple((5,) * length for length in range(2, 45)),
@@ -97,7 +97,7 @@ class Steps:
         return request
 
     def microseconds(self) -> float:
-        """Run ROUNDS rounds of STEPS steps; return the microseconds per step of the fastest round."""
+        """Run four steps, then ROUNDS rounds of STEPS steps; return the microseconds per step of the fastest round."""
         for _ in range(4):
             self.engine.step()
         best = float("inf")
@@ -110,7 +110,10 @@ class Steps:
 
 
 def measure(field: str, num_seqs: int) -> Row:
-    """Return the row of a field: microseconds of a step before, while and after a request has it at its largest."""
+    """Return the row of a field: microseconds of a step before, while and after a request has its largest value.
+
+    field: key of `largest` or of BAD_WORDS.
+    """
     steps = Steps(num_seqs)
     before = steps.microseconds()
     values = largest(VOCAB)

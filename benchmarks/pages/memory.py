@@ -31,6 +31,7 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Measure each model twice, with a start that compiles and one that loads, and print a table of the rows."""
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, LLAMA_1GIB, tie_word_embeddings=True)
         for name in args.models:
@@ -43,23 +44,26 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """Serve a full load in a process of its own; return the figures: the plan's bytes by purpose, the bytes held, and
-    the kind of start.
+    """Serve a full load in a separate process; return the plan's bytes by purpose, the bytes held, and the numbers of
+    compiled and loaded programs.
 
-    options: of the engine.
+    options: of the engine. Raises CalledProcessError if the process fails.
     """
     done = subprocess.run(command(measure_here, options=options), stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_here(options: dict[str, Any]) -> None:
-    """Serve a full load in this process and print its figures as JSON. options: of the engine."""
+    """Start an engine, serve a full load in this process, and print its figures, bytes and counts, as JSON.
+
+    options: of the engine.
+    """
     from jaxengine import LLM, SamplingParams
 
     llm = LLM(**{"disable_log_stats": True, **options})
     runner = llm.core.engine.runner
     plan, config = runner.plan, runner.config
-    # Every page is there from the start; full steps of both kinds and every branch of the sampler bring the rest.
+    # All pages are allocated at the start. Full steps of both kinds and every branch of the sampler allocate the rest.
     length = max(1, min(config.max_model_len // 2, 2 * config.max_num_batched_tokens // config.max_num_seqs))
     prompts = [
         {"prompt_token_ids": [(number * 7 + place) % 100 + 3 for place in range(length)]}
@@ -91,6 +95,7 @@ def measure_here(options: dict[str, Any]) -> None:
 
 
 def _line(row: Row) -> Row:
+    """Return the printed columns of a row, bytes in MiB."""
     names = ("weights", "programs", "kv_pages", "workspace", "process", "planned", "real", "files")
     return {
         "model": row["model"],

@@ -54,8 +54,9 @@ class Roofline:
     weight_bytes: float = 16.1e9
 
     def step_s(self, num_tokens: np.ndarray, num_seqs: np.ndarray) -> np.ndarray:
-        """Return the seconds of steps with these numbers of tokens and sequences, without attention, which padding does
-        not slow.
+        """Return the seconds f64[n] of steps with these numbers of tokens and sequences, both [n].
+
+        Attention is left out, because padding does not slow it.
         """
         products = self.weight_bytes * num_tokens / self.flops_per_s  # 2 operations a weight, 2 bytes a weight
         return np.maximum(self.weight_bytes / self.bytes_per_s, products) + LOGIT_BYTES * num_seqs / self.bytes_per_s
@@ -74,6 +75,7 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Evaluate every grid of both platforms; add the rows, note the recommended grid of each platform and print it."""
     for (name, roofline), check in zip(ROOFLINES.items(), args.checks, strict=True):
         platform, compile_s = PLATFORMS[name], compile_seconds(check)
         steps = [simulate(platform, load, args.steps) for load in LOADS]
@@ -92,10 +94,10 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def compile_seconds(check: str) -> tuple[float, float]:
-    """Return the mean compile seconds of a decode and of a mixed step, from a table that `jaxengine check --json`
+    """Return the mean compile seconds (of a decode step, of a mixed step) from a table that `jaxengine check --json`
     wrote.
 
-    check: name of the file.
+    check: path of the file.
     """
     rows = [row for row in json.loads(Path(check).read_text())["rows"] if row["step"]]
     kinds = ([row["compile_s"] for row in rows if row["program"].startswith(kind)] for kind in ("decode", "mixed"))
@@ -104,8 +106,9 @@ def compile_seconds(check: str) -> tuple[float, float]:
 
 
 def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
-    """Return (decode sizes, mixed sizes) of each grid, by name; the largest size of each is left out, as it is always
-    compiled.
+    """Return (decode sizes, mixed sizes) of each grid, by name.
+
+    The largest size of either kind is left out, because it is always compiled.
     """
     seqs, tokens = platform.max_num_seqs, platform.max_num_batched_tokens
 
@@ -144,10 +147,10 @@ def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> np.ndarray:
-    """Run the scheduler for `num_steps` steps, after a warm-up that fills the engine; return (tokens, sequences) of
-    each step that had any, i64[n, 2].
+    """Run the scheduler for `num_steps` steps, after a warm-up that fills the engine.
 
-    load: share of the engine's capacity at which requests arrive.
+    Returns (tokens, sequences) of each step that was not empty, i64[n, 2]. load: rate of arrivals as a share of the
+    engine's capacity.
     """
     generator = np.random.default_rng(seed)
     seqs = platform.max_num_seqs
@@ -188,7 +191,9 @@ def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> 
 
 
 def _length(generator: np.random.Generator, mean: int) -> int:
-    """Draw a log-normal length with shape 1, whose mean is exp(1/2) times its median."""
+    """Return a random log-normal length with sigma 1 and this mean, clipped to 4 and to half of MAX_MODEL_LEN,
+    exclusive.
+    """
     return int(np.clip(generator.lognormal(np.log(mean) - 0.5, 1.0), 4, MAX_MODEL_LEN // 2 - 1))
 
 
@@ -200,11 +205,11 @@ def evaluate(
     roofline: Roofline,
     compile_s: tuple[float, float],
 ) -> dict[str, Any]:
-    """Return a row for a grid: padding of the steps in percent of their tokens, time lost to it at each load, and the
-    time to compile the grid.
+    """Return the row of a grid: padding in percent of the tokens of decode and mixed steps, percent of time lost at
+    each load, and minutes to compile the grid.
 
-    decode, mixed: sizes of the grid. loads: steps of each load, as `simulate` returns them. compile_s: of
-    `compile_seconds`.
+    decode, mixed: sizes of the grid. loads: steps of each load, as `simulate` returns them. compile_s: as
+    `compile_seconds` returns it.
     """
     buckets = Buckets(platform.max_num_seqs, platform.max_num_batched_tokens, decode, mixed)
     lost, needed, padded = [], np.zeros(2), np.zeros(2)
@@ -228,8 +233,10 @@ def evaluate(
 
 
 def recommend(rows: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
-    """Return the row with the fewest programs that at every load loses at most `tolerance` percent more time than the
-    best grid.
+    """Return the row with the fewest programs among those that lose at most `tolerance` percentage points more than the
+    best grid at every load.
+
+    Of rows with equally many programs it is the one that loses least.
     """
     names = ("lost_low", "lost_middle", "lost_full")
     best = {name: min(row[name] for row in rows) for name in names}

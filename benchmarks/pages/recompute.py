@@ -35,7 +35,7 @@ CASES = {
 def lengths(trace: str, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
     """Return (prompt lengths, output lengths, pages of a pool with one cache group) of a trace.
 
-    trace: "long" or "chat".
+    trace: "long", else the lengths of "chat".
     """
     if trace == "long":
         prompts, outputs = generator.integers(1500, 3600, 60), generator.integers(16, 200, 60)
@@ -47,7 +47,9 @@ def lengths(trace: str, generator: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def measure(trace: str, case: str) -> Row:
-    """Run one trace to its end in a scheduler alone; return a row. trace: of `lengths`; case: of CASES."""
+    """Run a trace to its end in a scheduler without a model; return its row. trace: "long" or "chat". case: key of
+    CASES.
+    """
     generator = np.random.default_rng(7)
     caching, prompt_logprobs, windows = CASES[case]
     prompts, outputs, num_pages = lengths(trace, generator)

@@ -44,9 +44,9 @@ OPTIONS = {"models": Option(MODELS, choices=MODELS, metavar="NAME")}
 
 
 def programs(model: ModelConfig, *, keep_all: bool) -> tuple[ResolvedConfig, StepPrograms]:
-    """Return the config and programs of an engine on one TPU, of which nothing is compiled.
+    """Return the resolved config and the uncompiled step programs of an engine on one TPU.
 
-    keep_all: whether layers keep the pages behind their windows.
+    keep_all: whether layers keep the pages before their windows.
     """
     config = EngineConfig(
         max_model_len=model.max_position_embeddings,
@@ -62,7 +62,7 @@ def programs(model: ModelConfig, *, keep_all: bool) -> tuple[ResolvedConfig, Ste
 
 
 def plan(config: ResolvedConfig, steps: StepPrograms, num_bytes: int) -> MemoryPlan:
-    """Return the engine's memory plan with `num_bytes` for pages."""
+    """Return the memory plan of an engine that has `num_bytes` bytes for pages and no weights."""
     return plan_memory(
         replace(config, kv_cache_memory_bytes=num_bytes),
         total=2 * num_bytes,
@@ -74,15 +74,16 @@ def plan(config: ResolvedConfig, steps: StepPrograms, num_bytes: int) -> MemoryP
 
 
 def fill(config: SchedulerConfig, length: int, expected: int) -> dict[str, int]:
-    """Add sequences to a scheduler until it admits no more; return the numbers of sequences, tokens and pages that it
-    holds then, and of preemptions.
+    """Add sequences to a scheduler until it admits no more; return the numbers of running "sequences", "tokens",
+    "pages" in use, and "preemptions".
 
-    length: about how many tokens a sequence has then. expected: about how many sequences there are.
+    length: about how many tokens a sequence has at the end; of longer ones only these count. expected: about how many
+    sequences run at the end.
     """
     scheduler, params = Scheduler(config), TokenParams(temperature=0.0)
     text, steps = np.arange(length, dtype=np.int32) + 100, -(-length // config.max_num_batched_tokens)
     for index in range(2 * expected):
-        # What it will have got when the last one's prompt has been computed.
+        # Number of tokens it will have generated when the last prompt has been computed.
         later = steps * max(0, expected - index)
         prompt = text[: max(1, length - later)]
         scheduler.add_request(Request(str(index), prompt, params, config.max_model_len - len(prompt)))
@@ -104,9 +105,10 @@ def fill(config: SchedulerConfig, length: int, expected: int) -> dict[str, int]:
 
 
 def bound(groups: Sequence[tuple[int | None, int]], num_layers: int, length: int) -> float:
-    """Return how many times more tokens fit when pages behind windows are freed: pages of all layers over those kept.
+    """Return how many times more tokens fit if pages before windows are freed: pages of all layers over pages kept.
 
-    groups: (window or None, layers whose keys a page holds) of each cache group. length: tokens of a sequence.
+    groups: (window or None, layers whose keys a page holds) of each cache group. num_layers: of the model. length:
+    tokens of a sequence.
     """
     columns = -(-length // PAGE_SIZE)
     kept = sum(columns if window is None else min(columns, -(-window // PAGE_SIZE)) for window, _ in groups)
@@ -114,13 +116,13 @@ def bound(groups: Sequence[tuple[int | None, int]], num_layers: int, length: int
 
 
 def measure(name: str, lengths: Sequence[int] = LENGTHS, num_seqs: int = NUM_SEQS) -> list[dict[str, Any]]:
-    """Return a row for each length: what a pool holds with all pages kept and with pages behind windows freed.
+    """Return a row for each length: what a pool holds with all pages kept, and with pages before windows freed.
 
-    name: of the model. num_seqs: sequences that fit with all pages kept.
+    name: key of SHAPES. num_seqs: sequences that fit with all pages kept.
     """
     rows = []
     for length in lengths:
-        # No sequence ends; lengths beyond a model's context say what a pool of such layers would hold.
+        # No sequence ends; a length beyond the model's context shows what a pool of such layers would hold.
         model = replace(SHAPES[name], max_position_embeddings=3 * length)
         (all_config, every), (config, steps) = (programs(model, keep_all=keep_all) for keep_all in (True, False))
         places = max(len(group.layers) for group in steps.groups)

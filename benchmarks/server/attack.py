@@ -48,10 +48,12 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def _list(entry: str, size: int) -> str:
+    """Return a JSON array of about `size` bytes that repeats `entry`."""
     return "[" + ",".join([entry] * (size // (len(entry) + 1))) + "]"
 
 
 def _names(size: int) -> str:
+    """Return a JSON object of about `size` bytes with different names."""
     return "{" + ",".join(f'"{number}":1' for number in range(10**6, 10**6 + size // 12)) + "}"
 
 
@@ -77,8 +79,9 @@ class Watched:
     """Measurements of a server during an attack.
 
     Attributes:
-      health: seconds that the slowest request to /health took. failures: such requests that failed.
-      before, most: bytes of an API process before the attack, and at most during it.
+      health: seconds of the slowest request to /health.
+      failures: requests to /health without status 200.
+      before, most: resident bytes of the first API process before the attack, and the most during it.
     """
 
     health: float = 0.0
@@ -88,13 +91,16 @@ class Watched:
 
 
 class Table:
-    """Records rows: area, what was tried, the result, figures, and whether the limits were kept."""
+    """Writer of rows: area, what was tried, the result, figures, and whether the limits were kept."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
 
     def add(self, area: str, tried: str, result: str, watched: Watched, *, size: int = 0) -> None:
-        """Record a row. size: bytes of the body, which limit how much memory may grow; 0 for no limit."""
+        """Record a row; "kept" is whether /health answered in time and memory grew within bounds.
+
+        size: bytes of the body, of which memory may grow by BODY_TIMES and 16 MiB; 0 for no limit.
+        """
         grown = watched.most - watched.before
         kept = not watched.failures and watched.health <= HEALTH_SECONDS
         kept = kept and (not size or grown <= BODY_TIMES * size + 16 * MIB)
@@ -111,7 +117,9 @@ class Table:
 
 @contextlib.contextmanager
 def watching(server: ServerProcess) -> Iterator[Watched]:
-    """Context that requests /health, each time on a new connection, until it ends; yields the measurements."""
+    """Context in which a thread requests /health all the time, each time on a new connection; yields the
+    measurements.
+    """
     watched, over = Watched(), threading.Event()
     (pid, *_) = server.api_pids
     watched.before = watched.most = memory(pid)
@@ -134,8 +142,10 @@ def watching(server: ServerProcess) -> Iterator[Watched]:
 
 
 def attack_fields(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Send every field of every request with `size` bytes of every shape; add a row with the worst
-    shape of each field.
+    """Send every field of every request with about `options.size` bytes in every shape; add a row with the worst shape
+    of each field.
+
+    options.fields: names to which it is restricted; empty for all.
     """
     size = options.size
     for path, (model, base) in ENDPOINTS.items():
@@ -158,8 +168,9 @@ def attack_fields(server: ServerProcess, table: Table, options: Namespace) -> No
 
 
 def attack_connections(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Open connections that send nothing, half-sent headers and bodies, and more connections than are accepted; add
-    rows.
+    """Open 2,000 connections that send nothing, 2,000 with half a header and 2,000 with half a body.
+
+    Adds a row for each kind with the number that the server ended.
     """
     for tried, sent in (
         ("2,000 connections that say nothing", b""),
@@ -183,7 +194,7 @@ def attack_connections(server: ServerProcess, table: Table, options: Namespace) 
 
 
 def attack_watches(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Open streams of gRPC's Health.Watch, and calls whose message does not come; add rows."""
+    """Open 300 streams of gRPC's Health.Watch, then 300 calls that send no message; add a row for each kind."""
     assert server.grpc_address is not None
     asked = health_pb2.HealthCheckRequest()
     channel = grpc.insecure_channel(server.grpc_address)
@@ -203,9 +214,7 @@ def attack_watches(server: ServerProcess, table: Table, options: Namespace) -> N
 
 
 def attack_processes(server: ServerProcess, table: Table, options: Namespace) -> None:
-    """Kill the process that serves clients several times; add a row with how long it took until another
-    one answered.
-    """
+    """Kill the only API process four times; add a row with the longest time until another one answered."""
     worst = 0.0
     for _ in range(4):
         (pid,) = server.api_pids
@@ -226,12 +235,13 @@ AREAS = {
 
 
 def _address(server: ServerProcess) -> tuple[str, int]:
+    """Return (host, port) of the server's base URL."""
     host, _, port = server.base_url.rpartition("//")[2].rpartition(":")
     return host, int(port)
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed a connection, or answered it with status 408."""
+    """Whether the server has closed a connection, or answered it with status 408. Reads what has arrived."""
     connection.settimeout(0.0)
     try:
         while part := connection.recv(4096):
@@ -245,6 +255,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def _first(stream: Any) -> bool:
+    """Whether the stream yields a message. Returns False if the call fails."""
     try:
         next(stream)
         return True
@@ -253,6 +264,7 @@ def _first(stream: Any) -> bool:
 
 
 def _nothing() -> Iterator[Any]:
+    """Yield one empty message after 20 seconds."""
     time.sleep(20)
     yield b""
 
@@ -266,6 +278,7 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Attack one server in each area of `args.only`, and write the table to `args.markdown` if it is given."""
     table = Table(recorder)
     with serving({**ENGINE, "grpc_port": 0, "read_timeout": _READ_TIMEOUT}, wait=900.0) as server:
         for area in args.only:

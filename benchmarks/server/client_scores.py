@@ -28,12 +28,13 @@ PROMPTS, UNTIL, MAX_TOKENS = ("The capital of France is", "Once upon a time"), [
 
 
 def write_scores(path: str) -> None:
-    """Write a JSON file: text pairs with their log-likelihoods and whether they are greedy, and prompts with generated
-    texts.
+    """Write a JSON file with expected scores, and save the tokenizer in the folder `tokenizer` next to it. Starts an
+    engine.
 
-    The tokenizer is saved in the folder `tokenizer` next to it.
+    The file has "pairs", texts of PAIRS with log-likelihoods of the continuations and whether they are greedy, and
+    "generated", PROMPTS with greedy texts, with their "until" and "max_tokens".
     """
-    from jaxengine import LLM, SamplingParams  # not for those who only want ENGINE
+    from jaxengine import LLM, SamplingParams  # not at the top: importers may need only ENGINE
 
     llm = LLM(**ENGINE)
     llm.get_tokenizer().save_pretrained(Path(path).parent / "tokenizer")

@@ -77,6 +77,10 @@ OPTIONS = {
 
 
 def run(options: Namespace, recorder: Recorder) -> None:
+    """Install and run the chosen scripts against a server; add a row for each case, and print the Markdown table.
+
+    Starts a server unless `options.url` is given. Replaces the table in the file `options.markdown`.
+    """
     scripts = [name for name in SCRIPTS if not options.only or name.startswith(tuple(options.only))]
     if options.url and not options.grpc:
         scripts = [name for name in scripts if name != "grpc_js.mjs"]
@@ -106,10 +110,10 @@ def run(options: Namespace, recorder: Recorder) -> None:
 
 
 def install(name: str, folder: Path) -> list[str | Path] | None:
-    """Install a script's packages below `folder`, unless they are there; return the command that runs the script, None
-    if its language (node) is not installed.
+    """Install a script's packages below `folder` unless they are there; return the command that runs the script, None
+    if node is missing.
 
-    name: file name of the script.
+    name: key of SCRIPTS.
     """
     packages, home = SCRIPTS[name], folder / Path(name).stem
     language = "node" if name.endswith(".mjs") else "python"
@@ -136,9 +140,9 @@ def install(name: str, folder: Path) -> list[str | Path] | None:
 
 
 def start_server() -> tuple[subprocess.Popen[str], str, str]:
-    """Start `jaxengine serve` with the embedded model; return (process, its URL, gRPC's address).
+    """Start `jaxengine serve` with the embedded model; return (process, URL, address of gRPC).
 
-    Raises RuntimeError if it does not start.
+    Raises RuntimeError if it ends, or is killed after START_SECONDS, before it is ready.
     """
     written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in ENGINE.items()}
     engine = [f"--{name.replace('_', '-')}={value}" for name, value in written.items()]
@@ -156,9 +160,10 @@ def start_server() -> tuple[subprocess.Popen[str], str, str]:
 
 
 def run_script(name: str, told: list[str], folder: Path) -> dict[str, Any] | None:
-    """Run a client's cases; return a row of their results, None if its language is not installed.
+    """Run a client's cases; return {"client": name and versions, "cases": outcome by column}, None if node is missing.
 
-    name: file name of the script. told: the arguments that `case.py` names. folder: for packages.
+    A script that fails as a whole gets a failed case "chat". name: key of SCRIPTS. told: the arguments that `case.py`
+    names. folder: for packages. Raises TimeoutExpired after SCRIPT_SECONDS.
     """
     program = install(name, folder)
     if program is None:
@@ -191,10 +196,9 @@ def run_script(name: str, told: list[str], folder: Path) -> dict[str, Any] | Non
 
 
 def markdown(rows: dict[str, dict[str, Any]], page: str) -> str:
-    """Return the table of clients in Markdown, and below it what failed; for scripts without a row, the lines of
-    `page`, the earlier table, are kept.
+    """Return the table of clients in Markdown, with a list of the failed cases below it.
 
-    rows: results by script.
+    rows: results by script. page: earlier table, whose lines are kept for scripts without a row.
     """
     lines = [f"| client | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     wrong = []

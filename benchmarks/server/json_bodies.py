@@ -18,7 +18,9 @@ OPTIONS = {"repeats": Option(3, "runs of each, of which the fastest counts")}
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
-    """Measure the parsing of each body, and add a row for it to the recorder."""
+    """Measure the parsing of each body by the server's reader and by json.loads, and add a row for it to the
+    recorder.
+    """
     for name, body in bodies().items():
         ours, theirs = (_seconds(read, body, args.repeats) for read in (read_json, json.loads))
         row = {"bytes": len(body), "ms": round(1000 * ours, 1), "json_ms": round(1000 * theirs, 1)}
@@ -39,6 +41,7 @@ def bodies() -> dict[str, bytes]:
 
 
 def _seconds(read: Callable[[bytes], object], body: bytes, repeats: int) -> float:
+    """Return the thread's least CPU seconds of `repeats` calls of `read` with `body`."""
     times = []
     for _ in range(repeats):
         start = time.thread_time()

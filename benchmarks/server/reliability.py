@@ -46,14 +46,15 @@ OPTIONS = {
 
 
 class Findings:
-    """Records rows: what was measured, over what, the figure, its limit, and whether the limit is kept."""
+    """Writer of rows: what was measured, over what, the figure, its limit, and whether the limit is kept."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
 
     def add(self, what: str, value: Any, limit: float | None = None, *, at_least: bool = False, of: str = "") -> None:
-        """Record a figure. limit: the most that it may be, or with `at_least` the least; None for no limit. of: over
-        what it was measured.
+        """Record a figure, a float rounded to three decimals, and whether it keeps its limit.
+
+        limit: the most that it may be, or with `at_least` the least; None for no limit. of: over what it was measured.
         """
         value = round(value, 3) if isinstance(value, float) else value
         kept = limit is None or (value >= limit if at_least else value <= limit)
@@ -61,18 +62,20 @@ class Findings:
         self._recorder.add({"what": what, "of": of, "value": value, "limit": sign, "kept": bool(kept)})
 
     def add_seconds(self, what: str, seconds: list[float], limit: float | None) -> None:
-        """Record the worst of several times in seconds, with their number and median; limit: the most it may be."""
+        """Record the longest of several times in seconds, with their number and median. limit: the most it may be; None
+        for none.
+        """
         self.add(f"{what}, s", max(seconds), limit, of=f"{len(seconds)}, median {percentile(seconds, 0.5):.3f}")
 
 
 def served(running: ServerProcess) -> tuple[Server, Traffic]:
-    """Return a server's address and greedy traffic to it."""
+    """Return (address of a server's API, greedy traffic to it)."""
     traffic = greedy_traffic(running.base_url)
     return traffic.server, traffic
 
 
 async def status_of(server: Server, path: str) -> int:
-    """Return the HTTP status of a GET on a connection of its own; 0 where there is no answer."""
+    """Return the HTTP status of a GET on a new connection; 0 if there is no answer."""
     try:
         connection = await Connection.open(server)
     except OSError:
@@ -86,9 +89,10 @@ async def status_of(server: Server, path: str) -> int:
 
 
 async def open_streams(traffic: Traffic, count: int, max_tokens: int) -> tuple[Connections, list[asyncio.Task[Sample]]]:
-    """Start `count` streams of `max_tokens` tokens each and wait half a second; returns their connections and tasks.
+    """Start `count` streams of `max_tokens` tokens each and wait half a second; return (their connections, their
+    tasks).
 
-    Not all have a slot then: `running_requests` waits for that.
+    Not all of them run in the engine then; `running_requests` waits for that.
     """
     connections = Connections(traffic.server)
     load = Load(count, 16, max_tokens, seed=time.monotonic_ns())
@@ -99,18 +103,19 @@ async def open_streams(traffic: Traffic, count: int, max_tokens: int) -> tuple[C
 
 
 async def running_requests(server: Server, at_least: int) -> None:
-    """Wait until the engine runs `at_least` requests."""
+    """Wait, without a limit, until the engine runs `at_least` requests according to /status.json."""
     root = Server(server.host, server.port, "", server.tls, server.headers)
     while (await get_json(root, "/status.json"))["num_running"] < at_least:
         await asyncio.sleep(0.05)
 
 
 async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, streams: int) -> dict[str, Any]:
-    """Kill the engine under so many streams, and wait until the server answers again; returns what followed, by name.
+    """Kill the engine under `streams` streams, and wait until the server answers again; return what followed, by name.
 
-    unhealthy, ended, back, served: seconds from the kill until /health was not 200, until the last stream had ended,
-    until /health was 200, and until a new request had ended. kinds: errors of the streams. serves: whether the new
-    request succeeded. same_api: whether the API processes are those from before.
+    "unhealthy", "ended", "back", "served": seconds from the kill until /health was not 200, until the last stream had
+    ended, until /health was 200, and until a new request had ended. "kinds": errors of the streams. "serves": whether
+    the new request succeeded. "same_api": whether the API processes are the same as before. Raises TimeoutError if
+    /health does not fail within 30 s or does not recover within 120 s.
     """
     _, tasks = await open_streams(traffic, streams, 400)
     await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
@@ -141,10 +146,10 @@ async def kill_engine(running: ServerProcess, server: Server, traffic: Traffic, 
 
 
 def kills(findings: Findings, count: int, streams: int) -> None:
-    """Record what happens after `count` deaths of the engine under `streams` streams each, and after one of the
+    """Record what happens after `count` deaths of the engine under `streams` streams each, and after a death of the
     supervisor.
     """
-    # What start-up takes with everything compiled, which it is after the first.
+    # The first start compiles everything, so that the second one only loads.
     start_server(ENGINE, wait=600.0).stop()
     began = time.perf_counter()
     running = start_server(ENGINE)
@@ -153,7 +158,7 @@ def kills(findings: Findings, count: int, streams: int) -> None:
     deaths = [asyncio.run(kill_engine(running, server, traffic, streams)) for _ in range(count)]
     findings.add_seconds("engine killed: /health is 503 after", [death["unhealthy"] for death in deaths], 1.0)
     findings.add_seconds("engine killed: every stream has ended after", [death["ended"] for death in deaths], 2.0)
-    # A stream that had begun ends with an error event, one that waited for its first token has a status to say it with.
+    # A stream that had begun ends with an error event; one that waited for its first token gets an HTTP status.
     kinds = {kind for death in deaths for kind in death["kinds"]} - {"stream error", "http 503"}
     findings.add("engine killed: other ends of streams than an error event or 503", len(kinds), 0, of=", ".join(kinds))
     findings.add_seconds("engine killed: serves again after", [death["served"] for death in deaths], load_seconds + 5)
@@ -179,11 +184,13 @@ def left_behind(running: ServerProcess) -> int:
 async def end_under_load(
     running: ServerProcess, server: Server, traffic: Traffic, streams: int, max_tokens: int, signals: int
 ) -> dict[str, Any]:
-    """Send SIGTERM under so many streams of `max_tokens` tokens, and wait for the server's end; returns what followed.
+    """Send SIGTERM under `streams` streams of `max_tokens` tokens, and wait for the server's end; return what followed,
+    by name.
 
-    signals: 2 for another SIGTERM, after 0.3 s and one new request. By name: seconds, streams_ended: from the first
-    signal until the server, and the last stream, had ended. status: of the server's process. late: error of the new
-    request. whole, aborted: streams that reached their limit, and those ended with "abort". files: those left behind.
+    signals: 2 for another SIGTERM, after 0.3 s and one new request. "seconds", "streams_ended": from the first signal
+    until the server, and the last stream, had ended. "status": of the server's process. "late": error of the new
+    request. "whole", "aborted": numbers of streams that reached their limit, and that ended with "abort". "files":
+    number of those left behind.
     """
     _, tasks = await open_streams(traffic, streams, max_tokens)
     await running_requests(server, min(streams, ENGINE["max_num_seqs"]))
@@ -234,14 +241,14 @@ def ends(findings: Findings, streams: int) -> None:
 
 
 def megabytes(running: ServerProcess) -> int:
-    """Return the memory of all processes of the server, in MiB."""
+    """Return the resident memory of all processes of the server, in MiB."""
     return sum(map(memory, (running.pid, running.engine_pid, *running.api_pids))) >> 20
 
 
 def pieces_per_second(samples: list[Sample], first: float, last: float) -> float:
-    """Return the rate of pieces of output from `first` to `last` seconds after the first request.
+    """Return the output chunks per second between `first` (inclusive) and `last` seconds after the first request.
 
-    The choice of these leaves out start and end, when not all slots are taken.
+    Both are chosen so as to leave out the start and the end, when not all slots are taken.
     """
     start = min(sample.sent for sample in samples)
     count = sum(first <= moment - start < last for sample in samples for moment in sample.chunk_times)
@@ -251,7 +258,7 @@ def pieces_per_second(samples: list[Sample], first: float, last: float) -> float
 async def overload_run(running: ServerProcess, traffic: Traffic, seconds: float) -> dict[str, Any]:
     """Measure a server's rate with all slots taken, then send it ten times as many requests a second for `seconds`.
 
-    Returns by name the rates of both parts in requests and in pieces of output a second; of the second part the number
+    Returns by name the rates of both parts in requests and in chunks of output a second; of the second part the number
     of requests, of those answered, refused (429), refused with Retry-After and ended otherwise, the milliseconds of
     each refusal, and the MiB of memory before it and by which memory grew at most.
     """
@@ -309,8 +316,8 @@ def overload(findings: Findings, seconds: float) -> None:
 
 
 def end_task(task: asyncio.Task) -> None:
-    """Cancel a task that runs during a measurement; if the task has failed, raise its exception, as the measurement is
-    void.
+    """Cancel a task that runs during a measurement. Raises the task's exception if it has failed, because the
+    measurement is void.
     """
     if task.done():
         task.result()
@@ -318,7 +325,7 @@ def end_task(task: asyncio.Task) -> None:
 
 
 async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[str]) -> tuple[list[float], int]:
-    """Stream `num_tokens` tokens while another client requests each of `grammars`, regexes, one after the other.
+    """Stream `num_tokens` tokens while another client requests each regex in `grammars`, one after the other.
 
     Returns the seconds between the stream's tokens, and how many of the grammars were answered meanwhile.
     """
@@ -341,7 +348,9 @@ async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[
 
 
 def grammars(findings: Findings, num_tokens: int) -> None:
-    """Record how a stream's gaps change while another client requests grammars that take a second each to compile."""
+    """Record how the gaps of a stream change while another client requests grammars that take a second each to
+    compile.
+    """
     with serving(ENGINE, wait=120.0) as running:
         _, traffic = served(running)
         hostile = (f"((((a{{{count}}}){{100}}){{100}}){{100}})" for count in itertools.count(90))

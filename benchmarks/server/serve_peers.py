@@ -46,7 +46,8 @@ sys.stdin.read()
 def llama_server(variant: str, places: int, folder: Path, log: Path) -> Iterator[str]:
     """Context in which llama.cpp's server runs; yields its URL. Raises RuntimeError if it does not start.
 
-    variant: weight format. places: requests at the same time. folder: for the environment and weights. log: its output.
+    variant: weight format, in which the weights are written to `folder` first. places: requests at the same time.
+    folder: for the environment and weights. log: file for its output.
     """
     python, gguf = install(LLAMA, folder), Path(default_model_path())
     job: dict[str, Any] = {"gguf": str(gguf), "threads": os.cpu_count(), "folder": str(folder)}
@@ -75,10 +76,7 @@ def llama_server(variant: str, places: int, folder: Path, log: Path) -> Iterator
 
 
 def own(variant: str, places: int) -> dict[str, Any]:
-    """Return the options of our server.
-
-    variant: dtype of the weights. places: requests at the same time.
-    """
+    """Return the options of jaxengine's server. variant: dtype of the weights. places: requests at the same time."""
     options = {"model": str(default_model_path()), "dtype": variant, "max_model_len": CONTEXT, "max_num_seqs": places}
     return {
         **options,
@@ -90,13 +88,15 @@ def own(variant: str, places: int) -> dict[str, Any]:
 
 
 def measure(url: str, load: Load, concurrency: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """Send a load, at most `concurrency` requests at once; return its `summary`. fields: further ones of requests."""
+    """Send a load, at most `concurrency` requests at once; return its summary. fields: further fields of the
+    requests.
+    """
     traffic = greedy_traffic(url, 600.0, **fields)
     return summary(asyncio.run(send(traffic, plan(load), [0.0] * load.num_prompts, concurrency)))
 
 
 def compare(variant: str, args: Namespace, recorder: Recorder) -> None:
-    """Measure both servers with weights in one format, and add a row for each and each concurrency."""
+    """Measure both servers with weights in one format; add a row for each server and concurrency, of its best round."""
     places = max(args.concurrency)
     log = args.venv_dir / "serve-llama.log"
     with serving(own(variant, places)) as server, llama_server(variant, places, args.venv_dir, log) as theirs:
@@ -115,6 +115,7 @@ def compare(variant: str, args: Namespace, recorder: Recorder) -> None:
 
 
 def _row(variant: str, concurrency: int, name: str, done: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a server. done: its summary. peer: the summary of llama.cpp, over which "ratio" is."""
     latency = done["latency_ms"]
     return {
         "weights": variant,

@@ -64,11 +64,11 @@ FIGURES = ("main", "cpu", "clock")
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A dispatch of a step.
+    """Clocks at the dispatch of a step.
 
     Attributes:
       rows: sequences that decode; 0 in a step with prompts.
-      seconds: so far, of each of FIGURES.
+      seconds: readings of the clocks of FIGURES.
     """
 
     rows: int
@@ -76,7 +76,7 @@ class Mark:
 
 
 class TimedRunner(FreeRunner):
-    """A stand-in for ModelRunner without a model; a step is done `step_seconds` after the one before it."""
+    """Stand-in for ModelRunner without a model; a step is done `step_seconds` after the previous one."""
 
     def __init__(self, config: ResolvedConfig, vocab_size: int, step_seconds: float):
         packer = Packer(Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], []), config.block_size)
@@ -87,6 +87,9 @@ class TimedRunner(FreeRunner):
         self._step_seconds, self._ready_at, self._asleep = step_seconds, 0.0, 0.0
 
     def execute(self, step: Any) -> SimpleNamespace:
+        """Record a Mark, and return the step's pending result, which is ready `step_seconds` after the previous
+        step's.
+        """
         rows = int(self.packer.layouts[step.bucket].view(step.buffer[0], "header")[1])
         decoding = rows if step.bucket.decode_only else 0
         awake = time.perf_counter() - self._asleep
@@ -105,8 +108,10 @@ class TimedRunner(FreeRunner):
         return pending
 
     def costs(self, rows: int) -> dict[str, float]:
-        """Return the median of each of FIGURES, in microseconds, over the steps in which `rows` sequences decode, and
-        the number of these as "steps".
+        """Return the median of each of FIGURES, in microseconds from one dispatch to the next, and the number of such
+        "steps".
+
+        Only pairs of steps in which `rows` sequences decode count.
         """
         steps = [
             np.subtract(late.seconds, early.seconds)
@@ -118,7 +123,7 @@ class TimedRunner(FreeRunner):
 
 
 def free_core(num_seqs: int, num_tokens: int, step_seconds: float) -> EngineCore:
-    """Return an EngineCore with the embedded model's tokenizer and config, whose model costs nothing.
+    """Return an EngineCore with the embedded model's tokenizer and config, and a TimedRunner in place of the model.
 
     num_seqs: sequences at the same time. num_tokens: output tokens of each. step_seconds: of TimedRunner.
     """
@@ -140,10 +145,10 @@ def free_core(num_seqs: int, num_tokens: int, step_seconds: float) -> EngineCore
 
 
 def engine(**job: Any) -> None:
-    """Run an engine in this process and print its costs: as a server until standard input ends, or by itself to the end
-    of its requests.
+    """Run an engine in this process and print its costs as JSON.
 
-    job: "num_seqs", "steps", "step_seconds", "mode", and for a server "address".
+    It serves until standard input ends, or in other modes runs its own requests to their end. job: "num_seqs", "steps",
+    "step_seconds", "mode", and for a server "address".
     """
     num_seqs, steps, mode = job["num_seqs"], job["steps"], job["mode"]
     core = free_core(num_seqs, steps, job["step_seconds"])
@@ -175,7 +180,7 @@ def _serve_until_input_ends(core: EngineCore, address: str) -> None:
 
 
 def api(address: str, **_: Any) -> None:
-    """Run an API process for the engine at `address`, on a free port that it prints."""
+    """Run an API process for the engine at `address`, on a free port that it prints, until standard input ends."""
     asyncio.run(_serve_http(address))
 
 
@@ -196,9 +201,10 @@ async def _serve_http(address: str) -> None:
 
 
 def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) -> dict[str, dict[str, float]]:
-    """Measure what each mode costs; return figures by mode.
+    """Measure each mode's costs once; return the figures by mode.
 
-    steps: output tokens of each sequence. cores: the first is for the measured engine, the others for everything else.
+    steps: output tokens of each sequence. step_seconds: of the device. cores: the first is for the measured engine, the
+    others for all other processes.
     """
     own, others = cores[:1], cores[1:]
     job = {"num_seqs": num_seqs, "steps": steps, "step_seconds": step_seconds}
@@ -230,7 +236,7 @@ def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) ->
 
 
 def rows_of(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return a row for each mode: medians of the rounds' figures."""
+    """Return a row for each mode: medians over the rounds of its figures and of their differences from offline."""
     rows = []
     for mode in MODES:
         costs = [results[mode] for results in rounds]
@@ -244,6 +250,7 @@ def rows_of(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
 
 
 def _median(values: list[float]) -> float:
+    """Return the median, rounded to one decimal."""
     return round(float(np.median(values)), 1)
 
 
@@ -252,7 +259,7 @@ def _serve(
 ) -> dict[str, float]:
     """Measure an engine on `cores` while it serves what `drive` sends to an API process; return its figures.
 
-    job: as of `engine`. All other processes, including this one from now on, run on `others`.
+    job: arguments of `engine`. All other processes run on `others`, including this one, whose affinity stays changed.
     """
     os.sched_setaffinity(0, others)
     with tempfile.TemporaryDirectory() as folder:
@@ -268,18 +275,21 @@ def _serve(
 
 
 async def _awaited(awaitable: Awaitable[None]) -> None:
+    """Await an awaitable, so that asyncio.run can run it."""
     await awaitable
 
 
 def _check(run: LoadResult) -> None:
+    """Raise AssertionError if a request of a load has failed."""
     failed = [sample for sample in run.samples if sample.error]
     assert not failed, failed[0].message
 
 
 def _role(role: Callable[..., None], job: dict[str, Any], cores: Iterable[int]) -> subprocess.Popen[str]:
-    """Start a process that runs a function of this file on some cores, with all threads that its imports start.
+    """Start a process that runs a function of this file on some cores, with all threads that it starts; return the
+    process.
 
-    role: the function. job: its arguments.
+    role: the function. job: its arguments. The affinity of this process is restored.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -290,11 +300,13 @@ def _role(role: Callable[..., None], job: dict[str, Any], cores: Iterable[int]) 
 
 
 def _line(process: subprocess.Popen[str]) -> str:
+    """Return the next line of a process's output; "" at its end."""
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 def _end_input(process: subprocess.Popen[str]) -> None:
+    """Close a process's standard input."""
     assert process.stdin is not None
     process.stdin.close()
 
@@ -308,6 +320,10 @@ OPTIONS = {
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Measure each step time and number of sequences for all rounds; add the rows of the medians.
+
+    Raises OptionError if the process may use fewer than two cores.
+    """
     cores = sorted(os.sched_getaffinity(0), reverse=True)
     if len(cores) < 2:
         raise OptionError("it needs two cores: what is measured has one of its own")

@@ -21,7 +21,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import RaggedBatch
 from jaxengine.pallas_kernels.attention.tpu import attend
 from jaxengine.pallas_kernels.attention.tpu.profile import block_profile
 
-Case = tuple[Callable, Any, dict]  # what `tpu_profile.profile` wants of a builder
+Case = tuple[Callable, Any, dict]  # what a builder returns to `tpu_profile.profile`
 VMEM_LIMIT_BYTES = 48 << 20  # for jax's kernel, whose default does not fit its own block sizes
 
 
@@ -39,14 +39,14 @@ def ours(
     kv_dtype: str = "bfloat16",
     checked: bool = False,
 ) -> Case:
-    """Build one grid step of our TPU attention kernel, which does `part` `trips` times, with the block sizes of a step
-    of `num_tokens`.
+    """Build one grid step of our TPU attention kernel that runs `part` `trips` times; return (function, operands, block
+    sizes).
 
-    heads: query heads and KV heads. decode: rows of one token; otherwise tiles of several. part: "block" computes one
-    block of keys that all rows see, "edge" one with a mask, "tile" opens and closes a tile around an "edge"; "fetch"
-    and "wait" start and await the copies of a block. in_keys: if values are the first elements of keys, how many; None
-    for separate values. checked: with bounds checks, which are off on a chip; they stay on in this process, as
-    `attend.compiler_params` is replaced.
+    num_tokens: tokens of the step, which determine the block sizes. heads: query heads and KV heads. decode: rows of
+    one token; otherwise tiles of several. part: "block" computes one block of keys that all rows see, "edge" one with a
+    mask, "tile" opens and closes a tile around an "edge"; "fetch" and "wait" start and await the copies of a block.
+    in_keys: if values are the first elements of keys, how many; None for separate values. checked: with bounds checks,
+    which are off on a chip; they then stay on in this process.
     """
     if checked:
         attend.compiler_params = functools.partial(_checked, attend.compiler_params)
@@ -67,13 +67,15 @@ def ours(
 
 
 def _checked(compiler_params: Callable, interpret: Any, *semantics: Any, **options: Any) -> Any:
+    """Return the compiler parameters of `compiler_params` with bounds checks enabled."""
     return replace(compiler_params(interpret, *semantics, **options), disable_bounds_checks=False)
 
 
 def theirs(
     *, heads: tuple[int, int], head_dim: int, page_size: int, max_pages: int, block_pages: int, block_q: int, trips: int
 ) -> Case:
-    """Build one grid step of jax's own TPU attention kernel, which walks `trips` blocks of keys of one sequence.
+    """Build one grid step of jax's own TPU attention kernel, which walks `trips` blocks of keys of one sequence; return
+    (function, operands, {}).
 
     heads: query heads and KV heads. Changes that kernel's module for the rest of the process: its loops have fixed
     lengths, and its copies do nothing.
@@ -101,5 +103,6 @@ def theirs(
 
 
 def _batch(num_seqs: int, num_tokens: int, max_pages: int) -> RaggedBatch:
+    """Return a RaggedBatch of int32 shapes."""
     shapes: tuple[Any, ...] = ((num_seqs + 1,), (num_seqs,), (num_seqs, max_pages), (num_tokens,), (), ())
     return RaggedBatch(*(cast(jax.Array, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes))

@@ -20,15 +20,15 @@ _FETCH = re.compile(r"dma\.(?:hbm_to_vmem|general)")  # the latter, of both dire
 
 
 class Pass(NamedTuple):
-    """Bundles that one pass of a loop over blocks runs."""
+    """Numbers of bundles that one pass of a loop over blocks runs."""
 
-    arithmetic: int  # of the stretches without a branch that multiply matrices
-    whole: int  # all: also those that start the copies of a block, wait for one and decide
+    arithmetic: int  # in stretches without a branch that multiply matrices
+    whole: int  # in all, including those that start the copies of a block, wait for copies, and branch
 
 
 @dataclass
 class Span:
-    """Bundles [first, end): a loop, or code that a branch passes over; `inner` are the spans inside, in order."""
+    """Bundles [first, end) of a loop, or of code that a branch skips; `inner` has the spans inside, in order."""
 
     first: int
     end: int
@@ -36,7 +36,7 @@ class Span:
     inner: list[Span] = field(default_factory=list)
 
     def stretches(self) -> Iterator[tuple[int, int]]:
-        """Yield the [first, end) of the bundles between the spans inside."""
+        """Yield [first, end) of the bundles before, between and after the inner spans; a stretch may be empty."""
         at = self.first
         for span in self.inner:
             yield at, span.first
@@ -45,10 +45,10 @@ class Span:
 
 
 class Program:
-    """Bundles of one kernel."""
+    """Bundles of one kernel as a tree of spans, `root`."""
 
     def __init__(self, dump: str):
-        """dump: text of a file `*-final_bundles.txt`."""
+        """Parse the text of a file `*-final_bundles.txt`."""
         labels, self._texts = zip(*_BUNDLE.findall(dump), strict=True)
         starts = {region: at for at, text in enumerate(self._texts) for region in _START.findall(text)}
         branches = [
@@ -74,18 +74,21 @@ class Program:
             open_spans.append(span)
 
     def block_loops(self, within: Span | None = None) -> list[Span]:
-        """Return the innermost loops of a span (default: all) that fetch from HBM and multiply matrices, in order."""
+        """Return the innermost loops in a span that fetch from HBM and multiply matrices, in order.
+
+        within: None for the whole program; the result may be this span itself.
+        """
         within = within or self.root
         found = [loop for span in within.inner for loop in self.block_loops(span)]
         both = all(self._count(kind, within.first, within.end) for kind in (_FETCH, _MULTIPLICATION))
         return found or [within] * (within.is_loop and both)
 
     def measure(self, span: Span, trips: int = 1) -> Pass:
-        """Return what a pass of a loop runs for a block that is neither the first nor the last, nor masked.
+        """Return the bundles that one pass of a loop runs for a block that is neither first, last nor masked.
 
-        Of code under conditions that is what starts copies outside of a loop, for a block that is full, and the
-        arithmetic: of several forms the one that multiplies most and, of equal ones, has the fewest bundles.
-        trips: passes, for each pass of `span`, of a loop in it that multiplies.
+        Of conditional code it counts what starts copies outside of a loop, for a full block, and the arithmetic: of
+        several alternatives the one that multiplies most and, among equal ones, has the fewest bundles. trips: passes
+        of an inner loop that multiplies, for each pass of `span`.
         """
         arithmetic = whole = 0
         for first, end in span.stretches():
@@ -104,12 +107,14 @@ class Program:
         return Pass(arithmetic, whole)
 
     def _multiplies(self, span: Span) -> int:
+        """Return the number of matrix multiplications in a span."""
         return self._count(_MULTIPLICATION, span.first, span.end)
 
     def _fetches(self, span: Span) -> bool:
-        """Return whether a span that is no loop starts copies from HBM, other than in a loop inside."""
+        """Whether a span that is not a loop starts copies from HBM, other than in a loop inside."""
         own = any(self._count(_FETCH, *stretch) for stretch in span.stretches())
         return not span.is_loop and (own or any(map(self._fetches, span.inner)))
 
     def _count(self, pattern: re.Pattern, first: int, end: int) -> int:
+        """Return how often a pattern occurs in the bundles [first, end)."""
         return sum(len(pattern.findall(text)) for text in self._texts[first:end])

@@ -22,7 +22,7 @@ MAX_PAGES = 64  # pages of a sequence: more than a block holds
 
 
 def count(target: str, heads: str, part: str, checked: bool) -> tuple[int, int]:
-    """Return (instruction bundles of a block, pages of a block).
+    """Return (instruction bundles that copying a block takes, pages of a block).
 
     target: TPU to compile for. heads: key of HEADS. part: "fetch" or "wait". checked: with bounds checks.
     """
@@ -37,7 +37,10 @@ def count(target: str, heads: str, part: str, checked: bool) -> tuple[int, int]:
 
 
 def measure(target: str, heads: str, part: str) -> dict[str, Any]:
-    """Return a row: the bundles that a block takes, without and with bounds checks. Arguments: see `count`."""
+    """Return a row: the bundles that copying a block takes, without and with bounds checks.
+
+    target: TPU to compile for. heads: key of HEADS. part: "fetch" or "wait".
+    """
     (bundles, pages), (checked, _) = (count(target, heads, part, checked) for checked in (False, True))
     return {"target": target, "heads": heads, "part": part, "pages": pages, "bundles": bundles, "checked": checked}
 

@@ -45,10 +45,12 @@ class Shape(NamedTuple):
 
     @property
     def decode(self) -> bool:
+        """Whether each sequence has one query."""
         return self.q_len == 1
 
     @property
     def v_head_dim(self) -> int:
+        """Elements of a value."""
         return self.in_keys or self.head_dim
 
     @property
@@ -81,22 +83,23 @@ SHAPES = (
 
 
 class Unprofiled(RuntimeError):
-    """libtpu compiles a kernel but gives no estimate of its cycles."""
+    """Error of libtpu compiling a kernel without an estimate of its cycles."""
 
 
 class Cost(NamedTuple):
-    """Estimated cycles of one core: of a block of keys, and of a whole shape."""
+    """Estimated cycles of one core, for a block of keys and for a whole shape."""
 
-    block: float  # of one key block and tile of the kernel
-    normal_block: float  # the same for 1024 keys and 1 (decode) or 128 (prefill) tokens
+    block: float  # one block of keys and one tile of queries, of the kernel's sizes
+    normal_block: float  # scaled to 1024 keys and 1 (decode) or 128 (prefill) tokens
     shape: float
 
 
 @functools.cache
 def cycles(target: str, build: str, trips: int, **arguments) -> tuple[int, dict]:
-    """Return (estimated cycles of one grid step, facts that the case reports about itself).
+    """Return (estimated cycles of one grid step, facts that the case reports about itself). Results are cached.
 
-    target: TPU. build: name of the function in the module of cases. trips: blocks. Raises Unprofiled.
+    target: TPU. build: name of a function in the module CASES. trips: blocks. arguments: of that function. Raises
+    Unprofiled.
     """
     result = profile(f"{CASES}:{build}", TARGETS[target].topology, trips=trips, page_size=PAGE_SIZE, **arguments)
     if result.cycles is None:
@@ -105,14 +108,17 @@ def cycles(target: str, build: str, trips: int, **arguments) -> tuple[int, dict]
 
 
 def per_trip(target: str, build: str, **arguments) -> tuple[float, dict]:
-    """Return (cycles of one block, facts of the case): an eighth of what 9 blocks take more than 1. See `cycles`."""
+    """Return (cycles of one block, facts of the case): the excess of 9 blocks over 1 block, divided by 8.
+
+    target: TPU. build: name of a function in the module CASES. arguments: of that function. Raises Unprofiled.
+    """
     (many, facts), (one, _) = (cycles(target, build, trips, **arguments) for trips in (9, 1))
     return (many - one) / 8, facts
 
 
 def our_cost(shape: Shape, target: str) -> Cost:
     """Return the cost of our kernel, which stops at the causal edge. Raises Unprofiled."""
-    # Block sizes follow from the number of tokens and, for short tables, of pages: shapes with equal ones are shared.
+    # Block sizes depend on the number of tokens and, for short tables, of pages. Equal sizes share one profile.
     arguments = {"heads": shape.heads, "head_dim": shape.head_dim, "in_keys": shape.in_keys, "decode": shape.decode}
     arguments |= {"max_pages": 32, "num_tokens": 64 if shape.decode else max(shape.q_len, 1024)}
     edge, facts = per_trip(target, "ours", part="edge", **arguments)
@@ -134,8 +140,9 @@ def our_cost(shape: Shape, target: str) -> Cost:
 
 
 def their_cost(shape: Shape, target: str) -> Cost:
-    """Return the cost of jax's kernel with its fastest block size; NaN if libtpu can profile none of them, and for
-    latents.
+    """Return the cost of jax's kernel with whichever of its block sizes is fastest.
+
+    All figures are NaN if libtpu can profile none of them, and for latents.
     """
     heads, head_dim = shape.heads, shape.head_dim
     if heads == SMOLLM[0]:  # it tiles 1, 2, 4 or a multiple of 8 kv heads, of 128 lanes
@@ -155,7 +162,9 @@ def their_cost(shape: Shape, target: str) -> Cost:
 
 
 def roofline_us(shape: Shape, target: str) -> float:
-    """Return the least microseconds of a shape on a TPU, by its bytes and operations."""
+    """Return the least microseconds of a shape on a TPU: the longer of its bytes at full bandwidth and its operations
+    at peak.
+    """
     num_q_heads, num_kv_heads = shape.heads
     tokens = shape.num_seqs * shape.q_len
     seen = tokens * (shape.kv_len - (shape.q_len - 1) / 2)  # query-key pairs
@@ -168,7 +177,10 @@ def roofline_us(shape: Shape, target: str) -> float:
 
 
 def measure(shape: Shape, target: str) -> dict[str, Any]:
-    """Return a row: cycles of a block and of the shape, and microseconds; None for what libtpu cannot estimate."""
+    """Return a row: cycles of a block and of the shape, and microseconds; None for figures that libtpu cannot estimate.
+
+    Raises Unprofiled if it cannot estimate our kernel.
+    """
     ours, theirs = our_cost(shape, target), their_cost(shape, target)
     figures = {
         "our_block": ours.normal_block,

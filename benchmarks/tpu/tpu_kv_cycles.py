@@ -16,19 +16,19 @@ from benchmarks.recorder import Recorder
 from benchmarks.tpu.tpu_cycles import LATENT, LLAMA, per_trip
 from jaxengine.check.targets import CLOCKS, TARGETS
 
-# Of a chip that multiplies e4m3 that, and int8 of the others, by default.
+# Dtypes of the cache by chip: e4m3 on a chip that multiplies it, int8 on the others.
 KINDS = {"v5e": ("int8",), "v6e": ("int8",), "v5p": ("int8",), "tpu7x": ("fp8_e4m3",)}
 DTYPES = {"bfloat16": ("bfloat16", 2), "int8": ("int8", 1), "fp8_e4m3": ("float8_e4m3fn", 1)}
-# Heads (queries', kv), width of a head, and of latents how many of a key are the values; tokens of a prefill's step.
+# (query heads, KV heads), width of a head, and for latents how many elements of a key are the value.
 HEADS = {"32/8 heads of 128": (*LLAMA, None), "latent, 16 heads": ((16, 1), *LATENT)}
-TOKENS = 1024
+TOKENS = 1024  # of a prefill step
 
 
 def block_cycles(target: str, heads: str, kind: str, *, decode: bool) -> float:
     """Return the cycles of attention to 1024 keys: by 1 token with a mask for a decode, by 128 tokens without one for a
     prefill.
 
-    target: TPU. heads: key of HEADS. kind: dtype of the cache, a key of DTYPES.
+    target: TPU. heads: key of HEADS. kind: dtype of the cache, a key of DTYPES. Raises Unprofiled.
     """
     (queries, kv), head_dim, in_keys = HEADS[heads]
     arguments = {"heads": (queries, kv), "head_dim": head_dim, "in_keys": in_keys, "decode": decode, "max_pages": 32}
@@ -48,9 +48,10 @@ def copied_cycles(target: str, heads: str, kind: str) -> float:
 
 
 def measure(target: str, heads: str, mode: str, kind: str) -> dict[str, Any]:
-    """Return a row: cycles of a block, and for a decode, where each sequence copies its own keys, cycles of the copies.
+    """Return a row: cycles of a block, cycles of its copies, and "takes", the larger of both.
 
-    mode: "decode" or "prefill". Other arguments: see `copied_cycles`.
+    A prefill has no cycles of copies (None), because many tokens share them. target: TPU. heads: key of HEADS. mode:
+    "decode" or "prefill". kind: dtype of the cache, a key of DTYPES. Raises Unprofiled.
     """
     decode = mode == "decode"
     row: dict[str, Any] = {"target": target, "heads": heads, "step": mode, "kv": kind}

@@ -39,11 +39,12 @@ def ragged_paged_attention(
     decode: bool,
     blocks_of: int | None = None,
 ) -> tuple[Callable, Any, dict]:
-    """Build the call of ragged paged attention v3 for decodes or for other steps, as `tpu_profile.profile` wants it.
+    """Build the call of ragged paged attention v3 for decodes or for other steps; return (function, operands, facts).
 
-    heads: query heads and KV heads. max_pages: of a sequence. blocks_of: generation of TPU whose block sizes it takes;
-    None for this one. The facts have `block_q` and `block_kv`, the tokens and keys of a pass of its loop over blocks,
-    and `trips`, the passes of the loop inside that multiplies.
+    heads: query heads and KV heads. max_pages: of a sequence. num_tokens: of the step. blocks_of: generation of TPU
+    whose block sizes it takes; None for the current chip's. The facts have `block_q` and `block_kv`, the tokens and
+    keys of a pass of its loop over blocks, and `trips`, the passes of the inner loop that multiplies. Raises
+    ImportError without tpu-inference.
     """
     kernel_util = _enter_package()
     dtype, (num_q_heads, num_kv_heads) = jnp.bfloat16, heads
@@ -73,8 +74,10 @@ def ragged_paged_attention(
 
 
 def _enter_package() -> Any:
-    """Make tpu-inference's kernels importable, for the chip of the current mesh; return the module that tells them its
-    generation. Raises ImportError.
+    """Make tpu-inference's kernels importable for the chip of the current mesh; return their module `util`.
+
+    Replaces entries of sys.modules, and the function that says the chip's generation. Raises ImportError if it is not
+    installed.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.submodule_search_locations is None:
@@ -87,5 +90,5 @@ def _enter_package() -> Any:
     sys.modules |= {PACKAGE: package, f"{PACKAGE}.logger": MagicMock(), f"{PACKAGE}.utils": utils}
     vars(pltpu).setdefault("reciprocal", pl.reciprocal)  # jax 0.10 has it in `pl` alone
     util: Any = importlib.import_module(f"{KERNELS}.util")
-    util.get_tpu_version = lambda: chip.generation  # theirs asks the process's first device
+    util.get_tpu_version = lambda: chip.generation  # the original uses the process's first device
     return util

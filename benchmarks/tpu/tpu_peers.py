@@ -33,12 +33,14 @@ HEAD_DIMS = (128, 64)
 TOKENS = {"decode": 64, "prefill": 2048}
 MAX_PAGES = 64
 NORMAL_KEYS, NORMAL_TOKENS = 1024, 128
-COMPILE_S = 1800.0  # that a compiler may take for one kernel
+COMPILE_S = 1800.0  # most seconds of compiling one kernel
 LIMITS = {"decode": 0.8, "prefill": 0.65, "loop": 0.85}  # of the arithmetic's ratio by step, and of the loop's
 
 
 class Cost(NamedTuple):
-    """Bundles of one kernel for NORMAL_KEYS keys and one token, or NORMAL_TOKENS, and what it works at a time."""
+    """Bundles of one kernel for NORMAL_KEYS keys and one token (decode) or NORMAL_TOKENS (prefill), and its block
+    size.
+    """
 
     arithmetic: int | None
     loop: int | None
@@ -48,7 +50,8 @@ class Cost(NamedTuple):
 def cost(target: str, build: str, step: str, **arguments: Any) -> Cost:
     """Return the cost of the kernel that `build` ("module:function") makes for a step, a key of TOKENS.
 
-    target: TPU. arguments: of the function and of `profile`.
+    If it does not compile, or has no loop over blocks, the bundles are None and `block` is the reason. target: TPU.
+    arguments: of the function and of `profile`.
     """
     sizes = {"decode": step == "decode", "page_size": PAGE_SIZE, "max_pages": MAX_PAGES, "num_tokens": TOKENS[step]}
     try:
@@ -66,7 +69,10 @@ def cost(target: str, build: str, step: str, **arguments: Any) -> Cost:
 
 
 def measure(target: str, step: str, heads: tuple[int, int], head_dim: int, python: str) -> dict[str, Any]:
-    """Return a row. step: key of TOKENS. heads: query heads and KV heads. python: interpreter with tpu-inference."""
+    """Return a row that compares both kernels; ratios are None where a kernel has no bundles.
+
+    step: key of TOKENS. heads: query heads and KV heads. python: interpreter with tpu-inference.
+    """
     shape = {"heads": heads, "head_dim": head_dim}
     ours = cost(target, f"{CASES}:ours", step, in_keys=None, part="walk", trips=1, **shape)
     theirs = cost(target, THEIR_CASE, step, python=python, **shape)
@@ -99,6 +105,7 @@ OPTIONS = shared(targets=("v5e", "v5p", "v6e", "tpu7x"), only="", venv_dir=CACHE
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Install tpu-inference, compile both kernels for each target, step and size of heads, and add a row for each."""
     versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
     recorder.describe = lambda: {**machine(), "libtpu": versions["libtpu"], "tpu-inference": VERSION}
     same = (*(f"{name}=={found}" for name, found in versions.items()), "absl-py")

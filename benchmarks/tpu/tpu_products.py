@@ -24,7 +24,7 @@ from jaxengine.pallas_kernels.matmul.tpu.quantized import quantized_matmul
 
 LAYER = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 CLOCK_HZ = {"v6e": 1.75e9}
-# What a matrix is kept as: dtype and bits of its codes, inputs of a scale, whether it has zeros, codes of rows.
+# Storage of a matrix: dtype and bits of its codes, inputs of a scale, whether it has zeros, dtype of rows' codes.
 STORED = {
     "int4 g128": ("uint8", 4, 128, False, None),
     "int4 g128 with zeros": ("uint8", 4, 128, True, None),
@@ -35,8 +35,10 @@ ROWS = {"decode of 8": 8, "decode of 64": 64, "prefill of 512": 512}
 
 
 def product(rows: int, size: int, out: int, stored: str) -> Any:
-    """Build a product of `rows` rows with a matrix [size, out] of STORED[stored], for `tpu_profile.profile`: kernel,
-    operands and {"bytes"}.
+    """Build a product of `rows` rows with a matrix [size, out]; return (kernel, shapes of its operands, {"bytes": bytes
+    moved}).
+
+    stored: key of STORED.
     """
     codes, bits, group, zeros, of_rows = STORED[stored]
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)
@@ -67,9 +69,9 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def _layer(target: str, name: str, rows: int, stored: str) -> dict[str, Any]:
-    """Return a row with the cycles and bytes of the four products of a layer together, or with an error of libtpu's.
+    """Return a row with the cycles and bytes of a layer's four products together, or with an error of libtpu.
 
-    target: TPU. name: of the row. rows: of the activations. stored: key of STORED.
+    target: TPU. name: label of the row. rows: rows of the activations. stored: key of STORED.
     """
     chip, own = TARGETS[target], {"target": target, "rows": name, "stored": stored}
     cycles = moved = codes = time = 0.0

@@ -41,16 +41,16 @@ _KERNEL = "profiled_kernel"  # the compiler names its dumps after the function
 
 
 class Profile(NamedTuple):
-    """Figures that libtpu reports of a compiled kernel."""
+    """Figures that libtpu reports about a compiled kernel."""
 
     cycles: int | None  # estimated; None where libtpu cannot profile the kernel
-    facts: dict[str, Any]  # what the builder says of its case
+    facts: dict[str, Any]  # returned by the builder
     bundles: int  # instruction words of the kernel, each counted once
-    dump: str  # libtpu's text of them
+    dump: str  # libtpu's text of the bundles
 
 
 class ProfileError(RuntimeError):
-    """The kernel does not compile for the chip; the message says why."""
+    """Error of a kernel that does not compile for the chip; the message says why."""
 
 
 def profile(
@@ -62,21 +62,23 @@ def profile(
     python: str = sys.executable,
     **arguments: Any,
 ) -> Profile:
-    """Compile the bare kernel that the function named `build` ("module:function") returns and return its profile.
+    """Compile the bare kernel that a function returns in a child process, and return its profile.
 
-    build: called in the child as build(**arguments); returns what `bare_kernel` returns, and a dict for `facts`.
-    topology: e.g. "v6e:1x1". timeout: seconds. timed: whether to ask for cycles. python: interpreter of the child, with
-    jax and libtpu. arguments: must survive JSON. Raises ProfileError when the compiler refuses.
+    build: "module:function", called in the child as function(**arguments); it returns the pair of `bare_kernel` and a
+    dict for `facts`. topology: e.g. "v6e:1x1". timeout: seconds of one compilation. timed: whether to request cycles;
+    where libtpu aborts on that, it is compiled again without. python: interpreter of the child, with jax and libtpu.
+    arguments: values that JSON can represent. Raises ProfileError when the compiler refuses, TimeoutExpired after the
+    timeout.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Of some hundred passes only the last is read.
+        # There are about a hundred passes; only the last one's dump is needed.
         only = "--xla_jf_dump_llo_pass_label_regex=final_bundles"
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true {only}"
         cycles = f" --xla_jf_dump_static_llo_profile_to={folder}/prof" if timed else ""
         ran = _child(python, build, topology, arguments, dump + cycles, timeout)
         if (
             timed and ran.returncode and "Static LLO profiling" in ran.stderr
-        ):  # a copy its model does not know aborts libtpu
+        ):  # libtpu aborts on a copy that its cost model lacks
             ran = _child(python, build, topology, arguments, dump, timeout)
         if ran.returncode:
             errors = re.findall(r"^.*(?:Error|INTERNAL|UNIMPLEMENTED|RESOURCE_EXHAUSTED).*$", ran.stderr, re.M)
@@ -96,7 +98,10 @@ def profile(
 
 
 def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:
-    """Make every `lax.while_loop` of `module` run as often as trips(condition function) says, from now on."""
+    """Replace `lax.while_loop` in `module` by loops of fixed length, for the rest of the process.
+
+    trips: returns the number of passes of a loop from its condition function. Loops traced from then on are affected.
+    """
 
     def while_loop(cond: Callable, body: Callable, init: Any) -> Any:
         return lax.fori_loop(0, trips(cond), lambda _, carry: body(carry), init)
@@ -106,9 +111,9 @@ def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:
 
 
 def bare_kernel(fn: Callable, args: Sequence[Any], kernel: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """Return (function that runs the pallas_call named `kernel` of fn(*args) alone, shapes of its operands).
+    """Trace fn(*args); return (function that runs only its pallas_call named `kernel`, shapes of that call's operands).
 
-    Raises ValueError if fn has no such call.
+    The first call whose name contains `kernel` is taken. Raises ValueError if there is none.
     """
     call = next(_pallas_calls(jax.make_jaxpr(fn)(*args).jaxpr, kernel), None)
     if call is None:
@@ -135,6 +140,7 @@ def _pallas_calls(jaxpr: Any, kernel: str) -> Iterator[Any]:
 
 
 def _namespace_with(module: Any, **replaced: Any) -> SimpleNamespace:
+    """Return a namespace with the attributes of a module, except for `replaced`."""
     names = {name: getattr(module, name) for name in dir(module) if not name.startswith("__")}
     return SimpleNamespace(**names | replaced)
 
@@ -142,14 +148,18 @@ def _namespace_with(module: Any, **replaced: Any) -> SimpleNamespace:
 def _child(
     python: str, build: str, topology: str, arguments: dict, flags: str, timeout: float
 ) -> subprocess.CompletedProcess:
+    """Run `compile_bare` in a child process with these flags of libtpu; return the completed process, whatever its
+    status.
+    """
     here = [python, *command(compile_bare, build=build, topology=topology, arguments=arguments)[1:]]
     environment = dict(os.environ, LIBTPU_INIT_ARGS=flags, **AOT_ENVIRONMENT)
     return subprocess.run(here, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def compile_bare(build: str, topology: str, arguments: dict) -> None:
-    """Trace, lower and compile for the first chip of a topology; print the builder's facts as JSON. Arguments: see
-    `profile`.
+    """Trace, lower and compile a kernel for the first chip of a topology, and print the builder's facts as JSON.
+
+    build: "module:function". topology: e.g. "v6e:1x1". arguments: keyword arguments of the function.
     """
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     mesh = Mesh(np.array([device]), ("chip",))

@@ -46,7 +46,8 @@ ENGINE = engine_options(
 
 
 def write_adapter(folder: Path, core: EngineCore, rank: int, seed: int) -> str:
-    """Write an adapter for every matrix that can have one, in PEFT's format, to `folder`; returns its path.
+    """Write a random adapter for every matrix that can have one to the new folder `folder`, in PEFT's format; return
+    its path.
 
     core: engine with the model. rank: of the adapter. seed: of its random numbers.
     """
@@ -64,14 +65,15 @@ def write_adapter(folder: Path, core: EngineCore, rank: int, seed: int) -> str:
 
 
 class Streams:
-    """An engine whose requests never end.
+    """Engine with `count` requests that outlast the measurement.
 
     Attributes:
-      ends: the time at which each step ended, in seconds.
-      first: ids of the requests that have a token.
+      ends: the time at which each step ended, in seconds, after a first entry of 0.
+      first: ids of the requests that have got a token.
     """
 
     def __init__(self, core: EngineCore, count: int):
+        """Add `count` requests of 900 tokens, and run steps until all are decoding."""
         self.core, self.ends, self.first = core, [0.0], set[str]()
         self._num = 0
         for _ in range(count):
@@ -89,7 +91,7 @@ class Streams:
         return str(self._num)
 
     def step(self) -> None:
-        """Run one step, and note its end and whose tokens it gave."""
+        """Run one step; append its end to `ends`, and add the requests that got tokens to `first`."""
         self.first |= {output.request_id for output in self.core.step()}
         self.ends.append(time.perf_counter())
 
@@ -99,16 +101,16 @@ class Streams:
             self.step()
 
     def intervals(self, begin: int) -> np.ndarray:
-        """Return the milliseconds between the ends of consecutive steps, from step number `begin` on."""
+        """Return the milliseconds between the ends of consecutive steps, from the entry `begin` of `ends` on."""
         return np.diff(np.array(self.ends[begin:])) * 1e3
 
 
 def once(streams: Streams, path: str, name: str) -> dict[str, float]:
     """Load an adapter, use it in one request and unload it, while the streams run; return milliseconds by name.
 
-    step: median of a step before. load, swap: until the adapter is loaded, and until it is on the devices. gap: longest
-    step since loading began. gap of a plain request: longest step until a request without an adapter has its first
-    token. path, name: of the adapter.
+    "step": median of a step before. "load", "swap": until the adapter is loaded, and from the request until it is on
+    the devices. "gap": longest step from the start of loading to the request's first token. "gap of a plain request":
+    longest step until a request without an adapter has its first token. path, name: of the adapter.
     """
     core, store = streams.core, streams.core.engine.extensions.adapter_store()
     for _ in range(20):
@@ -119,7 +121,7 @@ def once(streams: Streams, path: str, name: str) -> dict[str, float]:
     streams.until(lambda: core.utility("adapter_is_loaded", ticket))
     loaded = time.perf_counter() - start
     request, start = streams.ask(4, name), time.perf_counter()
-    streams.step()  # asks for the slot
+    streams.step()  # begins the upload into a slot
     streams.until(lambda: not store.is_uploading)
     swapped = time.perf_counter() - start
     streams.until(lambda: request in streams.first)
@@ -135,10 +137,9 @@ def once(streams: Streams, path: str, name: str) -> dict[str, float]:
 
 
 def parts(core: EngineCore, path: str) -> dict[str, float]:
-    """Time the parts of a swap while nothing else runs; return milliseconds by name. Overwrites slot 1 of the adapters'
-    pools.
+    """Time the parts of a swap while nothing else runs; return milliseconds by name.
 
-    path: of the adapter.
+    path: of the adapter. Overwrites slot 1 of the adapters' pools.
     """
     store, found = core.engine.extensions.adapter_store(), {}
 
@@ -156,6 +157,7 @@ def parts(core: EngineCore, path: str) -> dict[str, float]:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Measure swaps alone and under streams, and add one row of medians, of gaps the longest."""
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     core = LLM(**ENGINE, max_num_seqs=args.streams + 1, max_lora_rank=args.rank).core
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Tokens that an engine gives which is started with some weights, in a process of its own: for `weight_updates`.
+"""Tokens of an engine that is started with given weights in a separate process, for `weight_updates`.
 
-The weights are written as a checkpoint, the adapter as a PEFT folder, and both are read as any user's are: nothing here
-knows updates.
+The weights are written as a checkpoint and the adapter as a PEFT folder, and both are read as a user's are. No weights
+are updated here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Asked(NamedTuple):
     """Tokens that one set of weights has chosen.
 
     Attributes:
-      before: ids of the prompt and of the output before them.
-      tokens: their ids, chosen greedily.
+      before: ids of the prompt, and of the output before `tokens`.
+      tokens: token ids, chosen greedily.
       has_adapter: whether the request has the adapter.
     """
 
@@ -47,10 +47,11 @@ def differences(
     adapter_config: Mapping[str, Any],
     asked: Sequence[Asked],
 ) -> int:
-    """Count the entries of `asked` for which an engine that is started with these weights gives other tokens.
+    """Return the number of entries of `asked` for which an engine started with these weights chooses other tokens.
 
-    model: options that name a model of the sizes that the weights have. tensors: the weights by name. adapter,
-    adapter_config: matrices of the adapter by name, and the content of its adapter_config.json.
+    model: options that name a model of the same sizes. tensors: the weights by name. adapter, adapter_config: matrices
+    of the adapter by name, and the content of its adapter_config.json. Raises CalledProcessError if the engine's
+    process fails.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -69,7 +70,9 @@ def differences(
 
 
 def answer(folder: str) -> None:
-    """Start an engine with a folder's checkpoint, and write its tokens for the entries of ASKED there to FOUND."""
+    """Start an engine with the checkpoint in `folder`, and write its tokens for each entry of the file ASKED to
+    FOUND.
+    """
     asked = [Asked(*each) for each in json.loads(Path(folder, ASKED).read_text())]
     adapter = LoRARequest("policy", 1, str(Path(folder, ADAPTER)))
     sizes = engine_options(dtype="float32", max_model_len=256, max_num_batched_tokens=256, max_num_seqs=32)

@@ -51,13 +51,14 @@ ENGINE = {
 
 
 def prompts_of(vocab_size: int) -> list[list[int]]:
-    """Return seven prompts of 3 to 40 random tokens; two begin alike."""
+    """Return seven prompts of 3 to 40 random tokens. The last one begins with 24 tokens of the second."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, size).tolist() for size in (3, 40, 17, 26, 9, 31)]
     return [*prompts, prompts[1][:24] + prompts[0]]
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Certify each checkpoint, dtype and mode that has no row yet, and add a row. Stops at the recorder's deadline."""
     if args.resume:
         recorder.resume()
     known = {(row["family"], row["dtype"], row["rl_exact"]) for row in recorder.rows}
@@ -69,9 +70,10 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def measured(name: str, dtype: str, exact: bool) -> dict[str, Any]:
-    """Certify one checkpoint in a dtype, with or without rl_exact; return a row with the differing log-probabilities.
+    """Certify one recorded checkpoint in a dtype, with or without rl_exact; return a row with the differing
+    log-probabilities.
 
-    name: of the checkpoint.
+    name: of the checkpoint. "kept" is in the row only with rl_exact.
     """
     model = open_model(checkpoint(name), dtype=dtype)
     llm = LLM(str(checkpoint(name)), dtype=dtype, rl_exact=exact, **ENGINE)

@@ -36,12 +36,12 @@ PROMPT = [[100, 7, 11, 200, 5]]
 
 
 def alive() -> float:
-    """Return the MiB of all arrays on the devices."""
+    """Return the MiB of all arrays of jax in this process, to one decimal."""
     return round(sum(each.nbytes for each in jax.live_arrays()) / 2**20, 1)
 
 
 class Cycles:
-    """One engine that is put to sleep and woken. expected: tokens of its requests before the first sleep."""
+    """Engine that is put to sleep and woken. expected: tokens of its requests before the first sleep."""
 
     def __init__(self, llm: LLM, requests: int):
         self._llm, self._tensors = llm, stored()
@@ -50,7 +50,7 @@ class Cycles:
         self.expected = self.tokens()
 
     def tokens(self) -> list[list[int]]:
-        """Return the greedy tokens of the requests."""
+        """Run the requests and return their greedy tokens, 8 each."""
         outputs = self._llm.generate(self._prompts, self._params, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in outputs]
 
@@ -59,11 +59,12 @@ class Cycles:
         self._llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
 
     def once(self, level: int) -> dict[str, Any]:
-        """Put the engine to sleep and wake it; return MiB of arrays alive before, asleep and after, and seconds by
-        name.
+        """Put the engine to sleep and wake it; return MiB of arrays alive "before", "asleep" and "after", and seconds
+        by name.
 
-        sleep, wake, first: seconds of going to sleep, of waking, and from then to the first token; warm: of another
-        first token. At level 2 waking includes restoring the weights, which come from host memory.
+        "sleep", "wake", "first": seconds of going to sleep, of waking, and of a first token after it. "warm": of
+        another first token. At level 2 waking includes restoring the weights, which come from host memory. Clears the
+        prefix cache.
         """
         llm, found = self._llm, {}
         llm.core.utility("reset_prefix_cache")
@@ -88,6 +89,7 @@ class Cycles:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Run the cycles, at levels 1 and 2 alternately; add a row after each tenth. Begins no tenth after the deadline."""
     if args.resume:
         recorder.resume()
     first = recorder.rows[-1]["cycles"] if recorder.rows else 0

@@ -39,13 +39,18 @@ class Seconds(NamedTuple):
 
 
 def vectors_of(llm: LLM, number: int, scale: float) -> list[dict[str, Any]]:
-    """Return the field `steer` of request `number`: a random vector times `scale`, for all layers."""
+    """Return the field `steer` of request `number`: a random vector [D] times `scale`, added after all layers.
+
+    The number is the seed of the vector.
+    """
     drawn = np.random.default_rng(number).standard_normal(llm.core.inputs.model_config.hidden_size)
     return [{"at": AT, "vector": drawn * scale}]
 
 
 def step_seconds(llm: LLM, args: Namespace, *, steered: bool) -> Seconds:
-    """Run one round, whose requests add vectors if `steered`; return the medians over its decode steps."""
+    """Run one round of requests, which add vectors if `steered`; return the median seconds of its last `args.steps`
+    steps.
+    """
     core = llm.core
     for number in range(args.requests):
         steer = vectors_of(llm, number, 0.01) if steered else None
@@ -61,9 +66,14 @@ def step_seconds(llm: LLM, args: Namespace, *, steered: bool) -> Seconds:
 
 
 def changed_by_zeros(llm: LLM, args: Namespace) -> int:
-    """Count the requests that get other tokens, or other bits of log-probabilities, with vectors of zeros."""
+    """Return the number of requests that get other tokens, or other bits of log-probabilities, with vectors of zeros
+    than without vectors.
+    """
 
     def answers(scale: float | None) -> list[tuple[list[int], bytes]]:
+        """Return (token ids, bits of the log-probabilities) of each request; scale: of its vector, None for no
+        vector.
+        """
         params = [
             SamplingParams(
                 temperature=number % 2,
@@ -86,6 +96,7 @@ def changed_by_zeros(llm: LLM, args: Namespace) -> int:
 
 
 def run(args: Namespace, recorder: Recorder) -> None:
+    """Measure the three kinds of steps alternately and add a row for each, then a row for vectors of zeros."""
     logging.getLogger("jaxengine").setLevel(logging.ERROR)
     plain = LLM(**ENGINE, max_num_seqs=args.requests)
     steered = LLM(**ENGINE, max_num_seqs=args.requests, steer=[AT])

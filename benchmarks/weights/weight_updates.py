@@ -65,8 +65,8 @@ KV: tuple[KVMode, ...] = ("recompute", "drop", "keep")
 
 
 class State(NamedTuple):
-    """Versions of the numbers that the engine has: of every third layer and of all others, as of `moved`, and of the
-    adapter, as of `adapter`.
+    """Versions of the weights in the engine: of every third layer and of all others, numbers of `moved`, and of the
+    adapter, a seed.
     """
 
     third: int
@@ -75,7 +75,7 @@ class State(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Tokens of a request from one update on.
+    """Tokens of a request from one update to the next.
 
     Attributes:
       version: weight_version of the engine.
@@ -94,8 +94,8 @@ class Known:
 
     Attributes:
       prompt: its token ids.
-      has_adapter: it has the adapter.
-      runs: of its tokens so far, in order.
+      has_adapter: whether it uses the adapter.
+      runs: runs of its tokens so far, in order.
     """
 
     prompt: list[int]
@@ -104,7 +104,9 @@ class Known:
 
 
 def stored(model: EngineConfig | None = None) -> dict[str, np.ndarray]:
-    """Return a model's tensors by name. model: options that name it; None for the default model."""
+    """Return a model's tensors by name, read from its checkpoint. model: options that name it; None for the default
+    model.
+    """
     source = open_model(model or EngineConfig()).weights
     assert source is not None and not isinstance(source, Path)
     tensors = {name: source.read(name) for name in source.names()}
@@ -113,7 +115,9 @@ def stored(model: EngineConfig | None = None) -> dict[str, np.ndarray]:
 
 
 def moved(array: np.ndarray, number: int) -> np.ndarray:
-    """Return a copy whose rows number - 1, number + 2, ... are 1.1 times as large; the array itself for number 0."""
+    """Return a copy of an array whose rows number - 1, number + 2, ... are multiplied by 1.1; the array itself for
+    number 0.
+    """
     if number == 0:
         return array
     array = array.copy()
@@ -122,12 +126,14 @@ def moved(array: np.ndarray, number: int) -> np.ndarray:
 
 
 def is_third(name: str) -> bool:
-    """Whether a tensor is one of every third layer."""
+    """Whether a tensor belongs to a layer whose index is a multiple of three."""
     return ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) % 3 == 0
 
 
 def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield random LoRA matrices for the attention's output projections, by name; `number` is their seed."""
+    """Yield (name, random LoRA matrix f32) for both matrices of every attention output projection; `number` is the
+    seed.
+    """
     rng = np.random.default_rng(number)
     for name, array in tensors.items():
         if name.endswith("o_proj.weight"):
@@ -137,7 +143,7 @@ def adapter(tensors: Mapping[str, np.ndarray], number: int) -> Iterator[tuple[st
 
 
 def state_after(number: int) -> State:
-    """Return the state after update `number`; -1 for that before the first one."""
+    """Return the state after update `number`; for -1 the state before the first update."""
     turn, kind = divmod(number, len(KINDS))
     first, third, again = turn % 3, (turn + 1) % 3, (turn + 2) % 3
     own = {0: (first, first), 1: (third, first), 2: (again, again), 3: (again, again)}[kind]
@@ -145,11 +151,11 @@ def state_after(number: int) -> State:
 
 
 class Streams:
-    """Requests of which a new one follows each that ends, and the weights that computed their tokens.
+    """Requests that are replaced by new ones as they end, with the weights that computed their tokens.
 
     Attributes:
-      num_wrong: requests that have ended with other weight_versions than the switches say.
-      checkable: runs of requests that have ended, by the state that made them.
+      num_wrong: number of requests that ended with other weight_versions than the updates imply.
+      checkable: runs of ended requests, by the state that computed them.
     """
 
     def __init__(self, llm: LLM, count: int, tokens: int, state: State):
@@ -159,11 +165,13 @@ class Streams:
         self._drawn, self._taken = np.random.default_rng(0), Counter[State]()
 
     def step(self) -> None:
-        """Add requests up to the number that runs at once, run an engine step, and check what has ended."""
+        """Add requests up to the number that runs at once, run an engine step, and check the requests that ended in
+        it.
+        """
         core = self._llm.core
         while len(core.engine.scheduler.requests) < self._count:
             self._num += 1
-            # Not all end at once.
+            # The first ones have different lengths, so that not all end at once.
             count = self._tokens if self._num > self._count else 1 + self._num * self._tokens // self._count
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
             has_adapter, prompt = self._num % 8 == 0, [100 + self._num % 1000, 7]
@@ -177,10 +185,15 @@ class Streams:
                 self._ended(list(output.outputs[0].token_ids), output.outputs[0].weight_versions, known)
 
     def switched(self, state: State, kv: KVMode, of_adapter: bool) -> None:
-        """Take note of an update that has just been made, of weights or of the adapter alone."""
+        """Begin a new run of tokens in every running request, after an update of weights or, if `of_adapter`, of the
+        adapter.
+
+        state: of the weights from now on. kv: how keys and values were treated; with "keep" the new runs of requests
+        that have tokens have no state. Requests without the adapter keep their state after an adapter's update.
+        """
         version, scheduler = self._llm.weight_version, self._llm.core.engine.scheduler
         running = {each.request_id: len(scheduler.output_token_ids(each)) for each in scheduler.requests}
-        # Those that ended in the step that the update waited for are not looked at.
+        # Requests that ended in the step that the update waited for are not checked.
         self._known = {name: each for name, each in self._known.items() if name in running}
         for name, each in self._known.items():
             if of_adapter and not each.has_adapter:
@@ -190,10 +203,10 @@ class Streams:
         self._state = state
 
     def take_checks(self, most: int) -> tuple[State, list[Asked]] | None:
-        """Remove the runs of one state from `checkable`; return (state, up to `most` of them, evenly spread), None if
+        """Remove one state's runs from `checkable`; return (state, up to `most` of the runs, evenly spread), None if
         there are none.
 
-        The state is the one returned least often, and of several such the one with the most runs.
+        Chooses the state that was returned least often, and among equal ones the one with the most runs.
         """
         if not self.checkable:
             return None
@@ -203,7 +216,11 @@ class Streams:
         return state, runs[:: max(1, -(-len(runs) // most))]
 
     def _ended(self, tokens: list[int], spans: list[WeightSpan] | None, known: Known) -> None:
-        """Compare the weight_versions (`spans`) of an ended request with the switches, and keep its runs."""
+        """Compare the weight_versions (`spans`) of an ended request with its runs, count a difference, and keep the
+        runs.
+
+        tokens: its output. spans: None if all tokens have version 0.
+        """
         bounds = [*known.runs, Run(0, len(tokens), None)]
         wanted = [run.version for run, after in pairwise(bounds) for _ in range(run.start, after.start)]
         spans = spans or [WeightSpan(0, 0, len(tokens))]
@@ -214,7 +231,9 @@ class Streams:
                 self._keep(run.state, Asked(before, tokens[run.start : after.start], known.has_adapter))
 
     def _keep(self, state: State, run: Asked) -> None:
-        """Add a run to `checkable`; beyond MOST_KEPT it replaces a random one, as memory must not grow."""
+        """Add a run to `checkable`. If its state has MOST_KEPT runs, it replaces a random one, so that memory does not
+        grow.
+        """
         runs = self.checkable.setdefault(state, [])
         if len(runs) < MOST_KEPT:
             runs.append(run)
@@ -223,18 +242,20 @@ class Streams:
 
 
 def _with(state: State | None, newest: State) -> State | None:
-    """Return `state` with the adapter of `newest`, None for None: a new adapter leaves the keys and values of requests
-    without adapter valid.
+    """Return `state` with the adapter of `newest`; None for None.
+
+    A new adapter leaves the keys and values of requests without an adapter valid.
     """
     return None if state is None else state._replace(adapter=newest.adapter)
 
 
 class Updates:
-    """Updates of one engine while requests run. number: of the next update."""
+    """Updates of one engine while requests run. number: index of the next update."""
 
     def __init__(self, args: Namespace, first: int, model: dict[str, Any]):
-        """first: number of the update that comes first; the engine gets what those before it would have left. model:
-        options that name the model.
+        """Start the engine with the weights and adapter that the updates before `first` would have left.
+
+        first: index of the first update. model: options that name the model.
         """
         self._llm, self._model = LLM(**ENGINE, **model, max_num_seqs=args.streams), EngineConfig(**model)
         self._tensors, self._args = stored(self._model), args
@@ -246,7 +267,7 @@ class Updates:
         self.streams = Streams(self._llm, args.streams, args.tokens, state)
 
     def once(self) -> WeightUpdate | None:
-        """Run some steps and make the next update; return its times, None for an update of the adapter."""
+        """Run `args.steps` steps and make the next update; return its times, None for an update of the adapter."""
         for _ in range(self._args.steps):
             self.streams.step()
         kind, kv, state = KINDS[self.number % 4], KV[self.number % 3], state_after(self.number)
@@ -264,7 +285,10 @@ class Updates:
         return found
 
     def row(self, done: list[WeightUpdate]) -> dict[str, Any]:
-        """Return the row after some updates, of which `done` are those of weights."""
+        """Return the row after some updates. done: times of the updates of weights among them, at least one.
+
+        Also starts another engine to check runs of tokens.
+        """
         return {
             "updates": self.number,
             "compilations": self._llm.core.runner.compiles.count,
@@ -277,7 +301,7 @@ class Updates:
         }
 
     def _checked(self) -> dict[str, Any]:
-        """Compare runs of one state with those of an engine started with its weights; return the row's columns."""
+        """Compare some runs of one state with an engine started with that state's weights; return the row's columns."""
         found = self.streams.take_checks(self._args.checks)
         if found is None:
             return {"state": "none", "runs checked": 0, "tokens checked": 0, "runs differ": 0}
@@ -291,10 +315,12 @@ class Updates:
         }
 
     def _weights(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (name, array) of all weights in a state."""
         for name, array in self._tensors.items():
             yield name, moved(array, state.third if is_third(name) else state.others)
 
     def shutdown(self) -> None:
+        """Stop the engine."""
         self._llm.core.shutdown()
 
 
@@ -308,7 +334,9 @@ def run(args: Namespace, recorder: Recorder) -> None:
 
 
 def _run(args: Namespace, recorder: Recorder, model: dict[str, Any]) -> None:
-    """Make the updates. model: options that name the model."""
+    """Make the updates up to `args.updates` or the deadline, and add a row after every `args.row`. model: options that
+    name the model.
+    """
     before = recorder.rows[-1] if recorder.rows else Counter[str]()
     updates = Updates(args, before["updates"], model)
     updates.streams.num_wrong = before["versions wrong"]

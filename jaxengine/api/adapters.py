@@ -12,18 +12,18 @@ from typing import Any
 from jaxengine.api.core import EngineCore
 from jaxengine.requests.params.lora import LoRARequest
 
-# About the time that reading a small model's adapter takes.
+# About as long as reading a small model's adapter takes.
 _POLL_SECONDS = 0.01
 
 
 async def load_adapter(
     utility: Callable[..., Awaitable[Any]], name: str, path: str, number: int | None = None, *, in_place: bool = False
 ) -> None:
-    """Load an adapter from a path on the engine's machine; returns when it is loaded.
+    """Load an adapter from a path on the engine's machine, and return when it is loaded.
 
-    utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the adapter is
-    loaded already. in_place: it takes the name of the adapter that has it, whose running requests continue with its own
-    matrices. Raises RequestError, with nothing changed, or EngineDeadError.
+    utility: `EngineClient.utility`. number: the adapter's lora_int_id; None makes it an error that the name is loaded
+    already. in_place: replace the adapter of this name; its running requests continue with their old matrices. Raises
+    RequestError, with nothing changed, or EngineDeadError.
     """
     ticket = await utility("load_adapter", name, path, number, in_place)
     while ticket and not await utility("adapter_is_loaded", ticket):
@@ -31,7 +31,7 @@ async def load_adapter(
 
 
 def load_first(core: EngineCore, lock: AbstractContextManager[Any], request: LoRARequest | None) -> str | None:
-    """Load the request's adapter unless it is loaded already, and return its name; None without a request.
+    """Load the request's adapter unless it is loaded already, and return its name; None if `request` is None.
 
     lock: guards `core`; files are read without holding it. Raises ModelFileError or RequestError, with nothing changed.
     """

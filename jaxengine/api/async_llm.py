@@ -51,7 +51,9 @@ class _Reader:
         self._stream = stream
 
     def put(self, item: AnyOutput | BaseException) -> None:
-        """Pass an output, or the error that ends the stream, to the reader's event loop; drop it if that is closed."""
+        """Pass an output, or the error that ends the stream, to the stream on the reader's event loop, from any thread;
+        drop it if that event loop is closed.
+        """
         try:
             self._loop.call_soon_threadsafe(self._stream.put, item)
         except RuntimeError:  # the reader's event loop is gone, and the reader with it
@@ -59,11 +61,14 @@ class _Reader:
 
 
 class AsyncLLM(AsyncWeightMethods, VllmMethods):
-    """Engine that streams the outputs of many requests at once, for use from async code. Making one loads the model and
-    starts the thread that steps; raises the same errors as `LLM`.
+    """Engine that streams the outputs of many requests at once, for use from async code.
+
+    Making one loads the model and starts the thread that runs steps. Raises ConfigError, ModelConfigError or
+    ModelFileError.
 
     Args:
-      model, devices, mesh, mesh_axes, options: as for `LLM`.
+      model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded model.
+      devices, mesh, mesh_axes, options: see `LLM`.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
+        """Load the model and start the engine's thread. Raises ConfigError, ModelConfigError or ModelFileError."""
         config = EngineConfig.from_options(model=model, **options)
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -95,11 +101,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         usage_context: Any = None,
         stat_loggers: None = None,
     ) -> Self:
-        """Make an engine from `EngineArgs` or an EngineConfig. usage_context: for vLLM's usage statistics, which are
-        not collected here.
+        """Make an engine from `EngineArgs` or an EngineConfig.
 
-        Raises ConfigError for start_engine_loop or stat_loggers other than the defaults; otherwise the same errors as
-        `LLM`.
+        usage_context: ignored; it is for vLLM's usage statistics, which are not collected here. Raises ConfigError for
+        start_engine_loop or stat_loggers other than the defaults, and ConfigError, ModelConfigError or ModelFileError
+        if the engine cannot start.
         """
         for name, value, only in (("start_engine_loop", start_engine_loop, True), ("stat_loggers", stat_loggers, None)):
             if value is not only:
@@ -108,7 +114,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     @property
     def core(self) -> EngineCore:
-        """Return the engine. Raises EngineDeadError in a fork of its process."""
+        """The engine. Raises EngineDeadError in a fork of its process."""
         self._core.check_process()
         return self._core
 
@@ -122,7 +128,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
 
     @property
     def inputs(self) -> InputProcessor:
-        """Return the engine's InputProcessor: limits, tokenizer and default sampling parameters."""
+        """The engine's InputProcessor: limits, tokenizer and default sampling parameters. Raises EngineDeadError in a
+        fork.
+        """
         return self.core.inputs
 
     def generate(
@@ -167,8 +175,13 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         decode: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> CompletionLogprobs:
-        """Return the raw log-probability of each token of a completion of each prompt, as `LLM.get_logprobs` does, with
-        one adapter for all. Raises the first error of a request; the other requests still run to their ends.
+        """Return the raw log-probability of each token of one completion for each prompt, computed by the programs that
+        serve.
+
+        They are of temperature 1, without penalties, truncation or masks. completions: token ids, one sequence for each
+        prompt. decode: decode the tokens one by one instead of at once as a prompt; needs enable_trace_replay.
+        lora_request: one adapter for all. Raises the first error of a request (RequestError or EngineDeadError); the
+        other requests still run to their ends.
         """
         known = KnownCompletions(self.inputs, prompts, completions, decode=decode)
         asked = zip(known.prompts, known.params, strict=True)
@@ -176,7 +189,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return known.result(outputs)
 
     async def _last(self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None) -> RequestOutput:
-        """Run a request as `generate` does, and return its last output."""
+        """Run a request to its end and return its last output. Raises RequestError or EngineDeadError."""
         output = None
         async for each in self.generate(prompt, params, lora_request=lora_request):
             output = each
@@ -184,7 +197,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return output
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter unless it is loaded. Returns True. Raises RequestError, with nothing changed, or
+        """Load an adapter unless it is loaded already, and return True. Raises RequestError, with nothing changed, or
         EngineDeadError.
         """
         number = lora_request.lora_int_id
@@ -192,7 +205,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return True
 
     async def remove_lora(self, lora_int_id: int) -> bool:
-        """Close the adapter with this lora_int_id to new requests. Returns whether there was one. Raises
+        """Unload the adapter with this lora_int_id: no new request may use it. Returns whether there was one. Raises
         EngineDeadError.
         """
         for each in await self.utility("adapters"):
@@ -202,30 +215,30 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return False
 
     async def list_loras(self) -> set[int]:
-        """Return the lora_int_id of each loaded adapter."""
+        """Return the lora_int_ids of the loaded adapters. Raises EngineDeadError."""
         return {each["number"] for each in await self.utility("adapters")}
 
     async def reset_mm_cache(self) -> None:
-        """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""
+        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
         await self.utility("reset_mm_cache")
 
     async def start_profile(self) -> None:
-        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, and while one is
-        running.
+        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, or if a profile
+        is running.
         """
         await self.utility("start_profile")
 
     async def stop_profile(self) -> None:
-        """Write the profile into the folder of profiler_config. Raises RequestError if none was started, or it cannot
-        be written.
+        """End the profile and write it into the folder of profiler_config. Raises RequestError if none runs or writing
+        fails.
         """
         await self.utility("stop_profile")
 
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:
-        """Load the adapter unless it is loaded, then yield the outputs. Raises RequestError if it cannot be loaded, and
-        the errors of `outputs`, which is closed at the end.
+        """Load the adapter unless it is loaded, then yield the outputs; `outputs` is closed at the end. Raises
+        RequestError if the adapter cannot be loaded, and the errors of `outputs`.
         """
         await self.add_lora(request)
         async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], outputs)):
@@ -242,8 +255,11 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         timeout: float | None = None,
         client: str | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the one output of a request to a pooling model: its vector. pooling_params: None for the model's
-        defaults. Other arguments and errors as of `generate`.
+        """Yield the only output of a request to a pooling model: its vector.
+
+        pooling_params: None for the model's defaults. request_id: None for a new one. priority, timeout, client: see
+        `RequestOptions`. Leaving the iteration early aborts the request. The iteration raises RequestError and
+        EngineDeadError.
         """
         params = copy.copy(pooling_params)
         return self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client))
@@ -255,8 +271,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request as `generate` does, for callers that already have RequestOptions; implements
-        `EngineClient.stream`.
+        """Yield the outputs of a request, whole or new parts by `sampling_params.output_kind`, until it is finished.
+
+        None for an argument means the model's defaults, a new id, default options. Leaving the iteration early aborts
+        the request. The iteration raises RequestError and EngineDeadError. Implements `EngineClient.stream`.
         """
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
         return self._outputs(prompt, params, request_id, options)
@@ -268,8 +286,10 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the one output of a request to a pooling model as `encode` does, for callers that already have
-        RequestOptions; implements `EngineClient.pool`.
+        """Yield the only output of a request to a pooling model, for callers that already have RequestOptions.
+
+        None for an argument means the model's defaults, a new id, default options. The iteration raises RequestError
+        and EngineDeadError. Implements `EngineClient.pool`.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
         return self._outputs(prompt, params, request_id, options)
@@ -283,8 +303,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
     ) -> AsyncIterator[Any]:
         """Submit a request to the engine's thread and yield its outputs; abort it if the caller stops reading.
 
-        request_id: None for a new one; options: None for the defaults. The iteration raises RequestError and
-        EngineDeadError.
+        request_id: None for a new one. options: None for the defaults. With DELTA outputs, those that wait for the
+        reader are merged. The iteration raises RequestError and EngineDeadError.
         """
         if request_id is None:
             self._num_requests += 1
@@ -308,9 +328,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                     self._run_command(lambda: self._stop(reader, request_id))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream yields a last output with finish_reason "abort".
+        """Queue the end of a request; its stream will yield a last output with finish_reason "abort".
 
-        Returns before the engine has done so. Ignores an unknown id. Raises EngineDeadError.
+        Returns before the engine has ended it. Ignores an unknown id. Raises EngineDeadError.
         """
         self._run_command(lambda: self._abort(request_id))
 
@@ -328,9 +348,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return await self.between_steps(lambda: self.core.utility(name, *arguments))
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Call a function on the engine's thread before its next step, and wait for it.
+        """Call a function on the engine's thread before its next step, wait for it, and return its result.
 
-        Returns the function's result, or raises its error or EngineDeadError.
+        Raises the function's error, or EngineDeadError.
         """
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
@@ -352,8 +372,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the latest periods in which tokens were turned into text, in order: (start, end, outputs), seconds of
-        time.monotonic.
+        """Return the latest periods in which this process turned tokens into text, in order.
+
+        Each is (start, end, number of outputs); times are seconds of time.monotonic.
         """
         return self.core.text_spans()
 
@@ -362,7 +383,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
-        """Return counters, gauges and histograms, each with `name` and `value`."""
+        """Return the engine's counters, gauges and histograms, each with a name and its values."""
         return self.core.metrics.collect()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
@@ -379,9 +400,9 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         self.core.shutdown()
 
     def _run_command(self, command: Callable[[], None]) -> None:
-        """Queue `command` for the engine's thread, which runs it before its next step; does not wait for it.
+        """Queue `command` for the engine's thread, which runs it before its next step; return without waiting for it.
 
-        Raises EngineDeadError.
+        Raises EngineDeadError once the engine has failed or was shut down, and in a fork.
         """
         self._core.check_process()
         with self._command_lock:
@@ -398,7 +419,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
         request_id: str,
         options: RequestOptions,
     ) -> None:
-        """Prepare and queue a request on the engine's thread. Errors go to its reader."""
+        """Prepare and queue a request, on the engine's thread, and register its reader. Errors go to the reader."""
         if self._dead is not None:
             reader.put(self._dead)
             return
@@ -415,8 +436,8 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._readers[request_id] = reader
 
     def _stop(self, reader: _Reader, request_id: str) -> None:
-        """Abort the request of a reader that left, unless the id now belongs to another request (this one was a
-        duplicate).
+        """Abort the request of a reader that left; do nothing if the id belongs to another reader's request, as for a
+        duplicate id.
         """
         if self._readers.get(request_id) is reader:
             del self._readers[request_id]
@@ -454,7 +475,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
             self._end(error)
 
     def _deliver(self, output: AnyOutput) -> None:
-        """Pass an output to its reader, if it still has one; forget the reader of a finished request."""
+        """Pass an output to its request's reader, if there is one; remove the reader of a finished request."""
         reader = self._readers.get(output.request_id)
         if reader is not None:
             reader.put(output)
@@ -462,7 +483,7 @@ class AsyncLLM(AsyncWeightMethods, VllmMethods):
                 del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
-        """End all streams and queued commands with `error`. Once `_dead` is set nothing more is queued."""
+        """Set `_dead`, run the queued commands, which then fail, and end all streams with `error`."""
         with self._command_lock:
             self._dead = error
         while self._commands:

@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Engine with request preparation and output processing: loads the model, compiles every step, and then serves. Not
+    """Engine with request preparation and output processing: loads the model, compiles every step, then serves. Not
     thread-safe.
 
     Attributes:
       config: resolved configuration, with no option left open.
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
-      owner: the process that may use it.
-      dead: why no request is accepted and no step run any more, once a step has failed or after `shutdown`.
+      owner: the process that may use the engine.
+      dead: error that ends every later request and step, once a step has failed or after `shutdown`; None before.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class EngineCore:
 
         With config.fit, options that fit the devices are chosen first. Logs tables of weights and memory unless
         disable_log_stats.
-        devices: candidates, default all; or mesh and mesh_axes, as of `LLM`. Raises ConfigError, ModelConfigError or
-        ModelFileError, each saying what to change; ClusterError with several nodes. A cluster is shut down on an error.
+        devices: candidates, None for all. mesh, mesh_axes: a mesh instead, see `LLM`. Raises ConfigError,
+        ModelConfigError or ModelFileError, each saying what to change; ClusterError with several nodes. A cluster is
+        shut down on an error.
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
@@ -95,10 +96,9 @@ class EngineCore:
         self._profiler = Profiler(None if profiler is None else profiler.profiler_dir)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """End the engine and its other processes, if it has any; write a profile that is running. Does nothing in a
-        fork.
+        """End the engine and its other processes, if it has any; write a profile that is running. Do nothing in a fork.
 
-        reason: why it has failed, sent to the other processes; None for an ordinary end.
+        reason: why the engine has failed, sent to the other processes; None for an ordinary end.
         """
         if not self.owner.is_here:
             return
@@ -110,8 +110,8 @@ class EngineCore:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions, by name, that an operator may call between two steps; arguments and results are plain
-        JSON values.
+        """Functions, by name, that an operator may call between two steps. Arguments and results are plain JSON
+        values.
         """
         return {
             "reset_prefix_cache": self._reset_prefix_cache,
@@ -129,19 +129,23 @@ class EngineCore:
         }
 
     def utility(self, name: str, *arguments: Any) -> Any:
-        """Call one of `utilities`. Raises RequestError for another name, and the function's own errors."""
+        """Call a function of `utilities` and return its result. Raises RequestError for an unknown name, and the
+        function's errors.
+        """
         if name not in self.utilities:
             raise RequestError(f"there is no {name!r}; allowed: {', '.join(self.utilities)}", param="name", value=name)
         return self.utilities[name](*arguments)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, so that `step` has work."""
+        """Whether a request waits or runs, so that `step` has work to do."""
         return self.engine.has_unfinished
 
     def rest(self) -> float:
-        """Do periodic work while `has_unfinished` is False; return in how many seconds to call again, inf for never.
-        Requests time out in a pause, too.
+        """Do periodic work while `has_unfinished` is False; return the seconds until the next call is due, inf for
+        never.
+
+        While the scheduler is paused, that is at most the time until the next request times out.
         """
         scheduler, due = self.engine.scheduler, self.engine.extensions.rest()
         return max(0.0, min(due, scheduler.next_deadline - time.monotonic())) if scheduler.paused else due
@@ -159,7 +163,10 @@ class EngineCore:
             raise self.dead
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Queue a prepared request. Raises RequestError, with nothing changed, or the same errors as `check`."""
+        """Queue the requests of a prepared request's outputs. Raises RequestError, with nothing changed, for an id in
+        use or a request that cannot be served; EngineDeadError once a step has failed, after `shutdown`, and in a
+        fork.
+        """
         self.check()
         if prepared.request_id in self._processor:
             raise RequestError(
@@ -169,24 +176,26 @@ class EngineCore:
         self._processor.add(prepared)
 
     def abort(self, request_id: str) -> list[AnyOutput]:
-        """End a request and free its pages; return its last outputs, [] if there is no such request."""
+        """End all sequences of a request and free their pages; return its last outputs, [] if there is no such
+        request.
+        """
         running = self._processor.running(request_id)
         for request in running:
             self.engine.finish(request, FinishReason.ABORT)
         return self._process(EngineOutput(finished=running))
 
     def step(self) -> list[AnyOutput]:
-        """Run one step; return its outputs. `pop_rejected` returns the requests that ended without one.
+        """Run one step; return its outputs. `pop_rejected` returns the requests that ended without an output.
 
-        Raises the same errors as `advance`.
+        Raises EngineDeadError if the engine is dead or the step fails.
         """
         return self._process(self.advance())
 
     def advance(self) -> EngineOutput:
         """Run one step; return its tokens, for a caller that turns them into text elsewhere.
 
-        Raises EngineDeadError as `check` does, and if the step fails. From then on every step raises it: the state of
-        device buffers is unknown.
+        Raises EngineDeadError if the step fails, once a step has failed, after `shutdown`, and in a fork. A failed step
+        leaves the device buffers in an unknown state, so that no later step can run.
         """
         self.check()
         try:
@@ -199,40 +208,46 @@ class EngineCore:
         return output
 
     def pop_rejected(self) -> list[tuple[str, RequestError]]:
-        """Return the requests that `step` has refused since the last call: ids and the errors for their callers."""
+        """Return (request id, error for its caller) of each request that `step` has refused since the last call, and
+        forget them.
+        """
         rejected, self._rejected = self._rejected, []
         return rejected
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the latest periods in which this process turned tokens into text: (start, end, outputs), seconds of
-        time.monotonic.
+        """Return the latest periods in which this process turned tokens into text, in order.
+
+        Each is (start, end, number of outputs); times are seconds of time.monotonic.
         """
         return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes of the pools. Returns True."""
+        """Drop all cached prefixes, and return True. Running requests keep their pages."""
         self.engine.scheduler.reset_prefix_cache()
         return True
 
     def _count_rejections(self, count: int) -> None:
-        """Count requests that a process in front of the engine has refused because too many waited."""
+        """Add `count` to the number of rejections: requests that another process refused because too many were
+        waiting.
+        """
         self.engine.request_stats.num_rejections += count
 
     def _load(self) -> dict[str, int]:
-        """Return the numbers of requests that run and that wait, and of those that may run at once."""
+        """Return the numbers of running and waiting requests, and of slots: requests that can run at once."""
         scheduler = self.engine.scheduler
         num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks
         return {"num_running": scheduler.num_running, "num_waiting": scheduler.num_waiting, "num_slots": num_slots}
 
     def _trace(self, seconds: float) -> dict[str, Any]:
-        """Return the last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
+        """Return the engine's timeline of the last `seconds`, with its unfinished requests, as plain JSON values."""
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
     def _process(self, result: EngineOutput) -> list[AnyOutput]:
-        """Return the callers' outputs of an engine step, record ended requests, and queue refused ones for
-        `pop_rejected`; abort the other sequences of a refused request.
+        """Return the callers' outputs of an engine step, and record the ended requests.
+
+        Refused requests are queued for `pop_rejected`, and the other sequences of a refused request are aborted.
         """
-        if not any(vars(result).values()):  # most steps bring nothing that a caller waits for
+        if not any(vars(result).values()):  # most steps have nothing that a caller waits for
             return []
         for request, error in result.refused:
             request_id, siblings = self._processor.forget(request)
@@ -246,9 +261,10 @@ class EngineCore:
         return [*outputs]
 
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
-        """End a request because of the content of its output, and count its end.
+        """End a request because of the content of its output, and record its end.
 
-        reason, text, num_tokens: as OutputProcessor.process passes them.
+        text: stop_reason of the output: the stop string, or that the output repeats itself. num_tokens: output tokens
+        so far.
         """
         self.engine.finish(request, reason, text)
         self.engine.record_finish(request, reason, num_tokens)

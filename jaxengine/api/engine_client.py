@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # imports tokenizers and models, which code that only catches
 
 
 class EngineDeadError(RuntimeError):
-    """Raised if the engine has failed or was shut down; a new one must be started."""
+    """Error of an engine that has failed or was shut down; a new one must be started."""
 
 
 class EngineDrainingError(EngineDeadError):
-    """Raised if the server is shutting down and accepts no new requests."""
+    """Error of a server that is shutting down and accepts no new requests."""
 
 
 class EngineClient(Protocol):
@@ -64,7 +64,11 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the one output of a request to a pooling model. Arguments and errors as of `stream`."""
+        """Yield the only output of a request to a pooling model.
+
+        None for an argument means the model's defaults, a new id, default options. Leaving the iteration early aborts
+        the request. The iteration raises RequestError, OverloadedError and EngineDeadError.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -84,8 +88,9 @@ class EngineClient(Protocol):
         ...
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the periods in which this process turned tokens into text, in order: (start, end, outputs), seconds of
-        time.monotonic.
+        """Return the latest periods in which this process turned tokens into text, in order.
+
+        Each is (start, end, number of outputs); times are seconds of time.monotonic.
         """
         ...
 
@@ -103,7 +108,9 @@ class EngineWrapper:
         return self._engine.errored
 
     async def abort(self, request_id: str) -> None:
-        """End a request of the wrapped engine, as EngineClient.abort."""
+        """End a request of the wrapped engine; its stream yields a last output with finish_reason "abort". Ignores an
+        unknown id.
+        """
         await self._engine.abort(request_id)
 
     async def check_health(self) -> None:
@@ -111,17 +118,23 @@ class EngineWrapper:
         await self._engine.check_health()
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a utility of the wrapped engine, as EngineClient.utility."""
+        """Call a utility function of the wrapped engine and return its result. Raises RequestError for an unknown name,
+        the function's own errors, and EngineDeadError.
+        """
         return await self._engine.utility(name, *arguments)
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the wrapped engine's periods of detokenization, as EngineClient.text_spans."""
+        """Return the wrapped engine's periods of detokenization: (start, end, number of outputs), seconds of
+        time.monotonic.
+        """
         return self._engine.text_spans()
 
 
 def prefix_reset(running: bool, external: bool, name: str = "reset_connector") -> str:
-    """Return the name of the utility that drops cached prefixes; with `running` the one that also has running requests
-    computed again. Raises RequestError about the argument `name` if `external` is true: no reset deletes files.
+    """Return the name of the utility that drops cached prefixes.
+
+    running: choose the one that also makes running requests recompute their pages. external: raise RequestError about
+    the argument `name`, because no reset deletes files.
     """
     if external:
         raise RequestError(f"{name} is true; allowed: false, for the files of kv_offloading_path stay", param=name)

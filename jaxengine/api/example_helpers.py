@@ -11,31 +11,32 @@ import jax
 
 
 def print_embeddings(embeds: Sequence[Any], prefix: str = "Embeddings") -> None:
-    """Print the first four numbers of a vector and how many there are."""
+    """Print `prefix`, the first four numbers of a vector, and its length."""
     first = ", ".join(map(str, embeds[:4])) + (", ..." if len(embeds) > 4 else "")
     print(f"{prefix}: [{first}] (size={len(embeds)})")
 
 
 def get_open_port() -> int:
-    """Return a TCP port of this host on which nobody listens at the moment."""
+    """Return a TCP port of this host on which nobody listens at the moment. It is not reserved."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the devices' memory of engines that are no longer referenced. shutdown_ray: ignored, since no engine starts
-    Ray.
+    """Run the garbage collector, which frees device memory of engines that are no longer referenced.
+
+    shutdown_ray: ignored, since no engine starts Ray.
     """
     gc.collect()
 
 
 class CurrentPlatform:
-    """Description of the devices, read from jax on demand; stands for vLLM's current_platform."""
+    """Description of the devices, read from jax on demand, in place of vLLM's current_platform."""
 
     @property
     def device_type(self) -> str:
-        """Return "cpu", "tpu", "cuda" or "rocm"."""
+        """Kind of the default devices: "cpu", "tpu", "cuda" or "rocm"."""
         name = jax.default_backend()
         if name != "gpu":
             return name
@@ -62,11 +63,11 @@ class CurrentPlatform:
         return self.device_type in ("cuda", "rocm")
 
     def is_xpu(self) -> bool:
-        """Whether the devices are GPUs of Intel."""
+        """Whether the devices are GPUs of Intel. Always False with the devices that jaxengine supports."""
         return self.device_type == "xpu"
 
     def device_count(self) -> int:
-        """Return the number of devices of this process."""
+        """Return the number of devices that belong to this process."""
         return jax.local_device_count()
 
     def get_device_name(self, device_id: int = 0) -> str:
@@ -76,7 +77,7 @@ class CurrentPlatform:
         return jax.local_devices()[device_id].device_kind
 
     def empty_cache(self) -> None:
-        """Free the memory of arrays that are no longer referenced; jax keeps no others."""
+        """Run the garbage collector, which frees arrays that are no longer referenced; jax caches no other memory."""
         gc.collect()
 
 

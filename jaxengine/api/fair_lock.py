@@ -1,7 +1,7 @@
 """A lock that threads which share one engine acquire in order of arrival.
 
-threading.Lock may be reacquired by the thread that just released it: a thread that steps in a loop would keep out one
-whose answer is ready, or that wants to add a request.
+threading.Lock may be reacquired by the thread that just released it. A thread that runs steps in a loop would then keep
+out a thread whose answer is ready, or that wants to add a request.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class FairLock:
         self._ctrl_c: _CtrlC | None = None
 
     def __enter__(self) -> None:
-        """Wait for the lock in order of arrival, with Ctrl-C deferred until `__exit__`. Raises the errors of
-        `check`.
+        """Call `check`, then wait for the lock in order of arrival. Ctrl-C is deferred until `__exit__`.
+
+        Raises the errors of `check`, and KeyboardInterrupt at a second Ctrl-C.
         """
         self._check()
         ctrl_c = _CtrlC.held()
@@ -53,7 +54,7 @@ class FairLock:
             ctrl_c.let_go()
 
     def _take(self) -> None:
-        """Acquire the lock, after all threads that already wait."""
+        """Acquire the lock after all threads that already wait. On an interruption, leave the queue and raise it."""
         with self._guard:
             if not self._is_taken:
                 self._is_taken = True
@@ -68,8 +69,9 @@ class FairLock:
             raise
 
     def _leave(self, mine: threading.Lock) -> None:
-        """Give up a place in the queue, or the lock if it was passed on meanwhile. mine: the lock that this thread
-        waits for.
+        """Remove this thread from the queue, or pass the lock on if it was passed to this thread meanwhile.
+
+        mine: the queue entry that this thread waits for.
         """
         with self._guard:
             if mine in self._queue:
@@ -86,7 +88,7 @@ class FairLock:
 
 
 class _CtrlC:
-    """Deferral of Ctrl-C: the first SIGINT is remembered, a second one is passed to the earlier handler."""
+    """Deferral of Ctrl-C: the first SIGINT is remembered, further ones are passed to the earlier handler."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]):
         self._handler, self._waits = handler, False
@@ -107,13 +109,13 @@ class _CtrlC:
         return ctrl_c
 
     def let_go(self) -> None:
-        """Restore the earlier handler, and raise SIGINT if it came meanwhile."""
+        """Restore the earlier handler, and raise SIGINT if one was remembered."""
         signal.signal(signal.SIGINT, self._handler)
         if self._waits:
             signal.raise_signal(signal.SIGINT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal; call the earlier handler for further ones."""
+        """Handle SIGINT: remember the first one; call the earlier handler for further ones."""
         if self._waits:
             self._handler(number, frame)
         self._waits = True

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
 ProgressFactory = Callable[..., Any]
 
-# How often a call looks whether the pause that keeps its requests waiting is over.
+# Seconds between two checks whether a pause of the engine, in which requests wait, is over.
 _PAUSED_SECONDS = 0.005
 
 
 @dataclass(eq=False)
 class _Call:
-    """State of one call of `generate`: finished outputs by request id, and the first request error."""
+    """State of one running call: finished outputs by request id, and the first request error, None without one."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
@@ -88,6 +88,7 @@ class LLM(WeightMethods, VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
+        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError."""
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLM")
         self._core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
@@ -97,7 +98,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @property
     def core(self) -> EngineCore:
-        """Return the engine. Raises EngineDeadError in a fork of its process."""
+        """The engine. Raises EngineDeadError in a fork of its process."""
         self._core.check_process()
         return self._core
 
@@ -106,7 +107,7 @@ class LLM(WeightMethods, VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Make an LLM from `EngineArgs` or an EngineConfig. Raises the same errors as `LLM`."""
+        """Make an LLM from `EngineArgs` or an EngineConfig. Raises ConfigError, ModelConfigError or ModelFileError."""
         return cls(**engine_options(engine_args))
 
     def __enter__(self) -> LLM:
@@ -116,7 +117,7 @@ class LLM(WeightMethods, VllmMethods):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stop the engine; running calls of other threads, and all later ones, end with EngineDeadError.
+        """Stop the engine; running calls of other threads, and all later calls, end with EngineDeadError.
 
         Does nothing in a fork of its process.
         """
@@ -125,11 +126,8 @@ class LLM(WeightMethods, VllmMethods):
                 self._core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
-        """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32.
-
-        None for a model without experts. Raises EngineDeadError.
-
-        Shows how evenly `enable_expert_parallel` loads the devices.
+        """Return how many tokens were routed to each expert so far, u32[expert layers, E], modulo 2**32; None without
+        experts. It shows how evenly `enable_expert_parallel` loads the devices. Raises EngineDeadError.
         """
         with self._lock:
             self.core.check()
@@ -181,12 +179,12 @@ class LLM(WeightMethods, VllmMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | ProgressFactory = False,
     ) -> CompletionLogprobs:
-        """Return the raw log-probability of each token of a completion of each prompt, by the programs that serve: of
-        temperature 1, without penalties, truncation or masks.
+        """Return the raw log-probability of each token of one completion for each prompt, computed by the programs that
+        serve: at temperature 1, without penalties, truncation or masks.
 
-        prompts, lora_request: as for `generate`, without images. completions: token ids of each prompt's; an empty
-        one has no log-probabilities. decode: decode them token by token, not at once as prompts are; needs
-        enable_trace_replay. Raises the same errors as `generate`; also RequestError where logprobs_mode is of logits.
+        prompts, lora_request: as for `generate`, without images. completions: token ids, one sequence for each prompt;
+        an empty one has none. decode: decode the tokens one by one, not at once as a prompt; needs enable_trace_replay.
+        Raises RequestError, also if logprobs_mode is of logits, ModelFileError for an adapter, and EngineDeadError.
         """
         batch = _as_batch(prompts)
         known = KnownCompletions(self.core.inputs, batch, completions, decode=decode)
@@ -202,8 +200,8 @@ class LLM(WeightMethods, VllmMethods):
         """Continue each prompt with the sequences that a beam search finds, best first; results come in the order of
         the prompts.
 
-        Each token takes a call of `generate` for all beams of all prompts. Raises the same errors as `generate`;
-        RequestError also for images, and for a beam wider than the engine's logprobs allow.
+        Each token takes a call of `generate` for all beams of all prompts. Raises RequestError for invalid prompts, for
+        images, and for a beam wider than the engine's logprobs allow; EngineDeadError.
         """
         inputs = self.core.inputs
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
@@ -231,15 +229,13 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; of a
+        """Return the pooling model's vector for each prompt, `outputs.data` f32[N], in the order of the prompts; for a
         task about tokens f32[n, N], a vector for each token.
 
-        Args:
-          prompts: as for `generate`.
-          pooling_params: one for all or one per prompt; None for the model's defaults.
-          truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of pooling_params.
-        Raises the same errors as `generate`; also RequestError when a result is not finite, and for a model that
-        generates text.
+        prompts, use_tqdm: as for `generate`. pooling_params: one for all or one per prompt; None for the model's
+        defaults. truncate_prompt_tokens, pooling_task: defaults for the truncate_prompt_tokens and task of
+        pooling_params. Raises RequestError for an invalid prompt or parameter, a result that is not finite, or a model
+        that generates text, and EngineDeadError.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
@@ -256,8 +252,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors as of
-        `encode`; raises RequestError also for a model that classifies.
+        """Return an embedding of each prompt, `outputs.embedding`, a list of floats. Arguments and errors are those of
+        `encode`. Raises RequestError also for a model that does not embed.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
@@ -271,8 +267,8 @@ class LLM(WeightMethods, VllmMethods):
         use_tqdm: bool | ProgressFactory = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors as of
-        `encode`; raises RequestError also for an embedding model.
+        """Return label probabilities of each prompt, `outputs.probs`, a list of floats. Arguments and errors are those
+        of `encode`. Raises RequestError also for a model that does not classify.
         """
         options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
         outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
@@ -288,7 +284,7 @@ class LLM(WeightMethods, VllmMethods):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return a reward model's scores of each prompt, `outputs.data` f32[N], without activation unless
-        pooling_params.use_activation is set. Arguments and errors as of `encode`.
+        pooling_params.use_activation is True. Arguments and errors are those of `encode`.
         """
         batch = _as_batch(prompts)
         params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
@@ -309,14 +305,13 @@ class LLM(WeightMethods, VllmMethods):
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts, `outputs.score`: one with one, one of data_1 with each of data_2, or pairwise.
 
-        A classifier with one label (cross-encoder, reranker) reads both texts, concatenated or formatted by
-        `chat_template` from messages of the roles "query" and "document". An embedding model gives the cosine
-        similarity, one that embeds tokens (ColBERT) the sum of each query token's best match.
+        A classifier with one label (cross-encoder, reranker) gets both texts, concatenated or formatted by
+        `chat_template` from messages of the roles "query" and "document". The score of an embedding model is the cosine
+        similarity, that of a model that embeds tokens (ColBERT) the sum of each query token's best match.
 
         chat_template: None for the engine's option; without that either, texts are concatenated, for an encoder by its
-          tokenizer.
-        Raises the same errors as `encode`; also RequestError for an empty text, for numbers of texts that do not match,
-        for a classifier with several labels, and for a template given to an embedding model.
+        tokenizer. Raises RequestError for an empty text, numbers of texts that do not match, a classifier with several
+        labels, a template given to an embedding model, or a result that is not finite; EngineDeadError.
         """
         inputs = self.core.inputs
         pairs = scoring.pairs_of(data_1, data_2)
@@ -354,12 +349,12 @@ class LLM(WeightMethods, VllmMethods):
           chat_template_kwargs: variables of the template.
           mm_processor_kwargs: options of the model's media processor.
 
-        Raises the same errors as `generate`; RequestError also for no messages, and those that the template refuses.
+        Raises RequestError, also for no messages and those that the template refuses, ModelFileError, EngineDeadError.
         """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        # Without the lock, so that other threads do not wait for this call's pictures.
+        # Without the lock, so that other threads do not wait for this call's images.
         read = [self.core.inputs.media_reader.read(conversation) for conversation in conversations]
         with self._lock:
             prompts = [
@@ -382,34 +377,37 @@ class LLM(WeightMethods, VllmMethods):
         return self._core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the defaults of sampling_params: vLLM's, overridden as the option generation_config says."""
+        """Return the defaults of sampling_params: vLLM's, with the model's values as the option generation_config
+        specifies.
+        """
         return self._core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
-        """Return counters, gauges and histograms, each with `name` and `value`."""
+        """Return the engine's counters, gauges and histograms, each with a name and its values."""
         with self._lock:
             return self.core.metrics.collect()
 
     def reset_mm_cache(self) -> None:
-        """Drop cached images and videos, both preprocessed and encoded; running requests keep theirs."""
+        """Drop cached images and videos, both preprocessed and encoded. Running requests keep theirs."""
         with self._lock:
             self.core.utility("reset_mm_cache")
 
     def start_profile(self) -> None:
-        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, and while one
-        is being taken.
+        """Start a profile of this process (jax.profiler). Raises RequestError without profiler_config, or if a profile
+        is running.
         """
         with self._lock:
             self.core.utility("start_profile")
 
     def stop_profile(self) -> None:
-        """Write the profile into the folder of profiler_config. Raises RequestError if none was started, or it cannot
-        be written.
+        """End the profile and write it into the folder of profiler_config. Raises RequestError if none runs or writing
+        fails.
         """
         with self._lock:
             self.core.utility("stop_profile")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        """Return a SamplingParams for each of `count` prompts, from one for all, one each, or None for defaults."""
         return params_for(count, self.get_default_sampling_params() if params is None else params)
 
     def _answer(
@@ -419,9 +417,9 @@ class LLM(WeightMethods, VllmMethods):
         options: Sequence[RequestOptions],
         use_tqdm: bool | ProgressFactory,
     ) -> list[Any]:
-        """Run requests and return their outputs in order. params, options: one for each of the batch.
-
-        Aborts all of them before raising: RequestError for the first that cannot be served, or EngineDeadError.
+        """Run requests and return their outputs in order. params, options: one for each prompt of the batch. Before
+        raising it aborts all of them. Raises RequestError for the first request that cannot be served, or
+        EngineDeadError.
         """
         started: dict[str, _Call] = {}
         call = _Call()
@@ -467,8 +465,8 @@ class LLM(WeightMethods, VllmMethods):
                 shown = num_ended
 
     def _step(self) -> None:
-        """Run one step, for a caller that holds the lock, and pass its outputs and rejected requests to the calls that
-        own them.
+        """Run one step and pass its final outputs and rejected requests to the calls that they belong to. The caller
+        holds the lock.
         """
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
@@ -478,6 +476,7 @@ class LLM(WeightMethods, VllmMethods):
                 call.error = call.error or error
 
     def _abort(self, request_ids: Iterable[str]) -> None:
+        """Abort the requests that have not ended, and forget them. If the engine is dead, only forget them."""
         with self._lock:
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:
@@ -485,7 +484,7 @@ class LLM(WeightMethods, VllmMethods):
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
-    """Return several prompts as they are, and a single one as a list of one. Raises RequestError for anything else."""
+    """Return several prompts unchanged, and a single prompt in a list. Raises RequestError for anything else."""
     batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
     if not isinstance(batch, (Sequence, np.ndarray)):
         allowed = "a string, a list of token ids, a dict, or a list of them"

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(VllmMethods):
-    """Engine without a loop: `step` runs one step for all requests that were added. For one thread at a time.
+    """Engine without a loop: `step` runs one step for all requests that were added. Only one thread may use it at a
+    time.
 
     Args:
-      model, devices, mesh, mesh_axes, options: as for `LLM`.
+      model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded model.
+      devices, mesh, mesh_axes, options: see `LLM`.
     """
 
     def __init__(
@@ -47,19 +49,19 @@ class LLMEngine(VllmMethods):
         mesh_axes: Mapping[str, str] | None = None,
         **options: Any,
     ):
+        """Load the model and compile its steps. Raises ConfigError, ModelConfigError or ModelFileError."""
         config = EngineConfig.from_options(model=model, **options)
         refuse_idle_sleep(config.sleep_idle_seconds, "LLMEngine")
         self.core = EngineCore(config, devices=devices, mesh=mesh, mesh_axes=mesh_axes)
-        # Of steps whose requests' errors `step` still has to raise.
+        # Outputs that `step` has not returned yet, because it raises the errors of the same steps first.
         self._outputs: list[AnyOutput] = []
         self._errors: list[RequestError] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, usage_context: Any = None) -> Self:
-        """Make an engine from `EngineArgs` or an EngineConfig. usage_context: for vLLM's usage statistics, which are
-        not collected here.
+        """Make an engine from `EngineArgs` or an EngineConfig. Raises ConfigError, ModelConfigError or ModelFileError.
 
-        Raises the same errors as `LLM`.
+        usage_context: ignored; it is for vLLM's usage statistics, which are not collected here.
         """
         return cls(**engine_options(engine_args))
 
@@ -94,12 +96,12 @@ class LLMEngine(VllmMethods):
         return request_id
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End one or several requests, which have no further output; unknown ids are ignored."""
+        """End one or several requests, which will have no further output. Unknown ids are ignored."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.core.abort(each)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work left."""
+        """Whether `step` has work left, outputs to return, or errors to raise."""
         return self.core.has_unfinished or bool(self._outputs or self._errors)
 
     def get_num_unfinished_requests(self) -> int:
@@ -128,14 +130,15 @@ class LLMEngine(VllmMethods):
         return self.core.inputs.require_tokenizer().hf
 
     def get_metrics(self) -> list[Metric | Histogram]:
-        """Return counters, gauges and histograms, each with `name` and `value`."""
+        """Return the engine's counters, gauges and histograms, each with a name and its values."""
         return self.core.metrics.collect()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop all cached prefixes; running requests keep their pages. Returns True.
+        """Drop all cached prefixes, and return True. Running requests keep their pages.
 
-        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
-        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
+        reset_running_requests: also recompute running requests from their first token, once no step is in flight. The
+        steps that this needs are run here; the next `step` returns their outputs. Raises RequestError if
+        reset_connector is true, because files of kv_offloading_path are not deleted.
         """
         done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
         while self.core.engine.scheduler.paused and self.core.has_unfinished:
@@ -146,6 +149,8 @@ class LLMEngine(VllmMethods):
 
     def shutdown(self) -> None:
         """Stop the engine; later calls of `add_request` and `step` raise EngineDeadError. Does nothing in a fork of its
-        process. Device memory is freed once nothing refers to the engine.
+        process.
+
+        Device memory is freed once nothing refers to the engine.
         """
         self.core.shutdown()

@@ -44,13 +44,15 @@ NOT_BUILT: dict[str, str] = {
 
 
 class NotBuiltError(NotImplementedError, AttributeError):
-    """Error for a method or attribute that vLLM has and this engine lacks. To `hasattr` it is absent."""
+    """Error for a method or attribute that vLLM has and this engine lacks. It is an AttributeError, so `hasattr`
+    returns False.
+    """
 
 
 class VllmMethods:
-    """Base class that refuses vLLM's other methods by name."""
+    """Base class of engines that names an alternative when a method or attribute of vLLM is missing."""
 
-    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+    if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise NotBuiltError for a name in NOT_BUILT, saying what there is instead; else AttributeError."""

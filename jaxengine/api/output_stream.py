@@ -10,7 +10,7 @@ from jaxengine.requests.pooling.outputs import PoolingRequestOutput
 
 
 class OutputStream:
-    """Buffer of at most one output that merges later ones into it, so that a slow reader costs no memory.
+    """Buffer of one output, into which later outputs are merged, so that a slow reader costs no memory.
 
     All methods are called on one event loop.
     """
@@ -25,8 +25,9 @@ class OutputStream:
         self._ready = asyncio.Event()
 
     def put(self, item: RequestOutput | PoolingRequestOutput[Any] | BaseException) -> None:
-        """Add an output, or the error that ends the stream. A RequestOutput is merged into the one that waits; a
-        PoolingRequestOutput replaces it.
+        """Add an output, or the error that ends the stream, and wake the reader.
+
+        A RequestOutput is merged into one that is waiting; a PoolingRequestOutput replaces it.
         """
         if isinstance(item, BaseException):
             self._error = item
@@ -37,7 +38,7 @@ class OutputStream:
         self._ready.set()
 
     async def get(self) -> Any:
-        """Wait for an output and return what has arrived since the last call. Raises the error once no
+        """Wait for an output; return what has arrived since the last call, as one output. Raises the error once no
         output is left.
         """
         await self._ready.wait()

@@ -16,21 +16,23 @@ _OWNERS: WeakSet[Owner] = WeakSet()
 
 
 class Owner:
-    """The process that created this object.
+    """Mark of the process that created this object, which tells that process from its forks.
 
     Attributes:
       is_here: whether the code runs in that process, not in a fork of it.
-      has_devices: whether it uses jax's devices; in other processes, a fork must not open them.
+      has_devices: whether that process uses jax's devices. Unless an owner does, the handler of forks must not touch
+        jax, which would initialise its devices.
     """
 
     def __init__(self, *, has_devices: bool):
+        """Mark the current process as the owner, and register the handler of forks."""
         self.is_here, self.has_devices = True, has_devices
         self._pid = os.getpid()
         _OWNERS.add(self)
         _watch_forks()
 
     def check(self) -> None:
-        """Raise EngineDeadError in a fork, where every call would wait for ever for a thread of the owner."""
+        """Raise EngineDeadError in a fork, where every call would wait forever for a thread of the owner."""
         if not self.is_here:
             raise EngineDeadError(
                 f"this engine belongs to process {self._pid}, and process {os.getpid()} is a fork without its threads "
@@ -40,7 +42,7 @@ class Owner:
 
 
 def refuse_pickle(kind: str) -> TypeError:
-    """Return the error to raise when an engine is pickled for another process. kind: the name of its class."""
+    """Return the TypeError to raise when an engine is pickled or copied. kind: name of its class."""
     return TypeError(
         f"{kind} cannot be pickled or copied: its devices and threads belong to this process; create it in the process "
         "that uses it, or send requests to `jaxengine serve`"
@@ -49,14 +51,15 @@ def refuse_pickle(kind: str) -> TypeError:
 
 @cache
 def _watch_forks() -> None:
+    """Register `_after_fork` to run in forked processes. Later calls do nothing."""
     os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
-    """Mark the owners, in a forked process, as not here, and let the fork end.
+    """Mark all owners as not here, in a forked process, and keep jax's clients alive until it ends.
 
-    At exit a process deletes jax's clients, which would wait for threads that a fork does not have. They are kept by
-    references that are never released.
+    At exit a process deletes jax's clients, which would wait for threads that a fork does not have. An extra reference
+    to each client, which is never released, prevents that. Does so only if an owner has devices.
     """
     owners = list(_OWNERS)
     for owner in owners:

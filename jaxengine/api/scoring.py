@@ -22,8 +22,8 @@ def params_for(
 ) -> list[PoolingParams]:
     """Return copies of pooling parameters, one for each of `count` prompts.
 
-    params: one for all, one per prompt, or None for defaults. truncate_prompt_tokens, task: values for params that
-    leave these fields at None. Raises RequestError for anything else.
+    params: one for all, one per prompt, or None for defaults. truncate_prompt_tokens, task: values for these fields
+    where they are None. Raises RequestError for another type or number of params.
     """
     each: Any = [params or PoolingParams()] * count if params is None or isinstance(params, PoolingParams) else params
     if not isinstance(each, Sequence) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
@@ -44,9 +44,9 @@ def params_for(
 
 
 def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Return pairs of texts to compare: one with one, one of data_1 with each of data_2, or pairwise.
+    """Return the pairs of texts to compare: one text of data_1 with each of data_2, or the i-th with the i-th.
 
-    Raises RequestError for an empty text or none, and if data_1 has neither one text nor as many as data_2.
+    Raises RequestError if a text is empty, a list is empty, or data_1 has neither one text nor as many as data_2.
     """
     first: Any = [data_1] if isinstance(data_1, str) else data_1
     second: Any = [data_2] if isinstance(data_2, str) else data_2
@@ -60,12 +60,12 @@ def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[t
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str | list[int]:
-    """Return a cross-encoder's prompt for a pair of texts: formatted by a template, as token ids if that is the
-    checkpoint's own; without one, token ids joined by the tokenizer of an encoder, or the texts of a decoder one after
-    the other.
+    """Return a cross-encoder's prompt for a pair of texts, as text or as token ids.
 
-    chat_template: None for the engine's option, or the checkpoint's own if its files say that it reads messages. Raises
-    RequestError for a model that does not score pairs, and if the template fails.
+    With `chat_template` or the engine's option it is the text that the template returns for the messages. Otherwise an
+    encoder's tokenizer joins both to token ids; a model whose files say that it takes messages gets token ids by its
+    own template; any other gets both texts, one after the other. Raises RequestError for a model that does not have
+    exactly one label, and if the template fails.
     """
     model = inputs.require_pooling()
     classifier = model.pooler.classifier
@@ -88,13 +88,15 @@ def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template
 
 
 def reads_apart(model: PoolingModel) -> bool:
-    """Whether the model reads the texts of a pair one by one, and their embeddings are compared."""
+    """Whether the model embeds the two texts of a pair separately, so that their embeddings are compared."""
     return model.task in (EMBED, TOKEN_EMBED)
 
 
 def role_params(model: PoolingModel, params: PoolingParams | None) -> tuple[PoolingParams, PoolingParams]:
-    """Return the parameters of queries and of documents whose embeddings are to be compared: with the prompts that a
-    ColBERT model has for both, unless `params` name one.
+    """Return the pooling parameters (of queries, of documents) for texts whose embeddings are compared.
+
+    Both are `params`, except that a ColBERT model with prompts for both roles gets their names, unless `params` names a
+    prompt. params: None for defaults.
     """
     params = params or PoolingParams()
     sentence = model.sentence
@@ -105,7 +107,10 @@ def role_params(model: PoolingModel, params: PoolingParams | None) -> tuple[Pool
 
 
 def by_role(pairs: Iterable[tuple[str, str]], roles: tuple[PoolingParams, PoolingParams]) -> Iterator[tuple[int, str]]:
-    """Iterate over the texts of the pairs, each with the number of its role in `roles`; 0 for all if both are equal."""
+    """Yield (index of the role in `roles`, text) for both texts of every pair, query first.
+
+    The index is 0 for all texts if both roles have equal parameters.
+    """
     second = 0 if roles[0] == roles[1] else 1
     for query, document in pairs:
         yield 0, query
@@ -117,9 +122,10 @@ def compare(
     roles: tuple[PoolingParams, PoolingParams],
     encode: Callable[[list[str], list[PoolingParams]], Sequence[Any]],
 ) -> list[ScoringRequestOutput]:
-    """Return the score of each pair of texts that a model reads one by one, each text once.
+    """Return the score of each pair of texts, computed from their embeddings. Each different (role, text) is encoded
+    once.
 
-    roles: from `role_params`. encode: (texts, their parameters) -> their outputs.
+    roles: from `role_params`. encode: (texts, parameters of each) -> outputs in the same order.
     """
     texts = list(dict.fromkeys(by_role(pairs, roles)))
     outputs = encode([text for _, text in texts], [roles[number] for number, _ in texts])
@@ -129,6 +135,8 @@ def compare(
 
 
 def refuse_template(chat_template: str | None) -> None:
-    """Raise RequestError if a pair template is given to an embedding model, which reads texts one by one."""
+    """Raise RequestError if chat_template is not None. It is called for embedding models, which take the texts of a
+    pair separately.
+    """
     if chat_template is not None:
         raise RequestError("chat_template is for models that read both texts at once", param="chat_template")

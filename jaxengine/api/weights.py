@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# How often it is asked whether a pause is there.
+# Seconds between two checks whether a pause is complete.
 _SETTLE_SECONDS = 0.002
 
 
 class WeightMethods(ABC):
-    """Methods that replace weights, pause and sleep, of an engine that the calling threads step in turn."""
+    """Methods that update weights, pause and sleep, of an engine whose steps are run by the calling threads."""
 
     _lock: AbstractContextManager[Any]
     _step: Callable[[], None]
@@ -36,7 +36,7 @@ class WeightMethods(ABC):
     @property
     @abstractmethod
     def core(self) -> EngineCore:
-        """Return the engine."""
+        """The engine."""
 
     def update_weights(
         self,
@@ -110,8 +110,9 @@ class WeightMethods(ABC):
           params: tensors by PEFT's names ("base_model.model.NAME.lora_A.weight"), as a mapping or as pairs.
           config: as in PEFT's adapter_config.json; None for that of the adapter which has the name.
           lora_int_id: of a new adapter; None for one that is free. A `LoRARequest` for it may have any path.
-          mode: as of `update_weights`, for all requests.
-          kv: as of `update_weights`, for running requests with this adapter. Other requests keep their keys and values.
+          mode: whether running requests continue ("keep"), are waited for ("wait") or are ended ("abort").
+          kv: what happens to keys and values of running requests with this adapter: they are computed again
+            ("recompute" or "drop") or kept ("keep"). Other requests keep theirs.
         Raises WeightUpdateError, whose `faults` list every tensor that is missing, unknown, given twice or of a wrong
         shape, or whose numbers are not finite; RequestError; EngineDeadError. The old adapter is then kept.
         """
@@ -123,9 +124,10 @@ class WeightMethods(ABC):
         self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Call a function while no request runs, and return its result; begins a pause and ends it again.
+        """Begin a pause, call a function once no request runs, and return its result; the pause ends in any case.
 
-        mode: as of `pause_generation`. Raises that method's errors and the function's.
+        mode: what happens to running requests: "keep", "wait" or "abort". Raises RequestError for an invalid pause,
+        EngineDeadError, and the function's errors.
         """
         key = object()
         with self._lock:
@@ -139,10 +141,11 @@ class WeightMethods(ABC):
                 weights.release(key)
 
     def _once_paused(self, key: object, function: Callable[[], _T]) -> _T:
-        """Step until a pause is complete, then call a function and return its result. The pause goes on.
+        """Run steps until a pause is complete, then call a function with the lock held and return its result. The pause
+        continues.
 
-        key: as of `Weights.hold`. Raises RequestError if the pause is ended meanwhile, EngineDeadError, and the
-        function's errors.
+        key: of the pause, None for that of `pause_generation`. Raises RequestError if the pause is ended meanwhile,
+        EngineDeadError, and the function's errors.
         """
         while True:
             with self._lock:
@@ -151,26 +154,25 @@ class WeightMethods(ABC):
                 self._step()
 
     def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Pause: let no request run until `resume_generation`; requests of other threads wait. Returns once the pause
-        is complete.
+        """Pause: let no request run until `resume_generation`; return once the pause is complete. New requests wait.
 
-        mode: what happens to running requests: "keep" stops them where they are, "wait" lets them end first, "abort"
-          ends them. Raises RequestError for another mode, for "wait" while the engine sleeps and has requests, and if
-          another thread ends the pause before it is complete; EngineDeadError.
+        mode: "keep" stops running requests where they are, "wait" lets them finish first, "abort" ends them. Raises
+        RequestError for another mode, for "wait" while the engine sleeps and has requests, and if another thread ends
+        the pause before it is complete; EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).pause(mode)
         self._once_paused(None, lambda: None)
 
     def resume_generation(self) -> None:
-        """End the pause of `pause_generation`; pauses of weight updates stay. Raises RequestError while the engine
-        sleeps on request, EngineDeadError.
+        """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
+        sleeps because of `sleep`; EngineDeadError.
         """
         with self._lock:
             _weights_of(self.core).resume()
 
     def is_paused(self) -> bool:
-        """Whether the engine is paused, so that requests wait for `resume_generation`."""
+        """Whether the engine is paused, so that requests wait for `resume_generation`. Raises EngineDeadError."""
         with self._lock:
             return _weights_of(self.core).is_paused
 
@@ -182,17 +184,17 @@ class WeightMethods(ABC):
         *,
         keep_kv: bool = False,
     ) -> None:
-        """Free device memory until `wake_up`; compiled programs are kept. Requests of other threads wait.
+        """Free device memory until `wake_up`; compiled programs are kept. Requests wait meanwhile. Returns once memory
+        is freed.
 
         level: 1 frees weights, which are kept in host memory, and pages; 2 frees pages, and weights without a copy, so
-          that `update_weights` must provide new ones; 0 only pauses.
-        mode: as of `pause_generation`; requests kept by "keep" are computed again if pages are freed.
-        tags: what is freed, "weights", "kv_cache" or both; None for both. A later call frees more. Must be None at
-          level 0.
-        keep_kv: first copy cached pages to the tier in host memory, where requests find them after `wake_up`; without
-          it, that tier is emptied. Needs level 1, and an engine with kv_offloading_size.
+        that `update_weights` must provide new ones; 0 only pauses. mode: what happens to running requests, "keep",
+        "wait" or "abort"; kept requests are recomputed if pages are freed. tags: what is freed, "weights", "kv_cache"
+        or both; None for both. A later call frees more. Must be None at level 0. keep_kv: first copy cached pages to
+        the tier in host memory, where requests find them after `wake_up`; otherwise that tier is emptied. Needs level
+        1, and an engine with kv_offloading_size.
 
-        Raises RequestError for arguments that are not allowed.
+        Raises RequestError for arguments that are not allowed, EngineDeadError.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -201,7 +203,7 @@ class WeightMethods(ABC):
 
     def release_kv_cache_memory(self) -> None:
         """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
-        requests are computed again. Raises RequestError if the engine is not paused.
+        requests will be recomputed. Raises RequestError if the engine is not paused.
         """
         with self._lock:
             weights = _weights_of(self.core)
@@ -209,8 +211,8 @@ class WeightMethods(ABC):
         self._once_paused(None, lambda: weights.sleep(1, ("kv_cache",)))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` freed, and end the pause once everything is restored; end the pause of an engine that
-        does not sleep.
+        """Restore what `sleep` freed, and end the pause once everything is restored, or at once if the engine does not
+        sleep.
 
         tags: "weights", "kv_cache" or both; None for both. Raises RequestError for another tag, and for weights that
         were freed at level 2 and not replaced.
@@ -219,10 +221,11 @@ class WeightMethods(ABC):
             _weights_of(self.core).wake(tags)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop all cached prefixes; running requests keep their pages. Returns True.
+        """Drop all cached prefixes, and return True. Running requests keep their pages.
 
-        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
-        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
+        reset_running_requests: also recompute running requests from their first token, once no step is in flight; the
+        steps that this needs are run here. Raises RequestError if reset_connector is true, because files of
+        kv_offloading_path are not deleted.
         """
         with self._lock:
             done = self.core.utility(prefix_reset(reset_running_requests, reset_connector))
@@ -232,36 +235,36 @@ class WeightMethods(ABC):
             return done
 
     def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices, after `sleep`."""
+        """Whether weights or pages are not on the devices because the engine sleeps."""
         with self._lock:
             return bool(_weights_of(self.core).asleep)
 
     @property
     def weight_version(self) -> int | str:
-        """Version of the weights: 0 until `update_weights` replaces them."""
+        """Version of the weights: 0 until `update_weights` replaces them, then a number or text."""
         with self._lock:
             return _weights_of(self.core).version
 
     def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight as the devices
-        hold it, which raises RequestError while the engine sleeps, or if other processes hold weights.
+        """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
+        name. That raises RequestError while the engine sleeps, or if other processes hold weights.
         """
         with self._lock:
             return _weight_info(self.core, checksum)
 
 
 class AsyncWeightMethods(ABC):
-    """Methods that replace weights, pause and sleep, of an engine that steps on a thread of its own."""
+    """Methods that update weights, pause and sleep, of an engine whose steps run on a separate thread."""
 
     @property
     @abstractmethod
     def core(self) -> EngineCore:
-        """Return the engine."""
+        """The engine."""
 
     @abstractmethod
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """Call a function on the engine's thread and wait for it; return its result, or raise its error or
-        EngineDeadError.
+        """Call a function on the engine's thread before its next step, wait for it, and return its result. Raises the
+        function's error, or EngineDeadError.
         """
 
     async def update_weights(
@@ -277,8 +280,12 @@ class AsyncWeightMethods(ABC):
         target: Target = "model",
         chunk_bytes: int | None = None,
     ) -> WeightUpdate:
-        """Replace the model's weights between two steps; requests that arrive while the engine is paused wait.
-        Arguments, result and errors as of `LLM.update_weights`.
+        """Replace the model's weights between two steps, all of them or none; return what was replaced and the times.
+        Compiles nothing.
+
+        New weights are loaded while requests continue; only the switch needs a pause. See `LLM.update_weights` for the
+        arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value;
+        RequestError for another argument; EngineDeadError. The old weights are then kept.
         """
         weights = await self._weights()
         weights.check(version, mode, kv)
@@ -295,8 +302,9 @@ class AsyncWeightMethods(ABC):
         mode: PauseMode = "keep",
         kv: KVMode = "recompute",
     ) -> None:
-        """Replace an adapter's matrices, or add an adapter, from memory. Arguments and errors as of
-        `LLM.update_lora`.
+        """Replace an adapter's matrices between two steps, or add an adapter, from memory. See `LLM.update_lora` for
+        the arguments. Raises WeightUpdateError for tensors that are missing, unknown, or of a wrong shape or value;
+        RequestError; EngineDeadError. The old adapter is then kept.
         """
         weights = await self._weights()
         weights.check(None, mode, kv)
@@ -305,13 +313,14 @@ class AsyncWeightMethods(ABC):
         await self._in_pause(mode, lambda: adapters.replace(new, kv))
 
     async def _in_pause(self, mode: PauseMode, function: Callable[[], _T]) -> _T:
-        """Call a function on the engine's thread while no request runs, in a pause of its own, and return its result.
+        """Begin a pause, call a function on the engine's thread once no request runs, and return its result.
 
-        mode: as of `pause_generation`. Raises that method's errors and the function's.
+        The pause ends in any case. mode: what happens to running requests: "keep", "wait" or "abort". Raises
+        RequestError for an invalid pause, EngineDeadError, and the function's errors.
         """
         weights, key = await self._weights(), object()
         try:
-            # Also if this task is cancelled meanwhile the release comes after it: commands keep their order.
+            # If this task is cancelled meanwhile, the release still comes after the hold: commands keep their order.
             await self.between_steps(lambda: weights.hold(key, mode))
             return await self._once_paused(weights, key, function)
         finally:
@@ -319,10 +328,10 @@ class AsyncWeightMethods(ABC):
 
     async def _once_paused(self, weights: Any, key: object, function: Callable[[], _T]) -> _T:
         """Wait until a pause is complete, then call a function on the engine's thread and return its result. The pause
-        goes on.
+        continues.
 
-        weights: of `_weights`; key: as of `Weights.hold`. Raises RequestError if the pause is ended meanwhile, and the
-        errors of `between_steps`.
+        weights: the engine's Weights. key: of the pause, None for that of `pause_generation`. Raises RequestError if
+        the pause is ended meanwhile, EngineDeadError, and the function's errors.
         """
         while True:
             done = await self.between_steps(lambda: (function(),) if weights.settle(key) else None)
@@ -331,20 +340,25 @@ class AsyncWeightMethods(ABC):
             await asyncio.sleep(_SETTLE_SECONDS)
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Pause: let no request run until `resume_generation`. Returns once the pause is complete. mode and errors as
-        of `LLM.pause_generation`.
+        """Pause: let no request run until `resume_generation`; return once the pause is complete. New requests wait.
+
+        mode: "keep" stops running requests where they are, "wait" lets them finish first, "abort" ends them. Raises
+        RequestError for another mode, for "wait" while the engine sleeps and has requests, and if the pause is ended
+        before it is complete; EngineDeadError.
         """
         weights = await self._weights()
         await self.between_steps(lambda: weights.pause(mode))
         await self._once_paused(weights, None, lambda: None)
 
     async def resume_generation(self) -> None:
-        """End the pause as `LLM.resume_generation`, whose errors this raises."""
+        """End the pause of `pause_generation`; pauses of weight updates continue. Raises RequestError while the engine
+        sleeps because of `sleep`; EngineDeadError.
+        """
         weights = await self._weights()
         await self.between_steps(weights.resume)
 
     async def is_paused(self) -> bool:
-        """Whether the engine is paused, so that requests wait for `resume_generation`."""
+        """Whether the engine is paused, so that requests wait for `resume_generation`. Raises EngineDeadError."""
         weights = await self._weights()
         return await self.between_steps(lambda: weights.is_paused)
 
@@ -356,49 +370,60 @@ class AsyncWeightMethods(ABC):
         *,
         keep_kv: bool = False,
     ) -> None:
-        """Free device memory until `wake_up`. Arguments and errors as of `LLM.sleep`."""
+        """Free device memory until `wake_up`; return once it is freed. Requests wait meanwhile.
+
+        level: 1 keeps a copy of the weights in host memory, 2 does not, 0 only pauses. mode: what happens to running
+        requests, "keep", "wait" or "abort". tags: "weights", "kv_cache" or both; None for both. keep_kv: first copy
+        cached pages to host memory. Raises RequestError for arguments that are not allowed, EngineDeadError.
+        """
         weights = await self._weights()
         await self.between_steps(lambda: weights.begin_sleep(level, mode, tags, keep_kv))
         await self._once_paused(weights, None, lambda: weights.sleep(level, tags, keep_kv))
 
     async def release_kv_cache_memory(self) -> None:
-        """Free the pages of a paused engine until `wake_up`, as `LLM.release_kv_cache_memory` does."""
+        """Free the pages of a paused engine until `wake_up`; weights stay. Cached prefixes are dropped, and kept
+        requests will be recomputed. Raises RequestError if the engine is not paused.
+        """
         weights = await self._weights()
         await self.between_steps(lambda: self.core.utility("check_paused"))
         await self._once_paused(weights, None, lambda: weights.sleep(1, ("kv_cache",)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` freed, and end the pause. tags and errors as of `LLM.wake_up`."""
+        """Restore what `sleep` freed ("weights", "kv_cache" or both by `tags`; None for both), and end the pause once
+        everything is restored, or at once if the engine does not sleep. Raises RequestError for another tag, and for
+        weights that were freed at level 2 and not replaced.
+        """
         weights = await self._weights()
         await self.between_steps(lambda: weights.wake(tags))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Drop all cached prefixes; running requests keep their pages. Returns True.
+        """Drop all cached prefixes, and return True. Running requests keep their pages.
 
-        reset_running_requests: also compute running requests again from their first token, as soon as no step is in
-        flight. Raises RequestError if reset_connector is true: files of kv_offloading_path stay.
+        reset_running_requests: also recompute running requests from their first token, as soon as no step is in flight.
+        Raises RequestError if reset_connector is true, because files of kv_offloading_path are not deleted.
         """
         name = prefix_reset(reset_running_requests, reset_connector)
         return await self.between_steps(lambda: self.core.utility(name))
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or pages are not on the devices, after `sleep`."""
+        """Whether weights or pages are not on the devices because the engine sleeps."""
         weights = await self._weights()
         return await self.between_steps(lambda: bool(weights.asleep))
 
     async def weight_info(self, checksum: bool = False) -> dict[str, Any]:
-        """Return the version of the weights and, with `checksum`, their checksums, as `LLM.weight_info` does."""
+        """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
+        name. That raises RequestError while the engine sleeps, or if other processes hold weights.
+        """
         return await self.between_steps(lambda: _weight_info(self.core, checksum))
 
     async def _weights(self) -> Any:
-        """Return the engine's Weights, between two steps. Raises EngineDeadError."""
+        """Return the engine's Weights object, fetched on the engine's thread. Raises EngineDeadError."""
         return await self.between_steps(lambda: _weights_of(self.core))
 
 
 def _weights_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.weights.weights.Weights, for a caller that may step the engine.
-
-    Raises EngineDeadError.
+    """Return the engine's jaxengine.engine.extensions.weights.weights.Weights, for a caller that holds the lock or runs
+    on the engine's thread. Raises EngineDeadError.
     """
     core.check()
     return core.engine.extensions.require("weights")
@@ -413,10 +438,10 @@ def _read_new(
     target: Target,
     chunk_bytes: int | None,
 ) -> NewWeights:
-    """Read new weights onto the devices without using them yet; steps may go on meanwhile. Arguments as of
-    `LLM.update_weights`.
+    """Load new weights onto the devices without using them yet. Steps may run meanwhile.
 
-    Raises WeightUpdateError, RequestError for an argument that is not allowed, ClusterError if a process is lost.
+    Arguments: see `LLM.update_weights`. Raises WeightUpdateError, RequestError for an argument that is not allowed,
+    ClusterError if a process is lost.
     """
     from jaxengine.runner.weights.weight_update import read_weights
 
@@ -432,20 +457,18 @@ def _read_new(
 
 
 def _adapters_of(core: EngineCore) -> Any:
-    """Return the engine's jaxengine.engine.extensions.adapters.Adapters, for a caller that may step the engine.
-
-    Raises EngineDeadError, and RequestError for an engine without enable_lora.
+    """Return the engine's jaxengine.engine.extensions.adapters.Adapters, for a caller that holds the lock or runs on
+    the engine's thread. Raises EngineDeadError, and RequestError without enable_lora.
     """
     core.check()
     return core.engine.extensions.require("adapters")
 
 
 def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, Any] | None, number: int | None) -> Any:
-    """Check an adapter's tensors and return it in host memory, a GivenAdapter not in use yet; steps may go on
+    """Check an adapter's tensors and return it in host memory, as a GivenAdapter that is not used yet. Steps may run
     meanwhile.
 
-    name, params, config, number: as of `LLM.update_lora`, number its lora_int_id. Raises WeightUpdateError,
-    RequestError.
+    number: lora_int_id. Other arguments: see `LLM.update_lora`. Raises WeightUpdateError, RequestError.
     """
     from jaxengine.runner.weights.weight_update import read_adapter
 
@@ -456,10 +479,9 @@ def _read_adapter(adapters: Any, name: str, params: Any, config: Mapping[str, An
 
 
 def _weight_info(core: EngineCore, checksum: bool) -> dict[str, Any]:
-    """Return the version and, with `checksum`, the SHA-256 of each weight as it lies on the devices; an engine that
-    sleeps automatically is woken for it.
-
-    Raises EngineDeadError, and RequestError if there are no checksums: weights sleep, or other processes have some.
+    """Return {"weight_version"}; with `checksum` also {"checksums"}, the SHA-256 of each weight on the devices, by
+    name, for which an engine that sleeps automatically is woken. Raises EngineDeadError, and RequestError if there
+    are no checksums because the engine sleeps or other processes hold weights.
     """
     from jaxengine.runner.weights.weight_update import checksums
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Outputs and times of a run, in seconds.
+    """Outputs and times of one run of a workload, in seconds.
 
     Attributes:
       seconds: from submitting the requests until the last one has finished.
       outputs: of each request, in the order of the workload.
-      stats: increase of each field of the engine's StepStats during the run.
+      stats: increase of each numeric field of the engine's StepStats during the run.
     """
 
     seconds: float
@@ -32,28 +32,28 @@ class Run:
 
     @property
     def output_tokens(self) -> int:
-        """Return the number of tokens of all outputs."""
+        """Number of tokens of all outputs."""
         return sum(len(completion.token_ids) for output in self.outputs for completion in output.outputs)
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the number of tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(output.prompt_token_ids) for output in self.outputs)
 
     @property
     def cached_tokens(self) -> int:
-        """Return the number of prompt tokens that were found in the prefix cache."""
+        """Number of prompt tokens that were found in the prefix cache."""
         return sum(output.num_cached_tokens or 0 for output in self.outputs)
 
     @property
     def first_token_seconds(self) -> list[float]:
-        """Return the time to first token of each request that produced one."""
+        """Time to first token of each request that has one, in the order of the workload."""
         times = [output.metrics.time_to_first_token for output in self.outputs if output.metrics is not None]
         return [seconds for seconds in times if seconds is not None]
 
     @property
     def inter_token_seconds(self) -> list[float]:
-        """Return the mean seconds between tokens of each request with at least two and with metrics."""
+        """Mean seconds between tokens, for each request that has metrics and at least two tokens."""
         means = []
         for output in self.outputs:
             metrics, count = output.metrics, sum(len(completion.token_ids) for completion in output.outputs)
@@ -68,8 +68,9 @@ class Run:
         return self.stats["page_slots_empty"] / max(1, self.stats["page_slots_used"])
 
     def timeline(self) -> dict[str, float]:
-        """Return the milliseconds per step of each part; `outside` is the time around steps: tokenisation, outputs and
-        so on. Its `steps` is their number, at least 1.
+        """Return the milliseconds per step of each part of a step, and "steps", the number of steps, at least 1.
+
+        "outside" is the remaining time around steps: tokenisation, outputs and so on.
         """
         steps = max(1, int(self.stats["num_steps"]))
         parts = ("schedule", "dispatch", "wait", "update")
@@ -79,10 +80,10 @@ class Run:
 
 
 def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | None = None) -> Run:
-    """Submit all requests at once, with temperature 0 and an empty prefix cache, and wait for all of them.
+    """Empty the prefix cache, submit all requests at once with temperature 0, and wait for all; return a Run.
 
     Only the workload's stop_token_ids end a request early, not the end of sequence. Nothing is detokenised. max_tokens:
-    output length of each request, in place of the workload's own; None keeps them. Raises RequestError for a request
+    output length of each request instead of the workload's; None for the workload's. Raises RequestError for a request
     that the engine refuses.
     """
     from jaxengine.requests.params.sampling_params import SamplingParams
@@ -112,8 +113,8 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
 def run_static(llm: LLM, workload: Workload, batch_size: int) -> tuple[float, int]:
     """Run a workload in static batches of `batch_size` requests; return (seconds, requested tokens).
 
-    Batches are formed in order of arrival. Each row runs until the longest one of its batch is done, and then the next
-    batch starts. Only requested tokens are counted. seconds: the sum over the batches.
+    Batches are formed in order of arrival. Every request runs as long as the longest one of its batch, and then the
+    next batch starts. Only requested tokens are counted. seconds: the sum over the batches.
     """
     seconds = 0.0
     for first in range(0, len(workload.prompts), batch_size):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.bench.workloads import Workload
 
-# A pool of one size in bytes, whatever a token takes of it.
+# A pool of fixed bytes, however many bytes a token takes.
 POOL = {"kv_cache_memory_bytes": 256 << 20}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 
@@ -70,8 +70,8 @@ class Gain:
 
 
 def requests_of(llm: LLM, sizes: Sizes) -> Workload:
-    """Return requests of random tokens with these sizes, the same in each call. Ids are below the vocabulary size of
-    `llm`.
+    """Return requests of random tokens with these sizes, the same in each call. Token ids are below the engine's
+    vocabulary size.
     """
     from jaxengine.bench.workloads import fixed_lengths
 
@@ -79,10 +79,7 @@ def requests_of(llm: LLM, sizes: Sizes) -> Workload:
 
 
 def rate(llm: LLM, workload: Workload) -> float:
-    """Return the prompt and output tokens per second of a run whose requests arrive at once.
-
-    The prefix cache is emptied first.
-    """
+    """Empty the prefix cache, run all requests at once, and return the prompt and output tokens per second."""
     from jaxengine.bench.engine_run import run_workload
 
     done = run_workload(llm, workload)
@@ -90,13 +87,14 @@ def rate(llm: LLM, workload: Workload) -> float:
 
 
 def plain_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return `rate` of requests of random tokens."""
+    """Return the prompt and output tokens per second of requests of random tokens."""
     return rate(llm, requests_of(llm, sizes))
 
 
 def shared_prefix_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return `rate` of requests that share all of their prompt but the last sixteenth, as with a common system prompt.
-    At least one token of each is its own.
+    """Return the prompt and output tokens per second of requests that share a prefix, as with a common system prompt.
+
+    All of a prompt is shared but its last sixteenth, at least one token.
     """
     import dataclasses
 
@@ -107,7 +105,10 @@ def shared_prefix_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def repeating_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return `rate` of requests whose prompts repeat four tokens, so that n-gram drafts predict their outputs."""
+    """Return the prompt and output tokens per second of requests whose prompts repeat four tokens.
+
+    N-gram drafts predict the outputs of such prompts.
+    """
     import dataclasses
 
     workload = requests_of(llm, sizes)
@@ -116,8 +117,9 @@ def repeating_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def ragged_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return the output tokens per second of requests of very different lengths that arrive at once: sizes.num_prompts
-    requests of at most sizes.context tokens.
+    """Return the output tokens per second of sizes.num_prompts requests of very different lengths that arrive at once.
+
+    They have at most sizes.context tokens each.
     """
     from jaxengine.bench.engine_run import run_workload
 
@@ -126,8 +128,10 @@ def ragged_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def static_rate(llm: LLM, sizes: Sizes) -> float:
-    """Return `ragged_rate` in static batches: the next batch begins when the longest request of the last one has ended.
-    Batches have a quarter of the requests, at most max_num_seqs.
+    """Return the output tokens per second of requests of very different lengths that run in static batches.
+
+    The next batch begins when the longest request of the previous one has ended. A batch has a quarter of the requests,
+    at most max_num_seqs.
     """
     from jaxengine.bench.engine_run import run_static
 
@@ -138,18 +142,15 @@ def static_rate(llm: LLM, sizes: Sizes) -> float:
 
 
 def _ragged(llm: LLM, sizes: Sizes) -> Workload:
-    """Return sizes.num_prompts requests of very different lengths, at most sizes.context tokens each, below the
-    engine's vocabulary.
-    """
+    """Return sizes.num_prompts requests of very different lengths, of at most sizes.context tokens each."""
     from jaxengine.bench.workloads import ragged_trace
 
     return ragged_trace(sizes.num_prompts, llm.core.runner.vocab_size, sizes.context)
 
 
 def first_seconds(llm: LLM, sizes: Sizes) -> float:
-    """Return the seconds until a request has its first token.
-
-    It has sizes.input_len random tokens, and an empty prefix cache.
+    """Return the seconds until a request of sizes.input_len random tokens has its first token, with an empty prefix
+    cache.
     """
     from jaxengine.bench.engine_run import run_workload
     from jaxengine.bench.workloads import fixed_lengths
@@ -159,9 +160,10 @@ def first_seconds(llm: LLM, sizes: Sizes) -> float:
 
 
 def longest_gap(llm: LLM, sizes: Sizes) -> float:
-    """Return the milliseconds of the longest pause between the tokens of a running request while long prompts arrive.
-    The stream gets 4 * sizes.output_len tokens; three prompts of 4 * sizes.input_len tokens arrive during it. The
-    prefix cache is emptied first; runs until all have ended.
+    """Return the longest pause, in milliseconds, between the tokens of a running request while long prompts arrive.
+
+    The stream gets 4 * sizes.output_len tokens; three prompts of 4 * sizes.input_len tokens arrive during it. Empties
+    the prefix cache first, and runs until all requests have ended.
     """
     import time
 
@@ -191,7 +193,7 @@ def longest_gap(llm: LLM, sizes: Sizes) -> float:
                 gaps, last, count = [*gaps, now - last], now, count + 1
                 if count in arrivals:
                     add(f"prompt {count}", sizes.input_len * 4, 1)
-    return max(gaps[1:]) * 1e3  # the first is that of its own prompt
+    return max(gaps[1:]) * 1e3  # the first one is the time of the stream's own prompt
 
 
 def kv_tokens(llm: LLM, sizes: Sizes) -> float:
@@ -251,10 +253,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure each gain of args.only, all of them without it; print the table and write it to the --json file. Returns
-    0.
+    """Measure the gains named in args.only, or all; print the table, write it to the --json file, and return 0.
 
-    Options that an engine refuses (ConfigError) become a row that says why. Other errors are raised.
+    A gain whose options an engine refuses (ConfigError) becomes a row that says why. Other errors are raised.
     """
     from jaxengine.config.base.errors import ConfigError
     from jaxengine.results import table, write_json
@@ -276,11 +277,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(gain: Gain, options: Mapping[str, Any], sizes: Sizes, num_runs: int) -> dict[str, Any]:
-    """Measure one gain; return a row with the figures `without` and `with` it, and how many `times` better the latter
+    """Measure one gain; return a row with the figures `without` and `with` it, and how many `times` better the second
     is.
 
-    The best of `num_runs` figures of each counts. The engines are shut down at the end. options: of both engines; those
-    of the gain replace them. Raises ConfigError if an engine refuses them.
+    The best of `num_runs` figures of each counts. The engines are shut down at the end. options: of both engines; the
+    gain's options replace them. Raises ConfigError if an engine refuses them.
     """
     from jaxengine import LLM
 

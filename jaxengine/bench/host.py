@@ -57,22 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _turnover(text: str) -> int:
-    """Return the whole number of a text. Raises ArgumentTypeError for what is none, and for 0 and 1."""
+    """Parse a whole number of at least 2. Raises ArgumentTypeError for any other text."""
     if (count := positive_int(text)) == 1:
         raise argparse.ArgumentTypeError("1 leaves nothing to decode; allowed is 2 or more")
     return count
 
 
 def _window(text: str) -> int | None:
-    """Return the window of a text in tokens; None for "all". Raises ArgumentTypeError for other than whole numbers
-    above 0.
-    """
+    """Parse a window in tokens, at least 1; return None for "all". Raises ArgumentTypeError for any other text."""
     return None if text == "all" else positive_int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure each of args.num_seqs with the other arguments; print the figures and write them to the --json file.
-    Returns 0.
+    """Measure each number of sequences in args.num_seqs; print the figures, write them to the --json file, and return
+    0.
     """
     from jaxengine.results import table, write_json
 
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Steps:
-    """Runs scheduler steps of `num_seqs` decoding sequences and times their parts.
+    """Runner of scheduler steps of `num_seqs` decoding sequences that times their parts.
 
     Attributes:
       spent: f64[3], seconds of schedule, pack and update since it was last zeroed.
@@ -107,8 +105,9 @@ class _Steps:
     ):
         """Make a scheduler with `num_seqs` requests, and run it until all prompts are computed.
 
-        Random ids and accepted counts are drawn from a fixed seed, for 64 steps in turn. longest, turnover: as of
-        `_requests`. windows, width, sees: as of `measure`.
+        Sampled ids and accepted counts are drawn from a fixed seed for 64 steps, which repeat. longest: output tokens
+        of a request with turnover 0. turnover: mean output tokens of a request, 0 for `longest`. windows: window of
+        each cache group. width: tokens of a decode. sees: simulate a model with an encoder.
         """
         import numpy as np
 
@@ -150,9 +149,8 @@ class _Steps:
             self.step()
 
     def step(self) -> None:
-        """Run one scheduler step, and add what its parts took to `spent`.
-
-        A new request takes the place of each that ends.
+        """Run one scheduler step, and add the seconds of its parts to `spent`. Each request that ends is replaced by a
+        new one.
         """
         clock, scheduler = time.perf_counter, self.scheduler
         start = clock()
@@ -193,12 +191,12 @@ def measure(
 
     num_steps: of each round. turnover: mean number of tokens after which a request ends and another one starts, at
     least 2; 0 for never. width: tokens of a decode, the last one and drafts. windows: window of each cache group, in
-    tokens; None for all. sees: a model with an encoder, on text-only requests.
+    tokens; None for full attention. sees: a model with an encoder, on text-only requests.
 
     With windows other than (None,), or with `sees`, `more` is the extra time over a step with neither; rounds are then
-    eight times as many and a quarter as long, and take turns. With `offload`, an engine with a host tier of pages that
-    nothing leaves for, `loop` is its own, and `over_without` the median of its time over that of an engine without,
-    in turns of an eighth of the steps. Raises ValueError for sizes below their minimum.
+    eight times as many and a quarter as long, and alternate. With `offload`, `loop` is of an engine with a host tier of
+    pages that stays unused, and `over_without` the median ratio of its time to that of an engine without, in
+    alternating runs of an eighth of the steps. Raises ValueError for sizes below their minimum.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0 or turnover == 1:
         raise ValueError(
@@ -240,9 +238,10 @@ def measure(
 def _loops(
     steps: _Steps, num_steps: int, longest: int, turnover: int, width: int, rounds: int, offload: bool
 ) -> tuple[float, dict[str, float]]:
-    """Return the least seconds of a loop's step, and, with `offload`, "over_without"; operands as of `measure`.
+    """Return the least seconds of an `Engine.step`, and with `offload` {"over_without": median ratio to an engine
+    without}.
 
-    longest: tokens of the longest request.
+    longest: tokens of the longest request. Other arguments: see `measure`.
     """
     import numpy as np
 
@@ -263,9 +262,11 @@ def _loops(
 
 
 def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any]:
-    """Return (sampled ids, accepted counts) of step `number`; with width 1 the first token of each row, and no counts.
+    """Return (sampled ids, accepted counts) of step `number`; with width 1 the first id of each row, and None for the
+    counts.
 
-    tokens, counts: as of FreeRunner; counts count only with drafts.
+    tokens: i32[n, ranks, S] or i32[n, ranks, S, W] ids of n steps, which repeat. counts: i32[n, ranks, S], used only if
+    width is above 1.
     """
     ids = tokens[number % len(tokens)]
     if width > 1:
@@ -274,8 +275,8 @@ def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any
 
 
 def _with_drafts(scheduler: Any, width: int) -> Any:
-    """Make the scheduler choose `width` (if above 1) for every decode, instead of measuring which width pays off;
-    return it.
+    """Make the scheduler use `width` for every decode if it is above 1, instead of choosing by measurement; return the
+    scheduler.
     """
     if width > 1:
         scheduler.extension("drafts").width.choose = lambda num_rows, runs: width
@@ -283,14 +284,14 @@ def _with_drafts(scheduler: Any, width: int) -> Any:
 
 
 class _Loop:
-    """Runs an `Engine.step` over all sequences.
+    """Runner of `Engine.step` over all sequences.
 
     requests: iterator over requests. width: tokens of a decode. offload: with a host tier of pages.
     """
 
     def __init__(self, steps: _Steps, requests: Any, width: int, *, offload: bool):
-        """Make an engine on a FreeRunner with as many requests as `steps` has sequences, and run it until all prompts
-        are computed.
+        """Make an engine on a FreeRunner with as many requests as `steps` has, and run it until all prompts are
+        computed.
         """
         from jaxengine.engine.engine import Engine
 
@@ -309,7 +310,7 @@ class _Loop:
             self._step()
 
     def run(self, num_steps: int) -> float:
-        """Return the thread's seconds of `num_steps` steps."""
+        """Run `num_steps` steps and return their CPU seconds in this thread."""
         start = time.thread_time()
         for _ in range(num_steps):
             self._step()
@@ -320,41 +321,38 @@ class _Loop:
         self._engine.extensions.shutdown()
 
     def _step(self) -> None:
-        """Run a step of the engine; a new request takes the place of each that ends."""
+        """Run one engine step. Each request that ends is replaced by a new one."""
         for _ in self._engine.step().finished:
             self._engine.queue([next(self._requests)])
 
 
 class _FreeConfig:
-    """Configuration of a FreeRunner: the given values, and for all else what an engine without options has."""
+    """Configuration of a FreeRunner: the given values, and an engine's defaults for all other options."""
 
     def __init__(self, **own: Any):
-        """own: the values that are given, by option."""
+        """own: given values, by option."""
         from jaxengine.config.engine_config import EngineConfig
 
         self._usual = EngineConfig()
         vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an option that was not given, as an engine has it without options. Raises AttributeError for what is
-        none.
-        """
+        """Return an engine's default of an option that was not given. Raises AttributeError for an unknown option."""
         return getattr(self._usual, name)
 
 
 class FreeRunner:
-    """A stand-in for ModelRunner whose steps take no time.
+    """Stand-in for ModelRunner whose steps take no time.
 
-    tokens: i32[n, ranks, S], sampled ids that n steps return in turn; with drafts i32[n, ranks, S, W], of which
-      counts, i32[n, ranks, S], are accepted.
-    offload: have a host tier of pages of a kibibyte.
+    tokens: i32[n, ranks, S], sampled ids of n steps, which repeat; with drafts i32[n, ranks, S, W], of which counts,
+    i32[n, ranks, S], are accepted. offload: have a host tier of pages of one KiB.
     """
 
     on_cpu, page_bytes, state_bytes, block_bytes = False, 1 << 10, 0, 1 << 10
 
     def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None, *, offload: bool = False):
-        """config: a SchedulerConfig. packer, tokens, counts, offload: as the class says; counts are None without
-        drafts.
+        """config: a SchedulerConfig. packer: of the steps' messages. counts: None without drafts. For the others see
+        the class.
         """
         from jaxengine.config.features.speculation import SpeculativeConfig
         from jaxengine.runner.compile_watch import CompileWatch
@@ -377,9 +375,7 @@ class FreeRunner:
         self._tokens, self._counts, self._taken = tokens, counts, 0
 
     def execute(self, step: Any) -> Any:
-        """Return a step that is ready at once: its sampled ids and, with drafts, its counts are the next of those
-        given.
-        """
+        """Return a pending step that is ready at once, with the next sampled ids and, with drafts, accepted counts."""
         self._taken += 1
         ids, right = sampled(self._tokens, self._counts, self._taken, step.bucket.width)
         drafts = None if right is None else right * 0 + ids.shape[-1] - 1
@@ -387,7 +383,7 @@ class FreeRunner:
         return SimpleNamespace(token_ids=lambda: ids, result=results.get, is_ready=lambda: True)
 
     def extension(self, name: str) -> Any:
-        """Return this runner, which stands in for its extensions."""
+        """Return this runner, which stands in for all of its extensions."""
         return self
 
     def sample(self, pending: Any) -> None: ...
@@ -408,8 +404,8 @@ class FreeRunner:
 
 
 def _fields(sections):
-    """Return a function for each message section, by name, that gives the section's shape for a bucket; None if the
-    bucket has no sections.
+    """Return, by name, functions from a bucket to the shape of a message section; the shape is None if the bucket has
+    no sections.
 
     sections: number of values per token, by name.
     """
@@ -420,7 +416,9 @@ def _fields(sections):
 
 
 def _buckets(config, sections=()):
-    """Return the buckets of a SchedulerConfig, each kind with the largest size alone. sections: of messages."""
+    """Return the buckets of a SchedulerConfig, with only the largest size of each kind. sections: names of message
+    sections.
+    """
     from jaxengine.scheduler.batches.buckets import Buckets
 
     limits = config.max_num_seqs, config.max_num_batched_tokens
@@ -428,9 +426,11 @@ def _buckets(config, sections=()):
 
 
 def _requests(generator, longest: int, turnover: int):
-    """Yield requests endlessly; no two share a prefix, and prompts are PROMPT_TOKENS to a page longer.
+    """Yield requests endlessly. No two share a prefix, and prompts have PROMPT_TOKENS to PROMPT_TOKENS + PAGE_SIZE - 1
+    tokens.
 
-    generator: of numpy. turnover: mean number of their output tokens, from 1 on; 0 for `longest` in each.
+    generator: of numpy. turnover: mean number of output tokens, which are drawn uniformly from 1 on; 0 for `longest` in
+    each.
     """
     import numpy as np
 

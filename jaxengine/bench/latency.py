@@ -29,10 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load an engine, measure `args.num_runs` batches, print latencies, the time of a step's parts and the roofline,
-    and write them to the --json file. Returns 0.
+    """Load an engine and measure `args.num_runs` batches; print latencies, the time of a step's parts and the roofline.
 
-    Raises as `LLM` and `run_workload`.
+    Writes them to the --json file and returns 0. Raises ConfigError, ModelConfigError, ModelFileError or RequestError.
     """
     from jaxengine import LLM
     from jaxengine.bench.engine_run import run_workload
@@ -64,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, float]:
-    """Return the shortest decode step that memory bandwidth allows, and the share of that speed that was reached.
+    """Return the shortest decode step that memory bandwidth allows, and the percentage of that speed that was reached.
 
-    weight_bytes: bytes of weights that a step reads. step_seconds: of measured steps, of which the fastest counts;
-    empty for no share. Units are in the result's names. Measures the bandwidth of the host's memory
-    (`memory_bandwidth`).
+    weight_bytes: bytes of weights that a step reads. step_seconds: of measured steps, of which the fastest counts; if
+    empty, there is no percentage. Keys name the units. Measures the bandwidth of the host's memory, which takes a
+    moment.
     """
     bandwidth = memory_bandwidth()
     floor = weight_bytes / bandwidth
@@ -84,9 +83,9 @@ def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, f
 
 
 def memory_bandwidth(num_bytes: int = 512 * 2**20, rounds: int = 5) -> float:
-    """Return the memory read bandwidth of all cores together, bytes a second, the best of `rounds`.
+    """Return the memory read bandwidth of all cores together, in bytes per second, the best of `rounds`.
 
-    Measured by dot products of an array of `num_bytes`, which must exceed the caches.
+    It is measured by dot products over an array of `num_bytes`, which must exceed the caches.
     """
     from concurrent.futures import ThreadPoolExecutor
     from os import cpu_count

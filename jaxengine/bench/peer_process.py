@@ -17,12 +17,12 @@ SCRIPTS = Path(__file__).parent / "peer_scripts"
 
 
 class PeerError(RuntimeError):
-    """A peer could not be installed, started or measured; the other peers continue."""
+    """Error of a peer that could not be installed, started or measured; the other peers continue."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine to compare with: how to install it, and the weight formats to measure.
+    """Engine to compare with: how to install it, and the weight formats to measure.
 
     Attributes:
       name: of the engine, in tables.
@@ -63,10 +63,11 @@ PEERS = {
 
 
 def install(peer: Peer, folder: Path) -> Path:
-    """Return the Python of the peer's environment under `folder`; this process's own for a peer without requirements.
+    """Return the Python of the peer's environment under `folder`, or this process's Python for a peer without
+    requirements.
 
-    The environment is created if it is missing or was made for other requirements, which downloads packages. Raises
-    PeerError if that fails.
+    The environment is created anew if it is missing or was made for other requirements; packages are downloaded then.
+    Raises PeerError if that fails.
     """
     if not peer.requirements:
         return Path(sys.executable)
@@ -88,18 +89,18 @@ def install(peer: Peer, folder: Path) -> Path:
 
 
 def _call(peer: Peer, command: list[str]) -> None:
-    """Run a command to its end. Raises PeerError, with the end of what it says, if its status is not 0."""
+    """Run a command to its end. Raises PeerError, with the end of its standard error, if its exit status is not 0."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"{peer.name}: {' '.join(command[1:4])} ... failed: {done.stderr.strip()[-500:]}")
 
 
 class PeerProcess:
-    """A loaded engine that reads workloads from its standard input. Use as a context manager.
+    """Process with a loaded engine that gets workloads on its standard input. Use as a context manager.
 
     Attributes:
       version: version text that the engine reports.
-      load_seconds: time from its start until it is ready.
+      load_seconds: time from the script's start until its engine was ready.
     """
 
     def __init__(self, peer: Peer, variant: str, python: Path, job: dict[str, Any], log: Path):
@@ -109,7 +110,7 @@ class PeerProcess:
           variant: weight format, one of `peer.variants`.
           python: interpreter that runs the script.
           job: "gguf", "threads" and "folder" (see peer_scripts/peer.py).
-          log: file for the engine's output.
+          log: file for the engine's standard error.
         """
         self.peer, self.variant = peer, variant
         self._log = log
@@ -129,9 +130,11 @@ class PeerProcess:
         self.version, self.load_seconds = ready["version"], ready["load_seconds"]
 
     def run(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """Measure one workload and wait for its result; see `peer_scripts/peer.py` for both dicts.
+        """Measure one workload: send it to the process, wait for its result, and return that.
 
-        Raises PeerError if the process has ended or ends before it answers.
+        workload: {"prompts", "max_tokens", "prefix", "share_prefix"}. The result is {"seconds", "output_tokens",
+        "first_token_seconds", "peak_rss"} or {"skipped": reason}; see `peer_scripts/peer.py`. Raises PeerError if the
+        process has ended or ends before it answers.
         """
         assert self._process.stdin is not None
         try:
@@ -152,7 +155,7 @@ class PeerProcess:
         self._process.stdout.close()
 
     def __enter__(self) -> PeerProcess:
-        """Return the process itself."""
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,10 +171,8 @@ class PeerProcess:
         return json.loads(line)
 
     def _failed(self) -> PeerError:
-        """Return the PeerError, which the caller raises, of a process that has ended; waits up to ten seconds for its
-        end, to quote the last line of its log.
-        """
-        # Its answers end before its last words are written.
+        """Return a PeerError that quotes the last line of the log. Waits up to ten seconds for the process's end."""
+        # Standard output may end before the last lines of the log are written.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         lines = self._log.read_text(errors="replace").strip().splitlines()

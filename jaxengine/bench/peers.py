@@ -36,11 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all engines on args.workloads; print figures and ratios and write them to the --json file. Returns 1 if
-    there is nothing to compare, else 0.
+    """Measure all engines on args.workloads; print figures and ratios and write them to the --json file.
 
-    Engines are installed under args.venv_dir, which is created; all of them stay loaded until the end. Raises
-    DefaultModelMissing without a model, OSError.
+    Returns 1 if there is nothing to compare, else 0. Engines are installed under args.venv_dir, which is created, and
+    stay loaded until the end. Raises DefaultModelMissing if there is no model file, OSError.
     """
     from os import cpu_count
 
@@ -65,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
 def _start(
     peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
 ) -> list[PeerProcess]:
-    """Load every variant of every peer, or only those of args.variants; return their processes. One that fails to
-    install or load is reported and skipped.
+    """Load every variant of every peer, or only those in args.variants; return their processes.
 
-    job: as of PeerProcess. stack: closes the processes.
+    A peer that fails to install or load is reported and skipped. job: "gguf", "threads" and "folder". stack: closes the
+    processes.
     """
     engines = []
     for peer in peers:
@@ -85,10 +84,10 @@ def _start(
 
 
 def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
-    """Run the workload `name` of RUNS on all engines, `num_runs` times; return a row of figures for each engine's
-    fastest run.
+    """Run a workload on all engines, `num_runs` times alternately; return a row of figures for each engine's fastest
+    run.
 
-    An engine that fails or skips the workload is reported, and left out of further rounds.
+    name: key of RUNS. An engine that fails or skips the workload is reported, and left out of further rounds.
     """
     from jaxengine.bench.workloads import recorded
 
@@ -124,9 +123,9 @@ def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[
 
 
 def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
-    """Return the table row of one engine's run of `workload`: output tokens per second, time to the first token, decode
-    speed (for W1, a single request), and peak memory; a figure that is not known is None.
+    """Return the table row of one engine's run; a figure that is not known is None.
 
+    It has output tokens per second, time to first token, decode speed (only for W1, a single request), and peak memory.
     done: result of PeerProcess.run.
     """
     seconds, first, tokens = done["seconds"], done["first_token_seconds"], done["output_tokens"]
@@ -145,10 +144,10 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
 
 
 def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ratios of our figures to each peer's, fastest format against fastest; for W1 also for each format, and for
-    W3 the gain by our prefix caching.
+    """Return rows of ratios of jaxengine's figures to each peer's, both in the format that is fastest.
 
-    figures: rows of `figure`. A ratio of which one side was not measured is left out.
+    For W1 there are also ratios for each weight format, and for W3 the gain by jaxengine's prefix caching. figures:
+    rows of `figure`. A ratio of which one side was not measured is left out.
     """
     ratios = []
     for workload in dict.fromkeys(row["workload"] for row in figures):
@@ -163,8 +162,9 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return a row for each peer with the ratio of our best figure `key` to its best. [] without a figure of ours.
-    workload, weights: names for the rows. rows: of `figure`.
+    """Return a row for each peer with the ratio of jaxengine's best figure `key` to the peer's best; [] without ours.
+
+    workload, weights: labels for the rows. rows: of `figure`.
     """
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -187,8 +187,8 @@ def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -
 
 
 def _own_gain(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the speedup of W3 by our prefix caching, for each weight format in which W3 and W3-no-sharing were
-    measured.
+    """Return rows with the speedup of W3 by jaxengine's prefix caching, for each weight format measured with and
+    without.
 
     figures: rows of `figure`.
     """

@@ -25,7 +25,7 @@ SLO_METRICS = ("ttft", "tpot", "e2el")
 
 
 class BenchError(OSError):
-    """The server cannot be measured."""
+    """Error of a server that cannot be measured, or of options that contradict each other."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the server at each rate; print the figures, write them to the --json file and draw them in the --svg
-    file. Returns 1 if no request of a rate succeeded, else 0.
+    file.
 
-    Raises BenchError or another OSError.
+    Returns 1 if at some rate no request succeeded, else 0. Raises BenchError or another OSError.
     """
     from jaxengine.bench.serve_report import picture, sweep_table, text
     from jaxengine.results import write_json
@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, Any]]:
-    """Send the load of `args`, as of `prepare`, at each rate, with other prompts each time; return (figures of each
-    rate, samples of the last rate by metric, settings).
+    """Send the load of `args` at each rate, with different prompts each time; return (figures of each rate,
+    milliseconds of the last rate by metric, settings).
 
     Raises BenchError or another OSError.
     """
@@ -136,12 +136,11 @@ async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict
 
 
 async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
-    """Ask the server for its model and whether it accepts token ids; return where and how to send, and what to send.
-    The model is args.model or the first one listed, the limit of lengths args.max_model_len or the listed one. One
-    request is sent as a probe.
+    """Query the server's model and send one request as a probe; return (where and how to send, what to send).
 
-    Raises BenchError for a server that cannot be measured, another OSError for one that does not answer, and as
-    `read_api_key` for the key file.
+    The model is args.model or the first one listed, the limit of lengths args.max_model_len or the listed one. Prompts
+    become texts if the server refuses token ids and args.prompts is "auto". Raises BenchError for a server that cannot
+    be measured, and another OSError for one that does not answer or a key file that cannot be read.
     """
     from jaxengine.bench.serve_client import BadUrlError, Server, get_json
     from jaxengine.bench.serve_load import Load, Traffic
@@ -160,7 +159,7 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if model is None:
                 raise BenchError(f"{args.url} lists no models ({error}); name one with --model") from None
-    # As much as the shortest prompt may have: outputs take up to half.
+    # The length of the shortest prompt: outputs take up to half of the limit.
     if longest is not None and args.prefix_len >= (most := longest - longest // 2):
         raise BenchError(f"--prefix-len is {args.prefix_len}; allowed is less than {most}, half of {longest} tokens")
     fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {}), **args.extra_body}
@@ -185,7 +184,7 @@ async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
 async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
     """Send one request as a probe; return the load, changed to text prompts if the server refuses token ids.
 
-    prompts: "auto", or the form that is required, which is not changed. Raises BenchError if the probe fails.
+    prompts: "auto", or a required form, which is not changed. Raises BenchError if the probe fails.
     """
     from jaxengine.bench.serve_load import plan, send
 
@@ -199,28 +198,29 @@ async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
 
 
 def _plain(rate: float) -> float | str:
-    """Return the rate, "inf" for infinity, which JSON lacks."""
+    """Return the rate, or "inf" for infinity, which JSON lacks."""
     return rate if math.isfinite(rate) else "inf"
 
 
 def _rate(text: str) -> float:
-    """Return a rate above 0, inf for "inf". Raises ArgumentTypeError for other texts."""
+    """Parse a rate above 0; "inf" is infinity. Raises ArgumentTypeError for any other text."""
     return math.inf if text == "inf" else _positive(text)
 
 
 def _positive(text: str) -> float:
-    """Return a finite number above 0. Raises ArgumentTypeError for other texts."""
+    """Parse a finite number above 0. Raises ArgumentTypeError for any other text."""
     return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
 
 
 def _share(text: str) -> float:
-    """Return a number from 0 to 1. Raises ArgumentTypeError for other texts."""
+    """Parse a number from 0 to 1, both inclusive. Raises ArgumentTypeError for any other text."""
     return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def _number(text: str, allowed: Any, what: str) -> float:
-    """Return the number of a text. allowed: takes it (NaN for no number) and returns whether it may be. Raises
-    ArgumentTypeError, which says `what` it must be, for others.
+    """Parse a number. Raises ArgumentTypeError, saying `what` it must be, if it is not a number or not allowed.
+
+    allowed: takes the value, NaN if the text is not a number, and returns whether it is allowed.
     """
     try:
         value = float(text)
@@ -232,7 +232,7 @@ def _number(text: str, allowed: Any, what: str) -> float:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return a JSON object. Raises ArgumentTypeError for other texts."""
+    """Parse a JSON object. Raises ArgumentTypeError for any other text."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -243,8 +243,9 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _limit(text: str) -> tuple[str, float]:
-    """Return (metric, milliseconds) of "METRIC:MS". Raises ArgumentTypeError for a metric not of SLO_METRICS and other
-    numbers than above 0.
+    """Parse "METRIC:MS"; return (metric, milliseconds).
+
+    Raises ArgumentTypeError for a metric that is not in SLO_METRICS, and unless the number is finite and above 0.
     """
     name, _, milliseconds = text.partition(":")
     if name not in SLO_METRICS:

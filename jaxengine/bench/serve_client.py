@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 import h11
 
 READ_BYTES = 1 << 16
-# Limit of an error text that is kept.
+# Most bytes of an error text that are kept.
 ERROR_BYTES = 4096
 
 
 class BadUrlError(ValueError):
-    """A URL does not name an HTTP server."""
+    """Error of a URL that does not name an HTTP server."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None) -> Server:
-        """Return the Server of a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError for anything else, and
-        OSError for a `ca_file` that cannot be read.
+        """Return the Server of a base URL such as http://127.0.0.1:8000/v1.
 
         api_key: sent as a bearer token; None or "" for none. ca_file: PEM file of certificates to trust instead of the
-        system's; None for those.
+        system's; None for the system's. Raises BadUrlError for a URL of another form, and OSError for a `ca_file` that
+        cannot be read.
         """
         try:
             parts = urlsplit(url)
@@ -69,12 +69,14 @@ class Server:
 
 
 class Connection:
-    """HTTP/1.1 connection to a server. Call `send` and read `body` to its end; for a further request call `restart`
-    first, which needs a `reusable` connection.
+    """HTTP/1.1 connection to a server, for one request at a time.
+
+    Call `send` and read `body` to its end. For a further request call `restart` first, which needs a `reusable`
+    connection.
     """
 
     def __init__(self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        """Wrap an open connection; `used` says later whether it has carried a request."""
+        """Wrap an open connection. `used` is False until `restart` marks that a request was completed."""
         self._server, self._reader, self._writer = server, reader, writer
         self._http = h11.Connection(h11.CLIENT)
         self.used = False
@@ -85,8 +87,10 @@ class Connection:
         return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
 
     async def send(self, method: str, path: str, body: bytes = b"") -> h11.Response:
-        """Send a request as `post` does and wait for the answer; return the response's status and headers. Raises
-        OSError, h11.RemoteProtocolError.
+        """Send a request and wait for the response; return its status and headers. Raises OSError,
+        h11.RemoteProtocolError.
+
+        path: after the server's own path. body: JSON, b"" for none.
         """
         self.post(method, path, body)
         while True:
@@ -95,8 +99,10 @@ class Connection:
                 return event
 
     def post(self, method: str, path: str, body: bytes = b"") -> None:
-        """Write a request without waiting for the response. path: after the server's own. body: JSON, b"" for none.
-        Raises h11.LocalProtocolError if the last request is not complete.
+        """Write a request without waiting for the response.
+
+        path: after the server's own path. body: JSON, b"" for none. Raises h11.LocalProtocolError if the last request
+        is not complete.
         """
         headers = [*self._server.headers, ("Content-Length", str(len(body)))]
         if body:
@@ -107,7 +113,7 @@ class Connection:
         self._writer.write(b"".join(part for part in parts if part))
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield pieces of the response body as they arrive. Raises OSError, h11.RemoteProtocolError."""
+        """Yield pieces of the response body as they arrive, until its end. Raises OSError, h11.RemoteProtocolError."""
         while not isinstance(event := await self._next(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
@@ -118,7 +124,7 @@ class Connection:
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     def restart(self) -> None:
-        """Prepare the connection for the next request, and mark it as used. Raises h11.LocalProtocolError unless it is
+        """Prepare the connection for the next request, and set `used`. Raises h11.LocalProtocolError unless it is
         reusable.
         """
         self._http.start_next_cycle()
@@ -129,8 +135,9 @@ class Connection:
         self._writer.transport.abort()
 
     async def _next(self) -> Any:
-        """Wait for the next event of h11 and return it. Raises OSError, or h11.RemoteProtocolError if the server breaks
-        off or violates the protocol.
+        """Wait for the next event of h11 and return it.
+
+        Raises OSError, or h11.RemoteProtocolError if the server closes the connection early or violates the protocol.
         """
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(READ_BYTES))
@@ -146,7 +153,9 @@ class Connections:
         self._idle: deque[Connection] = deque()
 
     async def take(self) -> Connection:
-        """Return an idle connection, which is no longer in the pool, or a new one. Raises OSError."""
+        """Remove an idle connection from the pool and return it; without one, return a new connection. Raises
+        OSError.
+        """
         return self._idle.pop() if self._idle else await Connection.open(self.server)
 
     async def fresh(self) -> Connection:
@@ -154,7 +163,7 @@ class Connections:
         return await Connection.open(self.server)
 
     def give_back(self, connection: Connection) -> None:
-        """Keep a connection for a further request if it is reusable, else close it."""
+        """Add a connection to the pool if it is reusable, else close it."""
         if connection.reusable:
             connection.restart()
             self._idle.append(connection)
@@ -169,7 +178,7 @@ class Connections:
 
 @dataclass
 class Sample:
-    """Client-side measurements of one request; times are seconds of `time.perf_counter`.
+    """Client-side measurements of one request. Times are seconds of `time.perf_counter`.
 
     Attributes:
       sent: when the request was written to the socket.
@@ -180,7 +189,7 @@ class Sample:
       finish_reason: the last one received.
       error: kind of failure; None for success.
       message: the server's or system's error text.
-      retry_after: the Retry-After header of a refusal.
+      retry_after: the Retry-After header of a response with an error status.
     """
 
     sent: float = 0.0
@@ -196,32 +205,32 @@ class Sample:
 
     @property
     def seconds(self) -> float:
-        """Return the time of the whole request."""
+        """Seconds of the whole request."""
         return self.ended - self.sent
 
     @property
     def first_token_seconds(self) -> float:
-        """Return the time until the first piece of output, of which there must be one."""
+        """Seconds until the first piece of output. Raises IndexError if there is none."""
         return self.chunk_times[0] - self.sent
 
     @property
     def per_token_seconds(self) -> float | None:
-        """Return the mean time per token after the first; None with fewer than two tokens."""
+        """Mean seconds per token after the first; None with fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Return the times between successive pieces of output."""
+        """Seconds between successive pieces of output, [] with fewer than two pieces."""
         return [late - early for early, late in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
 
 async def stream(connections: Connections, path: str, body: dict[str, Any], timeout: float | None) -> Sample:
-    """Send a streaming request and read its response to the end; any failure is recorded in the returned sample, but
-    for a cancellation.
+    """Send a streaming request and read its response to the end; return a sample, which also records any failure.
 
-    path: route of the server. body: of the request. timeout: seconds after which it is given up; None for no limit.
+    path: route of the server. body: of the request. timeout: seconds after which the request is given up; None for no
+    limit. The connection is given back for reuse. Raises only asyncio.CancelledError.
     """
     sample, payload = Sample(), json.dumps(body, separators=(",", ":")).encode()
     connection = None
@@ -241,10 +250,12 @@ async def stream(connections: Connections, path: str, body: dict[str, Any], time
 
 
 async def _stream(connections: Connections, path: str, payload: bytes, sample: Sample) -> Connection:
-    """POST `payload` to the route `path` and read the response, of any status, into `sample`; return the connection,
-    which is not closed.
+    """POST `payload` to the route `path`, read the response, of any status, into `sample`, and return the open
+    connection.
 
-    Raises what `_follow` does, after closing the connection.
+    If a reused connection turns out to be closed, the request is sent again on another one. On any error the connection
+    is closed. Raises OSError or h11.RemoteProtocolError; AttributeError, KeyError, TypeError or ValueError for events
+    of another form.
     """
     while True:
         sample.sent = time.perf_counter()
@@ -276,11 +287,10 @@ async def _stream(connections: Connections, path: str, payload: bytes, sample: S
 
 
 async def _follow(connection: Connection, sample: Sample) -> None:
-    """Read a stream of server-sent events, the body of the connection's response, into `sample`, to the end, with the
-    error that an event may report.
+    """Read a response's server-sent events into `sample`, to the end.
 
-    Raises OSError or h11.RemoteProtocolError; AttributeError, KeyError, TypeError or ValueError for events of another
-    form.
+    Sets the error "cut" without [DONE], and "empty" without output. Raises OSError or h11.RemoteProtocolError;
+    AttributeError, KeyError, TypeError or ValueError for events of another form.
     """
     rest, done = b"", False
     async for piece in connection.body():
@@ -304,8 +314,10 @@ async def _follow(connection: Connection, sample: Sample) -> None:
 
 
 def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
-    """Read one chunk of a completion or chat, which arrived at `now`, into `sample`: its error, the usage, the last
-    finish_reason, and the time of a chunk that brings output. Raises as `_follow`.
+    """Read one chunk of a completion or chat into `sample`: its error, usage, finish_reason, and its time if it has
+    output.
+
+    now: when it arrived. Raises AttributeError, KeyError or TypeError for a chunk of another form.
     """
     if "error" in chunk:
         sample.error, sample.message = "stream error", json.dumps(chunk["error"])[:ERROR_BYTES]
@@ -322,11 +334,11 @@ def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
 
 
 def _brings_output(choice: dict[str, Any]) -> bool:
-    """Whether a choice of a completion's or chat's chunk carries output: text, reasoning, tool calls, or a token
-    whose character is still incomplete.
+    """Whether a choice in a chunk carries output: text, reasoning, tool calls, or a token whose character is still
+    incomplete.
 
-    Such a token is a chunk with none of these. It is recognised by exclusion: the chunk that opens a chat has a role,
-    and the one that closes an output a finish_reason.
+    Such a token is a chunk with none of the others. It is recognised by exclusion: the chunk that opens a chat has a
+    role, and the one that closes an output a finish_reason.
     """
     delta = choice.get("delta")
     if delta is None:
@@ -337,8 +349,9 @@ def _brings_output(choice: dict[str, Any]) -> bool:
 
 
 async def get_json(server: Server, path: str) -> Any:
-    """Fetch JSON from a route (`path`) of the server. Raises OSError, or ValueError for invalid JSON or a status other
-    than 200.
+    """Fetch JSON from a route of the server on a new connection.
+
+    Raises OSError, or ValueError for invalid JSON, a status other than 200, or a body over 1 MiB that is cut.
     """
     connection = await Connection.open(server)
     try:
@@ -354,8 +367,9 @@ async def get_json(server: Server, path: str) -> Any:
 
 
 async def _read_text(connection: Connection, limit: int = ERROR_BYTES) -> str:
-    """Return the body of a response as text, its first `limit` bytes; the rest is read too. Raises as
-    `Connection.body`.
+    """Read a response body to its end; return its first `limit` bytes as text, invalid UTF-8 replaced.
+
+    Raises OSError, h11.RemoteProtocolError.
     """
     text = b""
     async for piece in connection.body():

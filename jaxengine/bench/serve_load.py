@@ -35,7 +35,7 @@ class Load:
 
     Attributes:
       num_prompts: number of requests.
-      input_len, output_len: tokens of each prompt, without its prefix, and of each output, as `lengths` says.
+      input_len, output_len: tokens of each prompt, without its prefix, and of each output; `lengths` distributes them.
       lengths: distribution of prompt and output lengths: all equal, uniform within `range_ratio` around the given
         length, or log-normal with it as the median.
       max_model_len: limit of prompt plus output tokens of a request; None for no limit.
@@ -72,10 +72,11 @@ class Planned:
 
 
 def plan(load: Load) -> list[Planned]:
-    """Return the requests of a load, in sending order; shared prefixes take turns.
+    """Return the requests of a load, in sending order. The i-th request has the shared prefix number i modulo their
+    number.
 
-    With max_model_len an output has at most half of it, and the prompt what is left, but at least one token after its
-    prefix.
+    With max_model_len an output has at most half of it, and the prompt at most the rest, but at least one token after
+    its prefix.
     """
     generator = np.random.default_rng(load.seed)
     prefixes = [_words(load, generator, load.prefix_len) for _ in range(load.num_prefixes)]
@@ -94,8 +95,10 @@ def plan(load: Load) -> list[Planned]:
 
 
 def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
-    """Return `count` random token ids, from 300 or half the vocabulary on, or indices into WORDS where the load is
-    text. Low ids often are special tokens or single bytes.
+    """Return `count` random token ids, or indices into WORDS if the load is text.
+
+    Ids are from 300, or from half the vocabulary if that is less, because low ids are often special tokens or single
+    bytes.
     """
     if load.text:
         return generator.integers(0, len(WORDS), count).tolist()
@@ -103,8 +106,9 @@ def _words(load: Load, generator: np.random.Generator, count: int) -> list[int]:
 
 
 def _lengths(load: Load, generator: np.random.Generator, length: int) -> list[int]:
-    """Draw a length for each request of the load from its distribution around `length`: at least 1, log-normal ones at
-    least 2.
+    """Return a random length for each request, from the load's distribution around `length`.
+
+    Lengths are at least 1, log-normal ones at least 2. "fixed" returns `length` for all.
     """
     if load.lengths == "uniform":
         low, high = math.ceil(length * (1 - load.range_ratio)), math.floor(length * (1 + load.range_ratio))
@@ -117,10 +121,10 @@ def _lengths(load: Load, generator: np.random.Generator, length: int) -> list[in
 
 
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Return sending times of `count` requests, in seconds after the start.
+    """Return sending times of `count` requests, in seconds after the start, ascending. The last one is at count / rate.
 
-    rate: requests per second, averaged over exactly these requests; inf sends all at once. burstiness: shape of the
-    gamma distribution of the gaps; 1 is Poisson, smaller values give bursts.
+    rate: requests per second; inf sends all at once. burstiness: shape of the gamma distribution of the gaps; 1 is
+    Poisson, smaller values give bursts.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -149,8 +153,8 @@ class Traffic:
     timeout: float | None = None
 
     def body(self, planned: Planned) -> dict[str, Any]:
-        """Return the body of the streamed request `planned`, as JSON values; `fields` replace its own. A chat is one
-        message of a user.
+        """Return the JSON body of a streamed request; `fields` replace the values set here. A chat has one user
+        message.
         """
         if self.route == "completions":
             prompt = {"prompt": planned.prompt}
@@ -172,8 +176,8 @@ class LoadResult:
 
     Attributes:
       seconds: from the start until the last response had ended.
-      samples: of each request.
-      lags: seconds by which each was sent too late; 0 with a limit of open requests.
+      samples: one for each request, in their order.
+      lags: seconds by which each request was sent too late; 0 with a limit of open requests.
       cpu_seconds: CPU time of this process meanwhile.
     """
 
@@ -186,10 +190,10 @@ class LoadResult:
 async def send(
     traffic: Traffic, planned: Sequence[Planned], times: Sequence[float], max_concurrency: int | None = None
 ) -> LoadResult:
-    """Send every request at its time and wait for all responses; failures are in the samples.
+    """Send every request at its time and wait for all responses; failures are recorded in the samples.
 
-    times: one for each request, seconds after the start, rising. max_concurrency: limit of open requests, None for no
-    limit; a request that has to wait is timed from when it is sent.
+    times: one for each request, seconds after the start, ascending. max_concurrency: limit of open requests, None for
+    no limit; the time of a request that had to wait begins when it is sent.
     """
     connections = Connections(traffic.server)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None

@@ -23,8 +23,10 @@ Points = Sequence[tuple[float, float]]
 
 
 def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Return the values of each of METRICS over the successful requests, in milliseconds: one per request, of "itl" one
-    per gap. A failed request counts nowhere.
+    """Return the milliseconds of each metric over the successful requests: one value per request, for "itl" one per
+    gap.
+
+    A request with fewer than two tokens has no "tpot".
     """
     good = [sample for sample in samples if sample.error is None]
     tpot = [value for sample in good if (value := sample.per_token_seconds) is not None]
@@ -38,10 +40,10 @@ def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
-    """Whether a request succeeded within all limits (metric -> milliseconds); a metric without a value meets its
-    limit.
+    """Whether a request succeeded within all limits. A metric without a value meets its limit; a failed request meets
+    none.
 
-    slo: limits of the metrics "ttft", "tpot" and "e2el"; a failed request meets none.
+    slo: limits in milliseconds (inclusive) of the metrics "ttft", "tpot" and "e2el".
     """
     if sample.error is not None:
         return False
@@ -54,11 +56,11 @@ def meets(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return all figures of a load: counts, errors by kind, tokens, rates, peak concurrency, the client's lag and CPU
-    share; latencies in milliseconds, None without samples.
+    """Return all figures of a load: counts, errors by kind, tokens, rates per second, peak concurrency, the client's
+    send lag and CPU share, and latencies in milliseconds, None without samples.
 
-    Rates are per second; failed requests count only as errors and in the peak and the lag. slo: limits as of `meets`;
-    without any the goodput is None.
+    Failed requests count only as errors and in the peak and the lag. slo: limits in milliseconds by metric for the
+    goodput, which is None without limits.
     """
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample for sample in run.samples if sample.error is not None]
@@ -88,12 +90,12 @@ def summary(run: LoadResult, slo: Mapping[str, float] | None = None) -> dict[str
 
 
 def _rate(count: float, seconds: float) -> float:
-    """Return count a second, rounded to three decimals; 0 in no time."""
+    """Return count / seconds, rounded to three decimals; 0.0 if seconds is 0."""
     return round(count / seconds, 3) if seconds else 0.0
 
 
 def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean, median and percentiles of SHARES by name, rounded to three decimals; None for each without
+    """Return the mean, median and percentiles of SHARES, by name, rounded to three decimals; all None without
     values.
     """
     names = ("mean", "median", *(f"p{share}" for share in SHARES if share != 50))
@@ -104,8 +106,9 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _peak(samples: Sequence[Sample]) -> int:
-    """Return the largest number of requests open at the same time, of all samples; one that ends as another is sent is
-    not counted with it.
+    """Return the largest number of requests that were open at the same time.
+
+    A request that ends at the moment when another is sent is not counted with it.
     """
     changes = sorted([(sample.sent, 1) for sample in samples] + [(sample.ended, -1) for sample in samples])
     most = now = 0
@@ -116,7 +119,7 @@ def _peak(samples: Sequence[Sample]) -> int:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Return as text the figures of one rate, as `summary` returns them, for people."""
+    """Return the figures of one rate, as `summary` returns them, as readable text."""
     plain = {name: value for name, value in result.items() if name not in ("latency_ms", "errors", "first_error")}
     rows = [{"ms": METRICS[name], **spread} for name, spread in result["latency_ms"].items()]
     parts = [record(plain), table(rows)]
@@ -127,10 +130,10 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return as text a table with one row per rate: rates asked for, reached and within limits, tokens a second,
-    failures, and median and p99 of each latency.
+    """Return a text table with one row per rate: rates offered, reached and within limits, tokens per second, failures,
+    and median and p99 of each latency.
 
-    results: of `summary`, with "request_rate".
+    results: from `summary`, each with "request_rate".
     """
     rows = []
     for result in results:
@@ -149,10 +152,11 @@ def sweep_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(title: str, results: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]]) -> str:
-    """Return the text of an SVG chart: for one rate (a single result) the cumulative distribution of each latency, for
-    several the latencies and throughputs by rate.
+    """Return an SVG chart: for one result the cumulative distribution of each latency, for several the latencies and
+    throughputs by rate.
 
-    results: of `summary`, with "request_rate". curves: milliseconds by metric, of one rate; unused for several.
+    Infinite rates are left out. results: from `summary`, each with "request_rate". curves: milliseconds by metric of
+    one rate; unused for several.
     """
     if len(results) == 1:
         lines = {METRICS[name]: _cumulative(values) for name, values in curves.items() if values}
@@ -193,7 +197,7 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3d8361", "#8c6bb1", "#e09f3e")
 
 
 def _cumulative(values: Sequence[float]) -> Points:
-    """Return points (value, percent of values not above it) of values, at least one; at most a few hundred."""
+    """Return points (value, percent of values not above it), ascending, at most about 400. values: at least one."""
     ordered = sorted(values)
     step = max(1, len(ordered) // 200)
     places = [*range(0, len(ordered), step), len(ordered) - 1]
@@ -201,10 +205,10 @@ def _cumulative(values: Sequence[float]) -> Points:
 
 
 def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str, Points], log: bool = False) -> str:
-    """Return SVG elements of one chart, number `place` from the left; the x axis is logarithmic with `log`, the y axis
-    starts at 0.
+    """Return the SVG elements of one chart, number `place` from the left; "" without points.
 
-    x_name, y_name: texts at the axes. lines: points by the name in the legend; without any the result is "".
+    The x axis is logarithmic with `log`; the y axis starts at 0. x_name, y_name: texts at the axes. lines: points by
+    the name in the legend.
     """
     points = [point for line in lines.values() for point in line]
     if not points:
@@ -216,14 +220,14 @@ def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str,
     width, height = PANEL_WIDTH - LEFT - RIGHT, PANEL_HEIGHT + 30 - BOTTOM - TOP
 
     def across(x: float) -> float:
-        """Return the x coordinate of a value."""
+        """Return the x coordinate of a value, in pixels."""
         if log:
             span = math.log(high / low) or 1.0
             return left + width * math.log(max(x, 1e-3) / low) / span
         return left + width * (x - low) / ((high - low) or 1.0)
 
     def down(y: float) -> float:
-        """Return the y coordinate of a value."""
+        """Return the y coordinate of a value, in pixels."""
         return bottom - height * y / top
 
     parts = [f'<text x="{left}" y="{TOP - 10}">{escape(title)}</text>']
@@ -250,15 +254,16 @@ def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str,
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round tick values between `low` and `high`."""
+    """Return about five round tick values from `low` to `high`, ascending."""
     step = 10 ** math.floor(math.log10((high - low) or 1.0))
     step = next((step * part for part in (0.2, 0.5, 1.0) if (high - low) / (step * part) <= 6), step * 2)
     return [round(number * step, 10) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return ticks at 1, 2 and 5 times each power of ten between `low` and `high`, both above 0; only at the powers if
-    more than four powers are needed.
+    """Return ticks from `low` to `high`, both above 0: 1, 2 and 5 times each power of ten.
+
+    Only the powers themselves if there are more than four of them.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     parts = (1,) if len(powers) > 4 else (1, 2, 5)

@@ -40,10 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load an engine, measure the workload that `args` choose, print the figures of the fastest run and write them to
-    the --json file. Returns 0.
+    """Load an engine, measure the workload that `args` choose, print the figures of the fastest run, and return 0.
 
-    Raises as `LLM` and `run_workload`.
+    Writes them to the --json file. Raises ConfigError, ModelConfigError, ModelFileError or RequestError.
     """
     from jaxengine import LLM
     from jaxengine.results import record, table, write_json
@@ -60,8 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
-    """Return the workload that the arguments choose: a recorded one, a trace, or random requests, within the vocabulary
-    of `llm`, and a trace within its lengths.
+    """Return the workload that the arguments choose: a recorded one, a ragged trace, or random requests of fixed
+    lengths.
+
+    Random token ids are below the engine's vocabulary size. Requests of a trace have at most 1024 tokens, and at most
+    max_model_len.
     """
     from jaxengine.bench.workloads import fixed_lengths, ragged_trace, recorded
 
@@ -75,9 +77,10 @@ def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
 
 
 def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
-    """Run a workload `num_runs` times, at least 1, each with an empty prefix cache; return the figures of the fastest
-    run: tokens a second, seconds to the first token, tokens found in the cache, empty token slots and padding in
-    percent, agreement with the reference, and milliseconds a step by part.
+    """Run a workload `num_runs` times (at least 1) with an empty prefix cache; return the figures of the fastest run.
+
+    They are tokens per second, seconds to first token, cached tokens, empty token slots and padding in percent,
+    agreement with the reference, and milliseconds per step by part.
     """
     from jaxengine.bench.engine_run import run_workload
 
@@ -99,10 +102,10 @@ def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
 
 
 def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> dict[str, Any]:
-    """Run the requests of `workload` in static batches of max_num_seqs; return their figures and the engine's speedup
-    over them.
+    """Run a workload in static batches of max_num_seqs requests; return their figures and the engine's speedup over
+    them.
 
-    tokens_per_second: requested tokens a second without static batches, for the speedup.
+    tokens_per_second: output tokens per second without static batches, for the speedup.
     """
     from jaxengine.bench.engine_run import run_static
 
@@ -117,14 +120,12 @@ def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> di
 
 
 def _mean(values: list[float]) -> float | None:
-    """Return the rounded mean; None without values."""
+    """Return the mean, rounded to four decimals; None without values."""
     return round(sum(values) / len(values), 4) if values else None
 
 
 def _same(done: Run, workload: Workload) -> str | None:
-    """Return "N of M": how many requests' tokens equal the reference, and how many requests there are; None if the
-    workload has no reference. done: its run.
-    """
+    """Return "N of M": how many of M requests have the reference's tokens; None if the workload has no reference."""
     if not workload.reference:
         return None
     pairs = zip(done.outputs, workload.reference, strict=True)

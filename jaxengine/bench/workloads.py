@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the number of tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
@@ -45,7 +45,7 @@ class Workload:
 
 
 def recorded(name: str) -> Workload:
-    """Return the workload `name` of workloads.json. Its requests all have one output length. Raises ValueError for an
+    """Return the workload `name` of workloads.json, whose requests all have one output length. Raises ValueError for an
     unknown name.
     """
     every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
@@ -64,10 +64,11 @@ def recorded(name: str) -> Workload:
 
 
 def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0) -> Workload:
-    """Return `num_prompts` requests of random token ids, with input_len and output_len tokens each. Raises ValueError
-    for a number below 1.
+    """Return `num_prompts` requests of random token ids, with input_len prompt tokens and output_len output tokens
+    each.
 
-    vocab_size: upper bound (exclusive) of the ids. seed: of the random numbers.
+    vocab_size: upper bound (exclusive) of the ids. seed: of the random numbers. Raises ValueError if one of the first
+    three is below 1.
     """
     import numpy as np
 
@@ -79,14 +80,14 @@ def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size:
 
 
 def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
-    """Return `num_prompts` requests with log-normal prompt and output lengths, as in chat traffic: many short ones and
-    a few very long.
+    """Return `num_prompts` requests with log-normal prompt and output lengths, as in chat traffic: many short and a few
+    very long.
 
-    vocab_size: upper bound (exclusive) of the random token ids. max_model_len: limit of a prompt and its output
-    together, each of which has at most half of it. Raises ValueError for less than 16, or no prompts.
+    vocab_size: upper bound (exclusive) of the random token ids. max_model_len: a prompt and an output have at most half
+    of it each. Raises ValueError if it is below 16, or num_prompts below 1.
 
     Modelled on the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1: on average 161 prompt
-    and 338 output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a shape of 1.0
+    and 338 output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a sigma of 1.0
     give averages near 150 and 100; the longest of 32 outputs is about five times their average.
     """
     import numpy as np

@@ -35,10 +35,9 @@ CPU_FIGURES = ("exchanged_bytes",)
 
 
 def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows, the settings and the compiler versions to a file, as JSON.
+    """Write the rows, the settings and the compiler versions to the file `path`, as JSON. Raises OSError.
 
-    settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them. Raises
-    OSError.
+    settings: model and options of the check. rows: figures of each program, as `Compiler.row` returns them.
     """
     from jaxengine.results import write_json
 
@@ -55,7 +54,8 @@ def compilers() -> dict[str, str]:
 
 
 def other_compilers(path: str) -> str:
-    """Describe how the installed compilers differ from those in the baseline's file `path`; "" if they do not.
+    """Return a text on how the installed compilers differ from those of the baseline in the file `path`; "" if they do
+    not.
 
     A compiler that is not installed here is not compared. Raises OSError or ValueError if the file cannot be read.
     """
@@ -65,12 +65,10 @@ def other_compilers(path: str) -> str:
 
 
 def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read the rows of a baseline from the file `path`.
+    """Return the rows of the baseline in the file `path`.
 
-    settings: model and options of this check, which must equal the baseline's.
-
-    Raises:
-      ConfigError: the file is not a baseline, or its model or options are others.
+    settings: model and options of this check, which must equal the baseline's. Raises ConfigError if the file is not a
+    baseline, or has another model or other options.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -86,10 +84,10 @@ def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:
-    """Append to each row's "failures", in place, a text for each figure that is larger than in the baseline by more
-    than SLACK.
+    """Append to each row's "failures", in place, a text for each figure that exceeds the baseline's by more than SLACK.
 
-    Rows that the baseline does not have, and rows of programs that did not compile, are left unchanged.
+    Rows that the baseline does not have, and rows of programs that did not compile, are left unchanged. Figures that
+    either side lacks are not compared.
     """
     before = {(row["target"], row["program"]): row for row in baseline}
     for row in rows:
@@ -108,7 +106,7 @@ def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) 
 
 
 def missing(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]], targets: Sequence[str]) -> list[str]:
-    """Return a sentence for each program of `targets` (names) that is in the baseline but was not checked."""
+    """Return a sentence for each program of the named targets that is in the baseline but was not checked."""
     checked = {(row["target"], row["program"]) for row in rows}
     wanted = [(row["target"], row["program"]) for row in baseline if row["target"] in targets]
     return [

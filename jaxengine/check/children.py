@@ -32,7 +32,7 @@ _TPU = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Work of a check on every target: what it compiles.
+    """Description of what a check compiles on every target.
 
     Attributes:
       cycles: also profile the blocks of TPU kernels.
@@ -52,9 +52,9 @@ class Found:
     """Result of a check.
 
     Attributes:
-      target: the target that was used.
+      target: the target that was checked.
       rows: figures of its programs.
-      too_small: by name, the errors of smaller targets.
+      too_small: errors of the smaller targets that were refused, by their names.
     """
 
     target: Target
@@ -63,8 +63,7 @@ class Found:
 
 
 def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
-    """Check one target after another until one is not refused as too small for the model; return what was found there,
-    or on the last.
+    """Check targets in order until one is not too small for the model; return the result of that one, or of the last.
 
     places: (target, engine options that replace the job's), at least one. progress: see `check_target`.
     """
@@ -79,10 +78,12 @@ def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, pr
 
 
 def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str, Any]]:
-    """Compile the job's programs for a target and return their rows of figures; waits for the compiling processes.
+    """Compile the job's programs for a target in another process, wait for it, and return the programs' rows of
+    figures.
 
-    Calls progress(name of the target, programs done, programs in total, name of the program) before each is compiled.
-    For a TPU with `job.cycles`, a second process profiles the blocks of kernels, whose rows come last.
+    progress: called with (name of the target, programs done, programs in total or 0 if unknown, name of the program)
+    before each is compiled. For a TPU with `job.cycles`, a second process profiles the blocks of kernels, whose rows
+    come last.
     """
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known and not target.no_profile:
@@ -101,10 +102,10 @@ def _run(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Compile all programs of a target, or with `profile` the blocks of its kernels; return (rows, memory plan).
 
-    known: memory plan of an earlier call; None to make one. The plan is empty if there is none, as for a model that is
-    too large for the target; its only row then has "too_small". If the process dies, the program that it was compiling
-    gets a row with an error, and another process continues after it; without a plan nothing continues. progress: as of
-    `check_target`.
+    known: memory plan of an earlier call; None to make one. The returned plan is empty if there is none. A model that
+    is refused, such as one that is too large for the target, has a row with "error" and "too_small". If the process
+    dies, the program that it was compiling gets a row with an error, and another process continues after it; without a
+    plan, or if it died between programs, nothing continues. progress: see `check_target`.
     """
     rows: list[dict[str, Any]] = []
     skip: list[str] = []
@@ -147,7 +148,7 @@ def _run(
 
 
 def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
-    """Return environment variables, this process's included, with which a target's compiler runs without the device.
+    """Return this process's environment variables with those added that let a target's compiler run without the device.
 
     dumps: folder for the compiler's dumps. profile: have the compiler write cycle estimates.
     """
@@ -167,7 +168,9 @@ def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
 
 
 def prepare_libtpu() -> None:
-    """Have libtpu, which must not be loaded yet, compile in this process without its devices."""
+    """Set environment variables with which libtpu, which must not be loaded yet, compiles in this process without a
+    TPU.
+    """
     os.environ.update(_TPU)
 
 
@@ -179,11 +182,12 @@ def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
 def replies(
     request: dict[str, Any], variables: dict[str, str], log: Path, module: str = "jaxengine.check.compile"
 ) -> Iterator[dict[str, Any]]:
-    """Start a compiling process and yield its messages, then {"event": "exit", "code": its status}.
+    """Start a compiling process and yield its messages, then {"event": "exit", "code": its exit status}.
 
     request: sent as JSON, by default the fields of compile.CompileRequest. variables: the process's environment. log:
-    file for its standard error. module: what it runs. The process is killed when the iterator is closed. Raises
-    ValueError for a line that is not JSON, BrokenPipeError if it ends before it has read the request.
+    file for its standard error, which is overwritten. module: what the process runs. The process is killed when the
+    iterator is closed. Raises ValueError for a line that is not JSON, BrokenPipeError if the process ends before it has
+    read the request.
     """
     command = [sys.executable, "-m", module]
     with log.open("wb") as errors:
@@ -204,5 +208,7 @@ def replies(
 
 
 def tail(log: Path) -> str:
-    """Return the last _TAIL characters of the log of a compiler, on one line. Raises OSError if there is no log."""
+    """Return the last _TAIL characters of a compiler's log, with all white space as single spaces. Raises OSError if
+    there is no log.
+    """
     return " ".join(log.read_text(errors="replace").split())[-_TAIL:]

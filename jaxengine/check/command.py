@@ -82,12 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every target of `args.targets`, print the report, and write the files of --save and --json. Returns 1 if
-    anything failed, else 0.
+    """Check every target in `args.targets`, print the report, and write the files of --save and --json.
 
-    Failures are those of programs, devices that are overfull, figures worse than the baseline's, and, unless only some
-    were to be checked, programs that are only in it. Raises ConfigError for wrong arguments and options, before
-    anything is compiled; OSError.
+    Returns 1 if anything failed, else 0. Failures are those of programs, overfull devices, figures worse than the
+    baseline's, and, in a check of all programs, programs that only the baseline has. Raises ConfigError for wrong
+    arguments and options before anything is compiled; OSError.
     """
     from jaxengine.check import baseline, judge, report
     from jaxengine.check.children import Job, check_smallest
@@ -140,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _progress(target: str, done: int, total: int, what: str) -> None:
-    """Print to stderr which program of a target is compiled now. done: programs before it; total: 0 if not yet
+    """Print to stderr which program of a target is compiled now. done: programs before it. total: 0 if not yet
     known.
     """
     of = f"{done + 1}/{total}" if total else "-"

@@ -44,24 +44,24 @@ _MOST_WEIGHTS = 0.85
 
 
 class TooSmall(Exception):
-    """The model does not fit into the memory of the target's devices."""
+    """Error of a model that does not fit into the memory of the target's devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileRequest:
-    """A request to the compiling process.
+    """Request to the compiling process.
 
     Attributes:
-      target: name of the target, as find_target reads it.
-      model: as model_config reads it.
+      target: name of the target, as find_target parses it.
+      model: name or path, as model_config parses it.
       options: fields of EngineConfig.
-      kernels: those to use instead of the target's own, a key of PLATFORM_OF_OPTION.
+      kernels: kernels to use instead of the target's own, a key of PLATFORM_OF_OPTION.
       short: compile only the corners of the bucket grid.
-      skip: programs that an earlier process compiled or died of.
+      skip: programs that an earlier process compiled, or in which it died.
       log: file that receives the compiler's output.
       dumps: folder that receives the compiler's dumps.
       only: compile the programs whose name contains it; makes no memory plan if the number of pages is given.
-      needs_only: compile only the programs from which the needs of each stage follow, reply with these, and end.
+      needs_only: compile only the programs that determine the memory needs of each stage, reply with these, and end.
       profile: compile blocks of kernels, of which libtpu writes a profile, instead of programs.
       num_pages, planned_bytes, planned_held: the memory plan of an earlier process; None to make one. The latter two
         are per stage: bytes planned for one program, and bytes that all loaded programs hold.
@@ -84,7 +84,7 @@ class CompileRequest:
 
 
 class StagePlan(NamedTuple):
-    """The memory plan of a pipeline stage.
+    """Memory plan of a pipeline stage.
 
     Attributes:
       of_all: plan of the stage with all its layers.
@@ -98,13 +98,13 @@ class StagePlan(NamedTuple):
 
 
 class Compiler:
-    """Compiles the programs of a request, one after another."""
+    """Compiler of a request's programs, one after another."""
 
     def __init__(self, request: CompileRequest, reply: Reply):
-        """Read the model and open its stages on the target's devices.
+        """Read the model's configuration and open its stages on the target's devices.
 
-        request: what to compile; its file `log` must exist. reply: called with each message. Raises ConfigError as the
-        engine does, and for an unknown target.
+        request: what to compile; its file `log` must exist. reply: called with each message. Raises ConfigError for an
+        unknown target, and for options that an engine refuses.
         """
         self.request = request
         self.target: Target = find_target(request.target)
@@ -119,13 +119,15 @@ class Compiler:
         self.stages = open_stages(self._model, config, self._platform, self._devices)
 
     def _read(self, *, whole: bool) -> ModelConfig:
-        """Return the configuration of the request's model, with all its layers if `whole`. Raises ConfigError."""
+        """Return the configuration of the request's model, with all its layers if `whole`, else with those to compile.
+        Raises ConfigError.
+        """
         asked, keep_tables = self.request.options.get("quantization"), self._platform.keeps_tables
         return model_config(self.request.model, asked, whole=whole, keep_tables=keep_tables)
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
-        """Stages with all layers, for which memory is planned; the stages that are compiled may have only the first few
+        """Stages with all layers, for which memory is planned. The stages that are compiled may have only the first few
         layers.
         """
         if (model := self._read(whole=True)) == self._model:
@@ -136,8 +138,9 @@ class Compiler:
     def run(self) -> None:
         """Plan the memory, then compile all programs that are not to be skipped, with a reply for each.
 
-        Raises TooSmall if the model does not fit into the target, ConfigError as the engine does. Errors of compilers
-        become rows, but not those in the memory plan, which are raised.
+        With `needs_only` it only replies with the memory needs of each stage. Raises TooSmall if the model does not fit
+        into the target, ConfigError for options that an engine refuses. A compiler's error becomes a row, except while
+        memory is planned, where it is raised.
         """
         request = self.request
         if request.needs_only:
@@ -192,8 +195,8 @@ class Compiler:
         yield from encoders(stage, short=self.request.short)
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
-        """Plan memory as the engine does: measure the largest forward pass with a small pool, and add the largest
-        epilogue with its inputs.
+        """Return a stage's memory plan, made as an engine makes it from its compiled programs. Compiles the largest
+        ones.
 
         stage: with the layers that are compiled. whole: the same stage with all layers, to which the bytes held by
         programs are scaled. Raises TooSmall, and ConfigError if the number of pages is given or the target's memory is
@@ -225,8 +228,11 @@ class Compiler:
         return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + kept, held + of_others)
 
     def _stage_needs(self, stage: StagePrograms, whole: StagePrograms) -> tuple[StageNeeds, dict[str, int], int, int]:
-        """Return what the programs of a stage need, as the engine plans it; then figures of the largest forward pass,
-        bytes that all compiled forward passes hold, and bytes that all others hold. stage, whole: as of `_plan`.
+        """Compile the largest programs of a stage; return (StageNeeds, figures of the largest forward pass, bytes that
+        all compiled forward passes hold, bytes that all other programs hold).
+
+        stage: with the layers that are compiled. whole: the same stage with all layers, to which StageNeeds.programs is
+        scaled.
         """
         forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
         held, of_others, beside = held * len(stage.buckets(short=False)), 0, 0
@@ -246,12 +252,12 @@ class Compiler:
         return StageNeeds(programs, workspace, whole.steps.memory), forward, held, of_others
 
     def _plan_row(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
-        """Return a memory plan as a dict for the report: MemoryPlan.parts (bytes by purpose); "total", "page_bytes",
-        "page_size", "num_pages", "pages_per_seq" and "max_model_len" of the plan; "num_requests" of max_model_len
-        tokens that fit, rounded to tenths; "layers", their number, "windows" of the cache groups, and "ranks", the
-        number of replicas.
+        """Return a memory plan as a dict for the report.
 
-        whole: the stage with all its layers.
+        It has MemoryPlan.parts (bytes by purpose); "total", "page_bytes", "page_size", "num_pages", "pages_per_seq" and
+        "max_model_len" of the plan; "num_requests", how many requests of max_model_len tokens fit, to one decimal;
+        "layers", their number; "windows" of the cache groups; and "ranks", the number of replicas. whole: the stage
+        with all its layers.
         """
         found = {"layers": len(whole.model.stage.layers), "windows": list(whole.windows), **plan.parts}
         names = ("total", "page_bytes", "page_size", "num_pages", "pages_per_seq", "max_model_len")
@@ -259,10 +265,9 @@ class Compiler:
         return found | {"num_requests": round(plan.num_requests, 1), "ranks": whole.model.mesh.num_ranks}
 
     def _needs(self, program: CheckedProgram) -> tuple[dict[str, int], int]:
-        """Compile a program; return its figures as `inspect.memory` gives them, and the bytes that it holds while
-        loaded.
+        """Compile a program; return (its figures from `inspect.memory`, bytes that it holds while loaded).
 
-        Unlike `row`, raises the compiler's errors.
+        Replies with a "start" message first. Unlike `row`, it raises the compiler's errors.
         """
         self._reply({"event": "start", "name": f"memory plan, {program.name}"})
         read_from = Path(self.request.log).stat().st_size
@@ -274,7 +279,7 @@ class Compiler:
         return memory, held_bytes(memory["code_bytes"], stored, self.target.backend)
 
     def row(self, program: CheckedProgram, planned: int) -> dict[str, Any]:
-        """Compile a program and return its row of figures, with what is wrong with it as "failures".
+        """Compile a program and return its row of figures, with a text for everything wrong with it in "failures".
 
         Figures are bytes of memory, copies, exchanges, operations, moved bytes, attention kernels, sizes and compile
         seconds; on TPUs also on-chip memory and the cycles of blocks, on GPUs launches, registers and spills. planned:
@@ -334,11 +339,12 @@ class Compiler:
         return row
 
     def _kernel_figures(self, program: CheckedProgram, read_from: int) -> dict[str, int | None]:
-        """Return the figures of a program's kernels from the log, merged with those from its compilation for the memory
-        plan.
+        """Return the largest figures of a program's kernels, from this compilation's log and from the program's earlier
+        compilation.
 
         read_from: offset in the log, in bytes, where this compilation's output begins. A figure that neither has is
-        None. Each kernel is compiled, and its figures printed, only once per process.
+        None. Both are needed because each kernel's figures are printed only once per process; they are stored by
+        program.
         """
         text = Path(self.request.log).read_bytes()[read_from:].decode(errors="replace")
         found = inspect.mosaic_gpu(text)
@@ -347,7 +353,7 @@ class Compiler:
         return {name: max(found, default=None) for name, found in both.items()}
 
     def _compile(self, program: CheckedProgram) -> tuple[Any, float]:
-        """Compile a program for the target, after emptying the folder of dumps; return (compiled program, seconds)."""
+        """Empty the folder of dumps and compile a program for the target; return (compiled program, seconds)."""
         shutil.rmtree(self.request.dumps)  # dumps found afterwards belong to this program
         for folder in ("", cycles.PROFILE):
             Path(self.request.dumps, folder).mkdir()
@@ -359,13 +365,15 @@ class Compiler:
         return compiled, time.perf_counter() - start
 
     def _dumps(self) -> Path | None:
-        """Return the folder of the compiler's dumps on TPU, None on other targets."""
+        """Return the folder of the compiler's dumps for a TPU, None for other targets."""
         return Path(self.request.dumps) if self.target.backend == "tpu" else None
 
 
 def main() -> int:
     """Serve the request on standard input: write replies to standard output, and the compilers' output to standard
-    error. A model that is refused (TooSmall, ConfigError) is a reply too. Returns 0; other errors are raised.
+    error.
+
+    Returns 0. A model or option that is refused (TooSmall, ConfigError) is a reply too; other errors are raised.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

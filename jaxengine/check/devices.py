@@ -1,4 +1,4 @@
-"""The devices of a target, virtual ones as its compiler describes them."""
+"""Devices of a target; those of accelerators are virtual, as the installed compiler describes them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from jaxengine.check.targets import Target, gpu_target_config
 
 
 def target_devices(target: Target) -> list[Any]:
-    """Return the `num_devices` devices for which the target's programs are compiled.
+    """Return the `num_devices` devices for which the target's programs are compiled, or fewer if there are fewer.
 
-    CPU devices are this process's own, which must have been started with so many (children.environment); the others are
-    virtual, described by the installed compiler. Fewer are returned where there are fewer. Raises errors of jax if the
-    compiler is missing.
+    CPU devices are this process's own, which must have been started with that many (children.environment). Others are
+    virtual, described by the installed compiler. Raises errors of jax if the compiler is missing.
     """
     if target.backend == "cpu":
         devices = jax.devices("cpu")

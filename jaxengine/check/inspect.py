@@ -26,7 +26,7 @@ def memory(compiled: Any) -> dict[str, int]:
     "result_bytes" and "code_bytes".
 
     The workspace is what it allocates in addition to its arguments and its code: temporaries, and results that do not
-    take the place of donated arguments (result_bytes).
+    reuse the memory of donated arguments (result_bytes).
     """
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)
@@ -45,9 +45,9 @@ def memory(compiled: Any) -> dict[str, int]:
 def program_text(compiled: Any, dumps: Path | None) -> str:
     """Return the optimised HLO of a compiled program as text.
 
-    dumps: folder of the compiler's dumps, of which the largest after code generation, else after optimisations, is
-    read, as jaxlib cannot always read back the HLO of a newer libtpu. None for no folder; without a dump the program
-    itself is asked.
+    dumps: folder of the compiler's dumps; the largest dump after code generation is read, or else the largest after
+    optimisations, because jaxlib cannot always parse the HLO of a newer libtpu. Without a dump, or if None, the text
+    comes from the compiled program.
     """
     if dumps is not None:
         for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):
@@ -58,10 +58,10 @@ def program_text(compiled: Any, dumps: Path | None) -> str:
 
 
 def device_bytes(dumps: Path) -> int | None:
-    """Return the peak device memory of a TPU program's arguments and temporaries, from the compiler's report in
-    `dumps`; None without a report.
+    """Return the peak device memory of a TPU program's arguments and temporaries in bytes, from the compiler's report
+    in `dumps`.
 
-    The peak that the compiled program itself states includes on-chip memory.
+    Returns None without a report. The peak that the compiled program itself states includes on-chip memory.
     """
     for path in dumps.glob("*memory-usage-report.txt"):
         if found := _DEFAULT_SPACE.search(path.read_text()):
@@ -79,10 +79,10 @@ def vmem_bytes(text: str) -> int | None:
 
 
 def mosaic_gpu(log: str) -> dict[str, int | None]:
-    """Return maxima over the kernels in a log: "registers" of a thread, "spill_bytes" (stores and loads), "fast_bytes"
-    of shared memory; each None if the log states none.
+    """Return maxima over the kernels in a log; None for a figure that the log does not state.
 
-    They are printed by ptxas (MOSAIC_GPU_DUMP_PTXAS) and in the host code (MOSAIC_GPU_DUMP_HOST_LLVM).
+    "registers" are of a thread, "spill_bytes" stores plus loads, "fast_bytes" shared memory. They are printed by ptxas
+    (MOSAIC_GPU_DUMP_PTXAS) and in the host code (MOSAIC_GPU_DUMP_HOST_LLVM).
     """
     registers = [int(count) for count in _REGISTERS.findall(log)]
     spills = [int(stores) + int(loads) for stores, loads in _SPILLS.findall(log)]
@@ -94,5 +94,5 @@ def mosaic_gpu(log: str) -> dict[str, int | None]:
 
 
 def serialized(compiled: Any) -> bytes:
-    """Return a compiled program's executable as bytes. Raises errors of jax for one that it cannot serialise."""
+    """Return a compiled program's executable as bytes. Raises errors of jax if it cannot be serialised."""
     return serialize_executable.serialize(compiled)[0]

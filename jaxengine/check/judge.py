@@ -43,12 +43,13 @@ MIB = 2**20
 
 def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: bool) -> list[str]:
     """Return a sentence for everything that is wrong with a row; [] if nothing is. A row with "error" has only that
-    one.
+    sentence.
 
     Args:
       row: figures of a program, as `Compiler.row` of jaxengine.check.compile collects them.
       planned: bytes of weights, pool and workspace that the memory plan grants on one device; 0 without a plan.
-      is_largest: the row is the step for which the workspace was planned; its peak must also not be far below the plan.
+      is_largest: whether the row is the step for which the workspace was planned; its peak must then not be far below
+        the plan either.
     """
     if "error" in row:
         return [f"does not compile: {row['error']}"]
@@ -87,9 +88,11 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
 
 
 def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each stage whose loaded programs together hold more bytes than planned.
+    """Return a sentence for each stage whose loaded programs together hold more bytes than planned, by more than
+    TOLERANCE.
 
-    Rows that are no steps, or have no "held_bytes", do not count, nor do stages for which nothing is planned.
+    Rows that are not steps, or have no "held_bytes", do not count. A stage for which nothing is planned gets no
+    sentence.
     """
     found = []
     steps = [row for row in rows if row["step"] and "held_bytes" in row]
@@ -104,11 +107,11 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
-    """Return a sentence for each figure in which a step exceeds `needs`, the model's own count, by more than its slack:
-    operations, operations in wider types, temporaries besides quantised codes, and bytes moved.
+    """Return a sentence for each figure in which a step exceeds the model's own count, row["needs"], by more than its
+    slack.
 
-    row: as of `failures`, with "needs". Operations are not compared where attention is plain XLA, types and temporaries
-    not on CPUs.
+    Figures are operations, operations in wider types, temporaries besides quantised codes, and bytes moved. Operations
+    are not compared if attention is plain XLA, types and temporaries not on CPUs.
     """
     needs, found = row["needs"], []
     done, most = sum(row["operations"].values()), int(needs["operations"] * OPERATIONS_SLACK)
@@ -117,7 +120,7 @@ def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
         found.append(f"{done:,} operations in products, at most {most:,} are the model's")
     own = jnp.dtype(row["dtype"]).itemsize
     wide = {name: count for name, count in row["operations"].items() if WIDTHS.get(name, 0) > own}
-    # XLA:CPU multiplies in float32 what it is given in bfloat16.
+    # XLA:CPU multiplies bfloat16 operands in float32.
     if target.backend != "cpu" and sum(wide.values()) > WIDE_SHARE * needs["operations"]:
         found.append(
             f"operations of a {row['dtype']} model in {', '.join(f'{name}: {n:,}' for name, n in wide.items())}"
@@ -130,7 +133,7 @@ def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
     rows = ROWS_SLACK[target.backend] * needs["row_bytes"]
     # XLA:CPU converts bfloat16 weights to float32 before it multiplies.
     weights = needs["weight_bytes"] * (WEIGHTS_SLACK if target.backend != "cpu" else 6)
-    beside = STATES_SLACK * needs["state_bytes"] + 3 * needs["gathered_bytes"]  # which are read, written and read
+    beside = STATES_SLACK * needs["state_bytes"] + 3 * needs["gathered_bytes"]  # read, written and read again
     if row["moved_bytes"] > (most := int(weights + rows + beside) + SMALL_BYTES):
         found.append(f"moves {row['moved_bytes']:,} bytes to and from memory, at most {most:,} are the model's")
     return found

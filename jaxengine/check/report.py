@@ -11,13 +11,14 @@ MIB = 2**20
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format rows as a table, one line per program; '-' marks figures that the device or program does not have."""
+    """Format rows as a text table, one line per program. "-" marks figures that the device or program does not have."""
     return plain_table([_line(row) for row in rows])
 
 
 def _line(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row in the table, by name in order; None for a figure that it does not have. Memory is in
-    MiB or KiB, operations in billions, shares in percent; memory of a device only for steps.
+    """Return a row's columns in the table, by name in order; None for a figure that it does not have.
+
+    Memory is in MiB or KiB, operations are in billions, shares in percent. Only steps have figures of device memory.
     """
     return {
         "target": row["target"],
@@ -51,14 +52,12 @@ def _scaled(row: dict[str, Any], name: str, unit: int) -> float | None:
 
 
 def _percent(row: dict[str, Any], of: str) -> float | None:
-    """Return the peak bytes in percent of another figure of the row, `of`; None if it lacks one or that figure is 0."""
+    """Return the peak bytes in percent of the row's figure `of`; None if the row lacks either or that figure is 0."""
     return 100 * row["peak_bytes"] / row[of] if row.get(of) and "peak_bytes" in row else None
 
 
 def _of_codes(row: dict[str, Any]) -> float | None:
-    """Return the temporaries of a forward pass with quantised weights in percent of all weight bytes; None for other
-    programs.
-    """
+    """Return a forward pass's temporaries in percent of all weight bytes; None unless it has quantised weights."""
     needs = row.get("needs", {})
     return 100 * row["workspace_bytes"] / needs["weight_bytes"] if needs.get("quantized_bytes") else None
 
@@ -69,7 +68,8 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Return, as lines of text, the number of programs and the compile seconds of each target, and the memory plans.
+    """Return lines of text: for each target the number of programs, of failed ones, memory and seconds, then its memory
+    plans.
 
     seconds: total time of each target by name.
     """
@@ -88,7 +88,9 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 
 def _plan(target: str, plan: dict[str, Any]) -> str:
-    """Describe the memory plan of a target's devices in one line. plan: of Compiler._plan_row."""
+    """Return one line of text that describes the memory plan of a target's devices. plan: result of
+    Compiler._plan_row.
+    """
     parts = ", ".join(
         f"{name.replace('_', ' ')} {plan[name] / MIB:,.0f}" for name in ("weights", "kv_pages", "workspace")
     )

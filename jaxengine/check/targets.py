@@ -20,14 +20,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU in the terms of XLA's GpuTargetConfigProto (openxla/xla, backends/gpu/target_config/specs).
+    """GPU in the terms of XLA's GpuTargetConfigProto (openxla/xla, backends/gpu/target_config/specs).
 
     Attributes:
       description: name of the card.
       capability: compute capability, (major, minor).
-      accelerated: whether it has instructions of its own generation only (sm_90a, sm_100a).
+      accelerated: whether its kernels use instructions that only its generation has (sm_90a, sm_100a).
       cores: streaming multiprocessors.
-      fpus: float32 units of each.
+      fpus: float32 units of each multiprocessor.
       clock_ghz: clock rate.
       l2_bytes: size of the L2 cache.
       shared_per_core, shared_per_block: bytes of shared memory, in total and the maximum of a block.
@@ -46,17 +46,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device, or several of them that share a model.
+    """Kind of device, or several of them that share a model.
 
     Attributes:
+      name: as the user writes it, such as v6e or v6e-4.
       backend: "tpu", "cuda" or "cpu", jax's lowering platform.
       topology: libtpu's name of the smallest topology with `num_devices` devices; "" for other backends.
       hbm_bytes: memory of one device that a program may use.
-      hbm_bandwidth: bytes a second of one device.
-      flops: dense bfloat16 operations a second of one device.
-      fast_bytes: VMEM of a TPU core, shared memory of a GPU's block.
+      hbm_bandwidth: bytes per second of one device.
+      flops: dense bfloat16 operations per second of one device.
+      fast_bytes: bytes of VMEM of a TPU core, or of shared memory of a GPU's block.
       num_devices: devices that share the model.
-      gpu: figures for XLA's compiler; None for a target that is no GPU.
+      gpu: figures for XLA's compiler; None for a target that is not a GPU.
       plain_attention: reason why attention is plain XLA there; "" if it must be a kernel.
       no_profile: reason why blocks of TPU kernels cannot be profiled; "" if they can.
     """
@@ -159,11 +160,10 @@ _GPU_SLICES = _CPU_SLICES = (2, 4, 8)
 
 
 def find_target(name: str) -> Target:
-    """Return the target called `name`, a name from TARGETS: one device, or with the suffix `-N` one of the numbers of
-    devices that exist of it.
+    """Return the target called `name`: a name from TARGETS, or one followed by `-N` for N devices, a number that
+    exists.
 
-    Raises:
-      ConfigError: there is no such target.
+    Raises ConfigError, which lists all targets, for any other name.
     """
     kind, _, count = name.partition("-")
     target = TARGETS.get(kind)
@@ -176,7 +176,7 @@ def find_target(name: str) -> Target:
 
 
 def _sizes(target: Target) -> Iterable[int]:
-    """Return the numbers of devices, beyond one, that exist of a target."""
+    """Return the numbers of devices above one in which a target exists."""
     return _SLICES.get(target.name, _CPU_SLICES if target.backend == "cpu" else _GPU_SLICES)
 
 
@@ -190,10 +190,9 @@ def _several(target: Target, devices: int) -> Target:
 def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Target, dict[str, Any]]]:
     """Return the targets on which a model may be checked, each with its engine options, fewest devices first.
 
-    A target with a number of devices is used as it is; one without may grow to more of its kind. All devices are used:
-    if not given, tensor_parallel_size is the number of devices divided by the other parallel sizes.
-
-    options: engine options of the check. Raises ConfigError if the sizes in it do not multiply to a number of devices
+    A target with a number of devices is used as it is; one without may grow to more devices of its kind. All devices
+    are used: if not given, tensor_parallel_size is the number of devices divided by the other parallel sizes. options:
+    engine options of the check. Raises ConfigError if the parallel sizes in it do not multiply to a number of devices
     or, without tensor_parallel_size, divide none.
     """
     names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
@@ -216,7 +215,7 @@ def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Targ
 
 
 def require_compiler(target: Target) -> None:
-    """Raise ConfigError, with the command that installs the target's compiler, if it is not installed."""
+    """Raise ConfigError if the target's compiler is not installed, with the command that installs it."""
     needed = {"tpu": ("libtpu",), "cuda": ("jax_plugins.xla_cuda13", "jax_cuda13_plugin", "nvidia"), "cpu": ()}
     missing = [name for name in needed[target.backend] if not _installed(name)]
     if missing:
@@ -227,7 +226,9 @@ def require_compiler(target: Target) -> None:
 
 
 def _installed(module: str) -> bool:
-    """Return whether a module, also one in a package, is installed, without importing it."""
+    """Whether a module, which may be in a package, is installed. Does not import it, but may import its parent
+    packages.
+    """
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
@@ -235,7 +236,7 @@ def _installed(module: str) -> bool:
 
 
 def gpu_target_config(target: Target) -> str:
-    """Return the GpuTargetConfigProto of a CUDA target, in text form. Raises AssertionError for a target that is no
+    """Return the GpuTargetConfigProto of a CUDA target, in text form. Raises AssertionError for a target that is not a
     GPU.
     """
     gpu = target.gpu

@@ -39,12 +39,13 @@ _WORTH = 0.98
 
 
 def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
-    """Yield the result of each problem (given as fields of a Problem), timed on this machine's device if it is of the
-    target's kind, else estimated from compiled programs.
+    """Yield the result of each problem, timed on this machine's device if it is of the target's kind, else estimated
+    from compiled programs.
 
-    target: one with a clock in targets.CLOCKS, unless it is this machine's. A result has "problem", "sizes" that differ
-    from the usual ones, "best" and "usual" in microseconds, None where they are not feasible, and "tried", the number
-    of feasible choices. Raises RuntimeError if the compiler's process fails.
+    target: one with a clock in targets.CLOCKS, unless it is this machine's. problems: fields of a Problem each. A
+    result has "problem"; "sizes", the chosen tile sizes, {} for the usual ones; "best" and "usual" in microseconds,
+    None if not feasible; and "tried", the number of feasible choices. Raises RuntimeError if the compiler's process
+    fails.
     """
     if (device := _device_of(target)) is not None:
         for problem in (Problem(*fields) for fields in problems):
@@ -65,10 +66,9 @@ def tune(target: Target, problems: Sequence[tuple]) -> Iterator[dict[str, Any]]:
 
 
 def _device_of(target: Target) -> Any:
-    """Return this machine's device if it is of the target's kind, a GPU with its compute capability or a TPU of its
-    generation, else None.
+    """Return this process's first device if it is of the target's kind, else None.
 
-    Only the first device of this process is looked at.
+    The kind is the compute capability of a GPU, or the generation of a TPU.
     """
     device = jax.devices()[0]
     if device.platform in ("gpu", "cuda") and target.gpu is not None:
@@ -78,10 +78,10 @@ def _device_of(target: Target) -> Any:
 
 
 def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float | None]) -> dict[str, Any]:
-    """Measure all candidates of a problem; return a result of `tune`. The usual sizes stay unless others take at most
-    _WORTH of their time.
+    """Measure all candidates of a problem; return a result as `tune` yields it.
 
-    measure: returns the microseconds of a candidate, None for one that is not feasible.
+    The usual sizes are kept unless others take at most _WORTH of their time. measure: returns the microseconds of a
+    candidate, None if it is not feasible.
     """
     choices = product_candidates(_PLATFORMS[target.backend])
     assert choices is not None
@@ -98,7 +98,7 @@ def _best(problem: Problem, target: Target, measure: Callable[[Candidate], float
 
 
 def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
-    """Return the median microseconds of the product on the device, with random inputs; None if it does not compile.
+    """Return the median microseconds of a product on the device, with random inputs; None if it does not compile.
 
     candidate: tile sizes to use. problem: shapes of the product; uint8 codes are packed two to a byte. The median is
     over _REPEATS groups of _REPEATS runs each.
@@ -123,9 +123,10 @@ def _timed(candidate: Candidate, problem: Problem, device: Any) -> float | None:
 
 
 def main() -> int:
-    """Serve the request on standard input (target, problems, log, dumps): write a result of `tune` for each problem, a
-    line of JSON, to standard output, and the compilers' output to standard error. Returns 0. Raises ConfigError for an
-    unknown target.
+    """Serve the request on standard input: write one line of JSON, a result as of `tune`, for each problem.
+
+    The request has "target", "problems", "log" and "dumps". Results go to standard output, the compilers' output to
+    standard error. Returns 0. Raises ConfigError for an unknown target.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -138,8 +139,9 @@ def main() -> int:
     known: dict[str, dict[str, Any]] = {}
 
     def estimated(candidate: Candidate) -> float | None:
-        """Return the estimated microseconds of a candidate, None if it is not feasible; parts that several problems
-        share are compiled once.
+        """Return the estimated microseconds of a candidate, None if it is not feasible.
+
+        Functions that several problems share are compiled once.
         """
         key = f"{candidate.function} {candidate.arguments}"
         if key not in known:
@@ -147,9 +149,10 @@ def main() -> int:
         return candidate.cost({**known[key], **chip})
 
     def compiled_figures(candidate: Candidate) -> dict[str, Any]:
-        """Compile a candidate's function; return its figures: registers, spills and shared memory from the log, and
-        "bundles" from the dumps. {} if the compiler refuses it, which is printed to standard error. Older dumps are
-        deleted.
+        """Compile a candidate's function; return its registers, spills and shared memory from the log, and "bundles"
+        from the dumps.
+
+        Returns {} if the compiler refuses it, and prints the reason to standard error. Deletes older dumps first.
         """
         for path in dumps.glob("**/*"):
             if path.is_file():

@@ -1,6 +1,6 @@
 """Control vectors in llama.cpp's format: a GGUF file with a tensor direction.N for each layer that it steers.
 
-llama.cpp adds direction.N to what layer number N gives, counted from 0: the tap residual:N+1.
+llama.cpp adds direction.N to the output of layer N, counted from 0, which is the tap residual:N+1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _DIRECTION = re.compile(r"direction\.(\d{1,6})")
 
 
 def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the vectors f32[D] of a control vector by the names of their taps, such as "residual:5".
+    """Return the vectors f32[D] of a control vector by the names of their taps, such as "residual:5", in order of
+    layers.
 
-    Raises ModelFileError for a file that cannot be read or is no GGUF file, one with other tensors than direction.N, N
-    from 1 on, one without directions, and vectors that are not finite or differ in length.
+    Raises ModelFileError for a file that cannot be read or is not a GGUF file, one with other tensors than direction.N,
+    N from 1 on, one without directions, and vectors that are not finite or differ in length.
     """
     name = os.fspath(path)
     try:
@@ -47,16 +48,18 @@ def read_control_vector(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def read_control_vectors(named: Mapping[str, str] | None, model: ModelConfig) -> dict[str, ControlVector]:
-    """Return `read_control_vector` of each file of an engine's option, by name; {} for None. named: path of the file by
-    name.
+    """Return the vectors by tap of each file of an engine's option, by the option's names; {} for None.
 
-    Raises ModelFileError, also for a file that is not for a model of this shape.
+    named: path of the file by name. Raises ModelFileError for an invalid file, and for one that is for a model of
+    another shape.
     """
     return {name: _for_model(path, model) for name, path in (named or {}).items()}
 
 
 def _for_model(path: str, model: ModelConfig) -> ControlVector:
-    """Return `read_control_vector` of a file. Raises ModelFileError also for other sizes or layers than the model's."""
+    """Return the vectors of a file by tap. Raises ModelFileError for an invalid file, and for another size or other
+    layers than the model's.
+    """
     found = read_control_vector(path)
     size = next(iter(found.values())).size
     if size != model.hidden_size:
@@ -68,7 +71,9 @@ def _for_model(path: str, model: ModelConfig) -> ControlVector:
 
 
 def _layer(path: str, tensor: TensorInfo) -> int:
-    """Return N, at least 1, of a tensor direction.N. path: for errors. Raises ModelFileError for another name."""
+    """Return the number N, at least 1, of a tensor direction.N. path: for errors. Raises ModelFileError for another
+    name.
+    """
     match = _DIRECTION.fullmatch(tensor.name)
     if match is None or int(match[1]) == 0:
         raise ModelFileError(path, "is no direction.N of a layer N >= 1: this is no control vector", tensor.name)
@@ -76,8 +81,10 @@ def _layer(path: str, tensor: TensorInfo) -> int:
 
 
 def _values(path: str, tensor: TensorInfo, descriptor: int) -> np.ndarray:
-    """Read a tensor of one axis, of any storage format, as f32[D]. descriptor: of the open file; path: for errors.
-    Raises ModelFileError for more axes and for numbers that are not finite.
+    """Read a tensor of one axis, in any storage format, and return it as f32[D].
+
+    descriptor: of the open file. path: for errors. Raises ModelFileError for more axes, and for numbers that are not
+    finite.
     """
     if len(tensor.shape) != 1:
         raise ModelFileError(path, f"must have one axis, got {list(tensor.shape)}", tensor.name)

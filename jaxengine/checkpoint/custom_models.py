@@ -49,17 +49,14 @@ def is_custom(model_class: type) -> bool:
 
 
 def has_custom_class(config: ModelConfig) -> bool:
-    """Whether the model of this config has a class registered by a user.
-
-    Raises as `model_for_hf` if no class has its architecture.
+    """Whether the model of this config has a class registered by a user. Raises ModelConfigError if no class has its
+    architecture.
     """
     return is_custom(model_for_hf(config.architecture))
 
 
 def _asked_for() -> set[str]:
-    """Return the names that a model class must define: methods and class variables of CausalLM, without instance
-    attributes.
-    """
+    """Return the names that a model class must define: public methods and class variables of CausalLM, and __call__."""
     routines = {name for name, value in vars(CausalLM).items() if inspect.isroutine(value)}
     variables = {name for name, kind in CausalLM.__annotations__.items() if "ClassVar" in str(kind)}
     return {name for name in routines | variables if not name.startswith("_")} | {"__call__"}

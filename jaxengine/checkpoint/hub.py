@@ -17,10 +17,10 @@ def download(
     cache_dir: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """Download the files of a hub id that match `patterns`, unless they are there; return their folder.
+    """Download the files of a hub id that match `patterns`, unless they are already there; return their folder.
 
     Args:
-      param: option that names it, for the error.
+      param: option that names the hub id, for the error.
       patterns: globs, as of fnmatch.
       revision: branch, tag or commit; None for the main branch.
       cache_dir: folder for downloads; None for the hub's own.
@@ -40,8 +40,9 @@ def download(
 
 
 def list_files(name: str, *, revision: str | None, token: str | bool | None) -> list[str]:
-    """Return the names of a hub model's files, for messages: [] if the hub does not answer. revision, token: as of
-    `download`.
+    """Return the names of a hub model's files, for messages; [] if the hub does not answer.
+
+    revision: branch, tag or commit; None for the main branch. token: for the hub; None or True for the stored one.
     """
     import huggingface_hub
 
@@ -52,8 +53,10 @@ def list_files(name: str, *, revision: str | None, token: str | bool | None) -> 
 
 
 def _refusal(param: str, name: str, revision: str | None, error: Exception) -> ConfigError:
-    """Return the ConfigError, which the caller raises, for an error of the hub's client, with advice by its kind:
-    gated, not found, no such revision, hub not reached, or another. Arguments: as of `download`.
+    """Return the ConfigError for an error of the hub's client, with advice by its kind.
+
+    The kinds are: gated, not found, no such revision, hub not reachable, and any other. param: option that names the
+    hub id.
     """
     from huggingface_hub import errors
 
@@ -76,6 +79,6 @@ def _refusal(param: str, name: str, revision: str | None, error: Exception) -> C
 
 
 def _brief(error: Exception) -> str:
-    """Return the kind and the first 200 characters of an error, of its cause if it has one, on one line."""
+    """Return the kind and the first 200 characters of an error, or of its cause if it has one, on one line."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"

@@ -23,7 +23,7 @@ from jaxengine.models.weights.formats.safetensors import INDEX_FILE, PICKLE_SUFF
 from jaxengine.models.weights.gguf.split import PART
 
 OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model", "vocab.txt")
-# Parts of a pooling model that sentence-transformers keeps in folders of their own.
+# Weights of a pooling model's modules, which sentence-transformers writes into separate folders.
 _MODULES = "[0-9]_*/model.safetensors"
 _QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")
 # Files of a split model.
@@ -32,10 +32,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def download_model(name: str, config: EngineConfig) -> Path:
-    """Download a hub model, or find it downloaded; return its folder, or the GGUF file that `name` names.
+    """Download a hub model unless it is already there; return its folder, or its GGUF file if `name` names one.
 
-    name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. With load_format "dummy" a folder has no weights.
-    config: for revision, download_dir, hf_token and load_format.
+    name: org/name, org/name/FILE.gguf or org/name:QUANTISATION. config: for revision, download_dir, hf_token and
+    load_format. With load_format "dummy" no safetensors are downloaded.
 
     Raises:
       ConfigError: `name` is not a hub model, the hub refuses it, or it has no config.json or no safetensors.
@@ -69,8 +69,10 @@ def download_model(name: str, config: EngineConfig) -> Path:
 
 
 def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
-    """Download matching files of a hub id; return their folder. param: option that names it. patterns, revision: as of
-    `download`. config: for download_dir and hf_token. Raises ConfigError for what is no org/name, and as `download`.
+    """Download matching files of a hub id; return their folder.
+
+    param: option that names it. patterns: globs. revision: branch, tag or commit; None for the main branch. config: for
+    download_dir and hf_token. Raises ConfigError for a name that is not org/name, and if the download fails.
     """
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
@@ -80,8 +82,10 @@ def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | Non
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return patterns of the weight files: the shards that the index in the folder lists, or the single file without an
-    index. Raises ModelFileError for an index that cannot be read.
+    """Return glob patterns of the weight files: the shards that the index in the folder lists, or the single file
+    without an index.
+
+    Raises ModelFileError for an index that cannot be read.
     """
     index = read_object(folder, INDEX_FILE)
     shards = (index or {}).get("weight_map")
@@ -91,7 +95,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _without_weights(name: str, revision: str | None, config: EngineConfig) -> ConfigError:
-    """Return the error for a repository without safetensors, which names its pickle weights if it has some.
+    """Return the ConfigError for a repository without safetensors, which names its pickle weights if it has some.
 
     name, revision: of the repository. config: for the hub's token.
     """
@@ -106,10 +110,10 @@ def _without_weights(name: str, revision: str | None, config: EngineConfig) -> C
 
 
 def _gguf(repository: str, patterns: Sequence[str], name: str, config: EngineConfig) -> Path:
-    """Download the GGUF files of a repository that match `patterns`; return the file, of a model split into several the
-    first.
+    """Download the GGUF files of a repository that match `patterns`; return the file, or the first one of a split
+    model.
 
-    name: the model as the user named it. Raises ConfigError if not exactly one model matches.
+    name: the model as the user named it, for errors. Raises ConfigError unless exactly one model matches.
     """
     folder = from_hub("model", repository, patterns, config.revision, config)
     every = (path for path in folder.rglob("*.gguf") if path.is_file())

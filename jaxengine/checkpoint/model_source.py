@@ -46,7 +46,7 @@ from jaxengine.models.weights.views.split_latent import SplitLatentSource
 from jaxengine.scheduler.base.sampling_fields import ROWS
 from jaxengine.tokens.tokenizer import Tokenizer
 
-_GENERAL_CLASS = "TokenizersBackend"  # of tokenizers; transformers 4 has another
+_GENERAL_CLASS = "TokenizersBackend"  # general tokenizer class of transformers 5; transformers 4 has another
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of generation_config.json that vLLM applies to requests.
@@ -55,7 +55,7 @@ GENERATION_FIELDS = (*ROWS, "max_new_tokens")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An opened model.
+    """Opened model.
 
     Attributes:
       path: file or folder.
@@ -63,7 +63,7 @@ class ModelSource:
       weights: None for load_format="dummy"; the folder itself for weights in device layout (`convert`).
       generation_defaults: sampling parameters suggested by the model's authors, or set by the user.
       tokenizer_path: folder of a tokenizer that replaces the model's own; None for the model's own.
-      pooling: how a pooling model computes its answers; None for a generating model.
+      pooling: how a pooling model computes its results; None for a generating model.
       control_vectors: those of the option steering_vectors, by name.
     """
 
@@ -90,8 +90,9 @@ class ModelSource:
             raise
 
     def files_beside_weights(self) -> list[Path]:
-        """Return configuration, tokenizer and template files of a model folder. Raises ModelFileError for a link out of
-        the folder.
+        """Return the configuration, tokenizer and template files of a model folder, sorted by path.
+
+        Raises ModelFileError for a link that leads out of the folder.
         """
         found = {file for pattern in OTHER_FILES for file in self.path.glob(pattern)}
         found -= {file for pattern in _WEIGHT_FILES for file in self.path.glob(pattern)}
@@ -100,7 +101,7 @@ class ModelSource:
         return sorted(found)
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        """Load the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init.
+        """Return the model's tokenizer, or the one that replaces it; None with skip_tokenizer_init.
 
         Raises ModelFileError if its files are missing or invalid.
         """
@@ -115,10 +116,10 @@ class ModelSource:
 
 
 def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
-    """Open the model that `config.model` names, the default one for None; load the plugins first. The caller closes the
+    """Load the plugins, then open the model that `config.model` names, the default one for None. The caller closes the
     result.
 
-    keep_tables: with `quantization` gguf, keep the token tables as stored in the file, too.
+    keep_tables: with `quantization` gguf, keep the token tables in the file's storage format too.
 
     Raises:
       ConfigError: there is no such file, folder or hub model, a plugin cannot be imported, or an option
@@ -140,10 +141,10 @@ def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource
 
 
 def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
-    """Return the model with the quantization that the option requests: as stored, or rounded during loading.
+    """Return the model with the quantization that the option requests: as in the checkpoint, or rounded during loading.
 
-    asked: the option `quantization`; None for as stored. is_gguf: it is a GGUF file's, whose only method is "gguf".
-    Raises ConfigError if the option contradicts the checkpoint.
+    asked: the option `quantization`; None for the checkpoint's. is_gguf: whether it is a GGUF file's, whose only method
+    is "gguf". Raises ConfigError if the option contradicts the checkpoint.
     """
     if asked is None:
         return model
@@ -159,9 +160,11 @@ def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) ->
 
 
 def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Return the model without the towers for what requests may not contain, and without any if it pools. Raises
-    ConfigError for a model that cannot do without sounds and may not have any. config: for limit_mm_per_prompt and
-    language_model_only.
+    """Return the model without the towers of modalities that requests may not contain, and without any tower if it
+    pools.
+
+    config: for limit_mm_per_prompt and language_model_only. Raises ConfigError if they exclude sounds and the model
+    attends to a sound in each request.
     """
     if model.tower is not None and model.tower.crosses:
         if config.mm_limit(AUDIO):
@@ -175,9 +178,10 @@ def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def _makes_types(folder: Path) -> bool:
-    """Whether a tokenizer's types of tokens are for the model: unless its `model_input_names` lack them, as those of
-    transformers 5's general class do by default. folder: with its tokenizer_config.json, which may be absent. Raises
-    ModelFileError for an invalid one.
+    """Whether the token types that a folder's tokenizer makes are inputs of the model.
+
+    They are if `model_input_names` in tokenizer_config.json has "token_type_ids", or, without that list, unless the
+    class is transformers 5's general one. The file may be absent. Raises ModelFileError for an invalid one.
     """
     about = read_object(folder, TOKENIZER) or {}
     names = about.get("model_input_names")
@@ -185,7 +189,7 @@ def _makes_types(folder: Path) -> bool:
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:
-    """Return the folder of the tokenizer named by the options, downloaded if needed; None for the model's own.
+    """Return the folder of the tokenizer that the options name, downloaded if needed; None for the model's own.
 
     config: for tokenizer, tokenizer_revision and model. Raises ConfigError if it is not found, and for a revision of a
     tokenizer on this machine.
@@ -206,9 +210,10 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
 
 
 def find_model(config: EngineConfig) -> Path:
-    """Return the file or folder that `config.model`, which is not None, names; downloaded if needed. Raises ConfigError
-    for a name that cannot be looked up, a revision with a URL, and as `download_model` and `RemoteFolder`;
-    ModelFileError for invalid files.
+    """Return the file or folder that `config.model`, which is not None, names; a URL or hub id is downloaded if needed.
+
+    Raises ConfigError for a name that cannot be looked up, a revision with a URL, or a failed download; ModelFileError
+    for invalid files.
     """
     assert config.model is not None
     if is_url(config.model):
@@ -226,9 +231,11 @@ def find_model(config: EngineConfig) -> Path:
 
 
 def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSource:
-    """Open a GGUF file as the model that config describes, with hf_overrides and generation_config; without weights for
-    load_format "dummy". keep_tables: as of open_model. Raises ConfigError for options that do not go with it,
-    ModelFileError for an invalid file.
+    """Open a GGUF file as the model that `config` describes, with hf_overrides and generation_config.
+
+    With load_format "dummy" the model has no weights. keep_tables: with `quantization` gguf, keep the token tables in
+    the file's storage format too. Raises ConfigError for options that do not fit, ModelFileError for an invalid file;
+    the file is closed then.
     """
     if config.load_format not in ("auto", "gguf", "dummy"):
         raise ConfigError("load_format", config.load_format, f"auto, gguf or dummy for a file, {path}")
@@ -244,7 +251,12 @@ def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSour
 
 
 def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool) -> ModelSource:
-    """Return the model of an open GGUF file; arguments and errors as of `_open_gguf`."""
+    """Return the model of an open GGUF file, with hf_overrides and generation_config.
+
+    With load_format "dummy" it closes the file; otherwise the model's weights own it. path: of the file. keep_tables:
+    with `quantization` gguf, keep the token tables in the file's storage format too. Raises ConfigError for options
+    that do not fit, ModelFileError for an invalid file.
+    """
     tied = HEAD not in file.names()
     pooling = pooling_of_gguf(file.metadata, config)
     pooler = None if pooling is None else pooling.pooler
@@ -269,9 +281,9 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
 
 
 def _rope_factors(file: GGUFFile) -> RopeFactors:
-    """Read the factors of rotary frequencies that a file stores as tensors; () for each that it lacks.
+    """Return the factors of rotary frequencies that a file has as tensors; () for each that it lacks.
 
-    Raises ModelFileError for other than lists of at most MAX_HEAD_DIM.
+    Raises ModelFileError for a tensor that is not a list of at most MAX_HEAD_DIM.
     """
     present, read = set(file.names()), []
     for name in (ROPE_FACTORS, ROPE_SHORT, ROPE_LONG):
@@ -283,8 +295,10 @@ def _rope_factors(file: GGUFFile) -> RopeFactors:
 
 
 def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
-    """Open a Hugging Face folder, or one that `convert` wrote. config: as of `open_model`. Raises ConfigError for
-    options that do not go with it, ModelFileError for invalid or missing files.
+    """Open a Hugging Face folder, or a folder that `convert` wrote, as the model that `config` describes.
+
+    With load_format "dummy" the model has no weights. Raises ConfigError for options that do not fit, ModelFileError
+    for invalid or missing files.
     """
     if not path.is_dir():
         raise ModelFileError(path, "must be a regular file or a folder")
@@ -310,8 +324,9 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
 
 
 def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
-    """Open the safetensors of the model that `config` names. path: of its folder, as `find_model` returned it. Raises
-    ModelFileError.
+    """Open the safetensors of the model that `config` names, at a URL or in a folder.
+
+    path: the folder that `find_model` returned. Raises ModelFileError.
     """
     if config.model is not None and is_url(config.model):
         return SafetensorsCheckpoint(path, RemoteFolder(config.model).open)
@@ -319,22 +334,26 @@ def open_weights(path: Path, config: EngineConfig) -> SafetensorsCheckpoint:
 
 
 def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], ModelConfig, PoolingModel | None]:
-    """Read a folder's config.json with hf_overrides; return its content, the model, and its pooling if it pools.
+    """Read a folder's config.json with hf_overrides; return (its content, the model, its PoolingModel or None if it
+    generates).
 
-    path: of the folder. Raises ConfigError for an override that nothing reads and for options that contradict the
-    model; ModelFileError for an invalid config.json.
+    Raises ConfigError for an override that nothing reads and for options that contradict the model; ModelFileError for
+    an invalid config.json.
     """
     stored, overrides = read_config_json(path), config.hf_overrides or {}
 
     def token_id(token: str) -> int | None:
-        """Return the id of a token of the vocabulary, else None. Raises ConfigError with skip_tokenizer_init."""
+        """Return the id of a token in the vocabulary, None if it has none. Raises ConfigError with
+        skip_tokenizer_init.
+        """
         if config.skip_tokenizer_init:
             raise ConfigError("skip_tokenizer_init", True, "False: classifier_from_token names tokens by their text")
         return Tokenizer.from_hf_folder(_find_tokenizer(config) or path).backend.token_to_id(token)
 
     def read(raw: Mapping[str, Any]) -> tuple[ModelConfig, PoolingModel | None]:
-        """Return the model that a config.json describes, and its pooling, None if it generates. Raises as
-        `read_pooling`, `read_hf` and `check_width`.
+        """Return (the model that a config.json describes, its PoolingModel or None if it generates).
+
+        Raises ConfigError, ModelConfigError or ModelFileError.
         """
         pooling = read_pooling(path, raw, config, token_id)
         model = read_hf(raw, None if pooling is None else pooling.pooler)
@@ -361,7 +380,7 @@ def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], Mode
 
 @contextmanager
 def _named_overrides() -> Iterator[None]:
-    """Context manager that turns UnreadError into a ConfigError."""
+    """Context manager that turns an UnreadError, of an override that nothing reads, into a ConfigError."""
     try:
         yield
     except UnreadError as error:
@@ -370,9 +389,9 @@ def _named_overrides() -> Iterator[None]:
 
 
 def _what_to_name(path: Path) -> str:
-    """Return advice, for an error, what to name instead of a folder that is not a model.
+    """Return advice on what to name instead of a folder that is not a model.
 
-    It names a GGUF file in the folder, else a model in a folder inside, else what is allowed.
+    It is a GGUF file in the folder, else a model in a subfolder, else what is allowed.
     """
     files = sorted(file.name for file in path.glob("*.gguf"))
     if files:
@@ -384,12 +403,12 @@ def _what_to_name(path: Path) -> str:
 
 
 def _with_generation_config(model: ModelConfig, path: Path, config: EngineConfig) -> ModelConfig:
-    """Return the model with the ids of generation_config.json that end an answer, in addition to those it has, and its
-    tower with what the file adds.
+    """Return the model with the end-of-sequence ids of generation_config.json added, and its tower with what the file
+    adds.
 
-    The file is the one in the folder that the option generation_config names, else the model's, as in vLLM, whatever
-    the tokenizer is. path: of the model. config: for generation_config. Raises ModelFileError for an invalid file, and
-    for ids beyond the vocabulary.
+    The file is in the folder that the option generation_config names, else in the model's folder, as in vLLM, whatever
+    the tokenizer is; without a file nothing is added. path: of the model. Raises ModelFileError for an invalid file,
+    and for ids beyond the vocabulary.
     """
     named = config.generation_config not in ("auto", "vllm")
     folder = named_path("generation_config", config.generation_config) if named else path
@@ -409,10 +428,8 @@ def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, A
 
     path: the model's folder; None for a GGUF file, which has no generation_config.json ("auto" then gives
     GENERATION_DEFAULTS for the default model, and none for others). max_new_tokens becomes max_tokens. Values are
-    checked when they are used.
-
-    Raises ConfigError for a named folder without the file or an unknown name to override, ModelFileError for an invalid
-    file.
+    checked when they are used. Raises ConfigError for a named folder without the file or an unknown name to override,
+    ModelFileError for an invalid file.
     """
     content: dict[str, Any] = {}
     if config.generation_config == "auto":

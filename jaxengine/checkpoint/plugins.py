@@ -1,8 +1,8 @@
-"""Plugins: modules of a user's own that register model families, and where they are found.
+"""Plugins: a user's modules that register model families, and where they are found.
 
-A plugin is code that runs with all of the engine's rights. Only who starts the engine names one: the option `plugins`,
-or a package that is installed with an entry point of the group jaxengine.models. Every process that opens the model
-loads them, each once.
+A plugin is code that runs with all of the engine's rights. Only whoever starts the engine can name one, by the option
+`plugins` or by an installed package with an entry point of the group jaxengine.models. Every process that opens the
+model loads each plugin once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from jaxengine.config.execution.plugins import OPTION, is_file_name
 logger = logging.getLogger(__name__)
 
 GROUP = "jaxengine.models"
-# Names of modules, resolved paths and entry points that this process has loaded.
+# Names of modules, resolved paths and entry points that this process has loaded or tried to load.
 _LOADED: set[str] = set()
 
 
 def load_plugins(names: Sequence[str]) -> None:
-    """Load the installed plugins and those of these names. Raise ConfigError for a named one that cannot be imported.
+    """Load the installed plugins, then the named ones, each once per process.
 
-    One that is installed and cannot be loaded is left out with a warning: it must not end other models' engines.
+    An installed plugin that cannot be loaded is skipped with a warning, because it must not end other models' engines.
+    Raises ConfigError for a named one that cannot be imported.
     """
     for entry in sorted(entry_points(group=GROUP)):
         key = f"{entry.name} = {entry.value}"
@@ -48,10 +49,11 @@ def load_plugins(names: Sequence[str]) -> None:
 
 
 def _load_entry(entry: EntryPoint) -> None:
-    """Load an installed plugin: import what the entry names; a class is registered as a model under the entry's name, a
-    function is called without arguments.
+    """Load an installed plugin: import what the entry names, register a class as a model under the entry's name, and
+    call a function without arguments.
 
-    A module registers its models itself. Raises whatever that code raises, and ConfigError as `register_model`.
+    A module registers its models itself. Raises whatever that code raises, and ConfigError for a class that cannot be a
+    model.
     """
     loaded: Any = entry.load()
     model: Any = loaded  # not narrowed to a class without the protocol's attributes
@@ -62,8 +64,9 @@ def _load_entry(entry: EntryPoint) -> None:
 
 
 def _load_named(name: str) -> None:
-    """Load the plugin `name`, a file or a module, unless this process has loaded or imported it; logs that. Raises
-    ConfigError if it cannot be imported.
+    """Load the plugin `name`, a file or a module, and log that; do nothing if this process has loaded or imported it.
+
+    Raises ConfigError if it cannot be imported.
     """
     path = Path(name).expanduser().resolve() if is_file_name(name) else None
     key = name if path is None else str(path)
@@ -84,7 +87,7 @@ def _load_named(name: str) -> None:
 
 
 def _is_imported(path: Path) -> bool:
-    """Whether a module of this process, the script that it runs among them, is this file. path: resolved."""
+    """Whether this file is an imported module or the script that this process runs. path: resolved."""
     # __mp_main__ is another name of the script, or of one that has ended.
     modules = [module for name, module in list(sys.modules.items()) if name != "__mp_main__"]
     files = [getattr(module, "__file__", None) for module in modules]
@@ -92,8 +95,10 @@ def _is_imported(path: Path) -> bool:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, or of another one if that is taken. The module stays in sys.modules
-    unless its code fails. Raises ImportError for what is not a Python file, and what its code raises.
+    """Import a file as a module with its stem as name, or with a generated name if that is taken.
+
+    The module is added to sys.modules, and removed again if its code fails. Raises ImportError for a file that is not
+    Python, and what its code raises.
     """
     name = path.stem
     if name in sys.modules or not name.isidentifier() or importlib.util.find_spec(name) is not None:
@@ -111,7 +116,9 @@ def _import_file(path: Path) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """Return the kind and the text of an error, with the file and the line where it was raised."""
+    """Return the kind and text of an error, with the file and line where it was raised outside of importlib and this
+    module.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     if isinstance(error, SyntaxError) and error.filename:

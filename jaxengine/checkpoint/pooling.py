@@ -55,18 +55,19 @@ _GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
 _GGUF_RANK = 4
 TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 
-# A class that pools sparsely, whatever its files say.
+# An architecture that pools sparsely even without sentence-transformers' files.
 SPLADE = "BertSpladeSparseEmbeddingModel"
 
 TokenId = Callable[[str], int | None]
 
 
 def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, token_id: TokenId) -> PoolingModel | None:
-    """Read how the model in a Hugging Face folder pools; None for a generating model.
+    """Return how the model in a Hugging Face folder pools; None for a generating model.
 
     Args:
       raw: its config.json, with hf_overrides.
-      token_id: maps a token of the vocabulary to its id, and others to None.
+      config: for runner, convert, pooler_config, hf_overrides and the parallel sizes.
+      token_id: maps a token of the vocabulary to its id, and any other text to None.
 
     Raises ConfigError for options that contradict the model, ModelConfigError for wrong fields of config.json,
     ModelFileError for other invalid files.
@@ -110,11 +111,11 @@ def _embedder(
     sentence: SentenceModel | None,
     config: EngineConfig,
 ) -> PoolingModel:
-    """Read how a model embeds prompts, or their tokens.
+    """Return how a model embeds prompts, or their tokens.
 
-    fields: of its config.json. task: EMBED or TOKEN_EMBED. sentence: what sentence-transformers says of it, None
-    without its files. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler
-    does not support, ModelConfigError or ModelFileError for invalid files.
+    fields: of its config.json. task: EMBED or TOKEN_EMBED. sentence: content of sentence-transformers' files, None
+    without them. config: its pooler_config takes precedence. Raises ConfigError for options that a sparse pooler does
+    not support, ModelConfigError or ModelFileError for invalid files.
     """
     pooling_type = (config.pooler_config or PoolerConfig()).pooling_type
     usual = usual_pooling(architecture, fields) if sentence is None else sentence.pooling_type
@@ -145,10 +146,10 @@ def _embedder(
 
 
 def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
-    """Return how the model of a GGUF file pools; None for a generating model. Its metadata has a pooling type if it is
-    an embedder.
+    """Return how the model of a GGUF file pools; None for a generating model.
 
-    Raises ConfigError for options that contradict it, and for a reranker that is to pool.
+    It is an embedder if the metadata has a pooling type, or if the options make it pool. Raises ConfigError for options
+    that contradict it, and for a reranker that is to pool.
     """
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     found = _GGUF_TYPES.get(int(kind)) if kind is not None else None
@@ -163,8 +164,10 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
 
 
 def check_width(model: PoolingModel, hidden_size: int) -> None:
-    """Raise ConfigError if the user's dimensions, and ModelConfigError if the checkpoint's, are more than an embedding
-    of a model with hidden states of this size has.
+    """Raise an error if embeddings are requested that are longer than the model's.
+
+    hidden_size: of the model. ConfigError is for the user's dimensions, ModelConfigError for the checkpoint's
+    matryoshka_dimensions.
     """
     width = model.pooler.width(hidden_size)
     if model.dimensions is not None and model.dimensions > width:
@@ -174,10 +177,11 @@ def check_width(model: PoolingModel, hidden_size: int) -> None:
 
 
 def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool) -> bool:
-    """Whether the model pools. config: for runner, convert, pooler_config and hf_overrides. Raises ConfigError for
-    options that contradict the model or each other.
+    """Whether the model pools.
 
-    name, own_task: of the architecture, as of `_task`. says_so: the model's files describe a pooling model.
+    config: for runner, convert, pooler_config and hf_overrides. name, own_task: name of the architecture, for messages,
+    and its pooling task, None for one that generates. says_so: whether the model's files describe a pooling model.
+    Raises ConfigError for options that contradict the model or each other.
     """
     converts = config.convert in (EMBED, CLASSIFY)
     if config.runner == "generate":
@@ -195,11 +199,12 @@ def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool)
 
 
 def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
-    """Return the task: the architecture's own, else what the option convert asks for, EMBED or CLASSIFY. Raises
-    ConfigError for one that the checkpoint does not support.
+    """Return the pooling task: the one that the option convert names, else the architecture's own, else CLASSIFY if
+    has_tokens, else EMBED.
 
-    name: of the architecture, for messages. own_task: of the architecture, which may answer for tokens; None for one
-    that generates. has_tokens: whether config.json names tokens that stand for labels.
+    name: of the architecture, for messages. own_task: of the architecture, which may be about tokens; None for one that
+    generates. has_tokens: whether config.json names tokens that stand for labels. Raises ConfigError for a task that
+    the checkpoint does not support.
     """
     task = {"auto": own_task or (CLASSIFY if has_tokens else EMBED), "none": own_task}.get(
         config.convert, config.convert
@@ -219,8 +224,10 @@ def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: boo
 
 
 def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
-    """Return the model with the checkpoint's settings overridden by the user's, `chosen`; None there keeps one, except
-    that dimensions are always the user's. Raises ConfigError for dimensions or a task that the model does not have.
+    """Return the model with the user's settings, `chosen`, in place of the checkpoint's.
+
+    A setting of None keeps the checkpoint's, except that dimensions are always the user's. Raises ConfigError for
+    dimensions or a task that the model does not have.
     """
     use_activation = model.use_activation if chosen.use_activation is None else chosen.use_activation
     if chosen.dimensions is not None:
@@ -234,9 +241,10 @@ def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
 
 
 def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
-    """Read how many labels are scored, and which tokens' logits stand for them if the model has no head for labels.
+    """Return how many labels are scored, and which tokens' logits stand for them if the model has no head for labels.
 
-    fields: of config.json. token_id: as of read_pooling. Raises ModelConfigError.
+    fields: of config.json. token_id: maps a token of the vocabulary to its id, and any other text to None. Raises
+    ModelConfigError.
     """
     tokens = fields.value("classifier_from_token", None)
     if tokens is None:
@@ -260,10 +268,10 @@ def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
 
 
 def _read_activation(fields: ConfigFields, num_labels: int) -> str:
-    """Return the activation of the scores: the one of training, else vLLM's choice: sigmoid for one label, softmax for
-    several.
+    """Return the activation of the scores: the one of the checkpoint's training, else vLLM's choice, sigmoid for one
+    label and softmax for several.
 
-    fields: of config.json. Raises ModelConfigError for an unknown one.
+    fields: of config.json. Raises ModelConfigError for an unknown activation or problem_type.
     """
     problem = fields.text("problem_type", None)
     if problem is not None and problem not in _ACTIVATIONS:
@@ -281,8 +289,9 @@ def _read_activation(fields: ConfigFields, num_labels: int) -> str:
 
 
 def _labels(fields: ConfigFields) -> dict[int, str]:
-    """Return label names by number, from id2label, whose keys are strings in JSON; {} without it. Raises
-    ModelConfigError for more than MAX_LABELS or for other keys and values.
+    """Return label names by index, from id2label, whose keys are strings in JSON; {} without it.
+
+    Raises ModelConfigError for more than MAX_LABELS labels, and for other keys or values.
     """
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
@@ -293,7 +302,9 @@ def _labels(fields: ConfigFields) -> dict[int, str]:
 
 
 def _read_matryoshka(fields: ConfigFields) -> tuple[int, ...] | None:
-    """Return the sizes to which embeddings may be cut; () for any size, None for none. Raises ModelConfigError."""
+    """Return the sizes to which embeddings may be truncated; () for any size, None if they may not be. Raises
+    ModelConfigError.
+    """
     sizes = fields.value("matryoshka_dimensions", None)
     if sizes is None:
         return () if fields.boolean("is_matryoshka", False) else None

@@ -41,7 +41,7 @@ SCHEMES = {
 _OPTIONS = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 ADAPTER_CONFIG, ADAPTER_FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
-# Web servers list no folders: what is asked for there.
+# File names that are requested from web servers, which do not list folders.
 _NAMES = (
     *ADAPTER_FILES,
     *(CONFIG_FILE, "generation_config.json", INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "vocab.json"),
@@ -63,17 +63,14 @@ def is_url(name: str | None) -> bool:
 
 
 class RemoteFolder:
-    """Folder of a model at a URL.
-
-    param: the option that names it. Raises ConfigError for a URL of another scheme, with credentials or a query, or
-    whose package is not installed. Nothing is read yet.
-    """
+    """Folder of a model at a URL, in an object store or on a web server."""
 
     def __init__(self, url: str, param: str = "model"):
-        """Check the URL and open the file system of its scheme; nothing is read and no thread started yet.
+        """Check the URL and make the file system of its scheme. No file is read yet.
 
         url: scheme://address of the folder. param: the option that names it, for errors. Raises ConfigError for a URL
-        of another scheme, with credentials or a query, and if a package is not installed.
+        of another scheme, without an address, with credentials, a query or a fragment, and if a package is not
+        installed.
         """
         found = _URL.fullmatch(url)
         scheme, rest = (found[1].lower(), found[2]) if found else ("", url)
@@ -93,18 +90,19 @@ class RemoteFolder:
 
         self.url, self._param, self._lists = url.rstrip("/"), param, scheme not in ("http", "https")
         self._fs: Any = self._read("", lambda: fsspec.filesystem(scheme, **_OPTIONS.get(scheme, {})))
-        self._fs.invalidate_cache()  # it is the process's own, and may remember listings of days ago
+        self._fs.invalidate_cache()  # the process shares it, and it may have old listings
         self._root = str(self._fs._strip_protocol(self.url)).rstrip("/")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weights")
 
     def download(
         self, cache: str | None = None, patterns: Sequence[str] = OTHER_FILES, needed: str = CONFIG_FILE
     ) -> Path:
-        """Download the files that match `patterns`, configuration and tokenizer without others; return their folder.
+        """Download the files that match `patterns`, by default configuration and tokenizer; return their local folder.
 
-        It is in the folder `cache`, None for that of hub downloads, and named by its content. A folder that is there
-        already is returned. Raises ConfigError if the URL cannot be read or has no file `needed`, ModelFileError for a
-        file of more than _MOST_BYTES, OSError if the cache cannot be written.
+        The folder is created in `cache`, None for that of hub downloads, and its name is a digest of the content; if it
+        exists already, it is not replaced. needed: file that must be there. Raises ConfigError if the URL cannot be
+        read or has no file `needed`, ModelFileError for a file of more than _MOST_BYTES, OSError if the cache cannot be
+        written.
         """
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -133,8 +131,8 @@ class RemoteFolder:
         return target
 
     def open(self, name: str) -> RemoteFile:
-        """Open a file of the folder. Only its size is read. Raises ModelFileError if it cannot be read or the server
-        does not tell its size.
+        """Open a file of the folder; only its size is read. Raises ModelFileError if it cannot be read or its size is
+        unknown.
         """
         path = f"{self._root}/{name}"
         try:
@@ -146,8 +144,10 @@ class RemoteFolder:
         return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
 
     def _names(self, patterns: Sequence[str]) -> list[str]:
-        """Return the names of the files that match `patterns`, sorted, _MOST_FILES at most. Raises ConfigError if the
-        store cannot be read. A store that cannot list its files is asked for those of _NAMES.
+        """Return the sorted names of the first _MOST_FILES files that match `patterns`.
+
+        A web server, which cannot list its files, is asked for each name in _NAMES. Raises ConfigError if the store
+        cannot be read.
         """
         if not self._lists:
             asked = [name for name in _NAMES if any(fnmatch(name, one) for one in patterns)]
@@ -157,12 +157,13 @@ class RemoteFolder:
         return sorted(name for name in names if any(fnmatch(name, one) for one in patterns))[:_MOST_FILES]
 
     def _exists(self, name: str) -> bool:
-        """Return whether the folder has a file of this name. Raises ConfigError if the store does not answer."""
+        """Whether the folder has a file of this name. Raises ConfigError if the store does not answer."""
         return self._read(name, lambda: self._fs.exists(f"{self._root}/{name}"))
 
     def _pieces(self, name: str) -> Iterator[bytes]:
-        """Yield the content of a file in pieces; at once if the server does not tell its size. Raises ConfigError, and
-        ModelFileError for one that is too large.
+        """Yield the content of a file in pieces of _RANGE_BYTES, or in one piece if its size is unknown.
+
+        Raises ConfigError if it cannot be read, ModelFileError before the first piece if it is larger than _MOST_BYTES.
         """
         path = f"{self._root}/{name}"
         size = self._read(name, lambda: self._fs.size(path))
@@ -177,8 +178,8 @@ class RemoteFolder:
         yield from pieces
 
     def _read(self, name: str, function: Callable[[], T]) -> T:
-        """Return what `function` returns, with all its errors raised as ConfigError. name: of the file that it
-        reads.
+        """Return the result of `function`. Any exception is raised as ConfigError. name: of the file that it reads, ""
+        for the folder.
         """
         try:
             return function()
@@ -191,8 +192,9 @@ class RemoteFolder:
 
 
 def local_adapter(path: str) -> str:
-    """Return the path of an adapter's folder on this machine, downloaded if `path` is a URL. Raises ModelFileError if
-    it cannot be downloaded.
+    """Return the local path of an adapter's folder: `path` itself, or a downloaded folder if `path` is a URL.
+
+    Raises ModelFileError if it cannot be downloaded.
     """
     if not is_url(path):
         return path
@@ -203,7 +205,7 @@ def local_adapter(path: str) -> str:
 
 
 class RemoteFile:
-    """File in an object store: jaxengine.models.weights.formats.safetensors.ByteFile.
+    """File in an object store, read in ranges. It implements jaxengine.models.weights.formats.safetensors.ByteFile.
 
     Attributes:
       size: in bytes.
@@ -212,20 +214,23 @@ class RemoteFile:
     by_row = False
 
     def __init__(self, fs: Any, path: str, url: str, size: int, threads: ThreadPoolExecutor):
-        """Take a file of `size` bytes at `path` of the file system `fs`; nothing is open. url: not a secret, for
-        errors. threads: fetch ranges.
+        """Describe a file of `size` bytes at `path` of the file system `fs`; nothing is opened.
+
+        url: for errors; it has no secrets. threads: fetch ranges.
         """
         self._fs, self._path, self._url, self._threads = fs, path, url, threads
         self.size = size
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Read bytes from `offset` on into `view`, as far as the file goes; return how many; 0 beyond its end. Several
-        threads fetch ranges at a time; waits for all. Raises RangeError, an OSError, as `fetch`.
+        """Read bytes from `offset` on into `view` until it is full or the file ends; return how many, 0 beyond the end.
+
+        Several threads fetch ranges concurrently, and all are waited for. Raises RangeError, an OSError, if a range
+        fails repeatedly.
         """
         end = min(offset + len(view), self.size)
 
         def fetch(start: int) -> None:
-            """Fetch one range into the view."""
+            """Fetch one range and copy it into the view."""
             data = self.fetch(start, end)
             view[start - offset : start - offset + len(data)] = data
 
@@ -233,11 +238,12 @@ class RemoteFile:
         return max(end - offset, 0)
 
     def close(self) -> None:
-        """Close the file, of which nothing is open between two reads."""
+        """Do nothing: no connection is open between two reads."""
 
     def fetch(self, start: int, end: int | None = None) -> bytes:
-        """Fetch _RANGE_BYTES bytes from `start` on, as far as `end` or the file goes, again after a failure. Waits
-        between attempts, longer each time. Raises RangeError, an OSError, after _ATTEMPTS failures.
+        """Return up to _RANGE_BYTES bytes from `start` on, not beyond `end` or the end of the file.
+
+        Tries again after a failure, with waits that double. Raises RangeError, an OSError, after _ATTEMPTS failures.
         """
         stop = min(start + _RANGE_BYTES, self.size if end is None else end)
         for attempt in range(_ATTEMPTS):
@@ -254,12 +260,13 @@ class RemoteFile:
 
 
 class RangeError(OSError):
-    """Error of a range that could not be fetched, with a text of our own."""
+    """Error of a range that could not be fetched; its text has nothing from the store."""
 
 
 def _brief(error: Exception) -> str:
-    """Return the kind of an error, and what the system calls its number: texts, those of an OSError too, may be the
-    store's, which repeat requests and keys.
+    """Return the kind of an error and the system's text for its errno.
+
+    The error's own text is left out, unless it is a RangeError's, because a store's texts may repeat requests and keys.
     """
     number: Any = getattr(error, "errno", None)
     said = error.strerror if isinstance(error, RangeError) else os.strerror(number) if number in errorcode else None

@@ -17,11 +17,11 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.files import MAX_JSON_BYTES, parse_object, read_object, read_text
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-# What a Transformer module says of its input: the first of these files that is there counts.
+# Files with a Transformer module's settings of its input. The first one that exists counts.
 TOKENIZER = "tokenizer_config.json"
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TRANSFORMER = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
-# Fields of config.json that hf_overrides adds, which then count.
+# Fields of config.json that hf_overrides may add, and that then take precedence.
 _BY_USERS = ("classifier_from_token", "method")
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 1000, 10_000
 _MODES = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
@@ -38,10 +38,10 @@ _EARLIER_MODES = {
 
 
 def read_sentence_model(folder: Path) -> SentenceModel | None:
-    """Read the sentence-transformers files of a model folder; None if there are none. Raises ModelFileError.
+    """Return the content of a model folder's sentence-transformers files; None if it has no modules.json.
 
-    It raises it for files that are invalid, modules that are not supported or out of order, and models that make
-    prompts of messages.
+    Raises ModelFileError for files that are invalid, modules that are not supported or out of order, and models that
+    make prompts from messages.
     """
     modules = _read_modules(folder)
     if modules is None:
@@ -82,11 +82,12 @@ def read_sentence_model(folder: Path) -> SentenceModel | None:
 
 
 def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Add what the files of a CrossEncoder say to its config.json, `raw`, in that file's words: the activation of the
-    scores and, of a decoder, the tokens whose logits are the score. None for another folder.
+    """Return config.json with the settings of a CrossEncoder's files added under config.json's names; None for another
+    folder.
 
-    They are files of sentence-transformers since version 5.4; older ones have all in config.json. Raises
-    ModelFileError. raw is not changed; what it says of tokens takes precedence.
+    They are the activation of the scores and, for a decoder, the tokens whose logits are the score. Since version 5.4
+    sentence-transformers writes them to separate files; older versions wrote all to config.json. raw: the config.json,
+    which is not changed; its own fields about tokens take precedence. Raises ModelFileError.
     """
     about = read_object(folder, PROMPTS) or {}
     modules = _read_modules(folder)
@@ -108,8 +109,10 @@ def with_cross_encoder(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
-    """Read a LogitScore module as fields of config.json: the score is the logit of a token, less that of another if
-    there is one. path: of the module's folder within `folder`. Raises ModelFileError for invalid fields.
+    """Return a LogitScore module as fields of config.json.
+
+    The score is the logit of a token, minus that of another token if there is one. path: of the module's folder within
+    `folder`. Raises ModelFileError for invalid fields.
     """
     fields = ConfigFields(read_object(folder, name := f"{path}/config.json") or {})
     try:
@@ -124,8 +127,9 @@ def _read_logit_score(folder: Path, path: str) -> dict[str, Any]:
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Read modules.json: (class name, path) of each module, in order. None without the file. Raises ModelFileError for
-    an invalid one, or other than 1 to 100 modules.
+    """Return (class name, path) of each module in modules.json, in order; None without the file.
+
+    Raises ModelFileError for an invalid file, or other than 1 to 100 modules.
     """
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
     if source is None:
@@ -143,7 +147,8 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
 
 
 def _is_of_pylate(folder: Path) -> bool:
-    """Whether the modules in a folder, which has a modules.json, are those of PyLate, which embed tokens (ColBERT).
+    """Whether modules.json in a folder, which has the file, names a module of PyLate, which embeds tokens (ColBERT).
+
     Raises ModelFileError.
     """
     source = read_text(folder, MODULES, MAX_JSON_BYTES)
@@ -152,8 +157,9 @@ def _is_of_pylate(folder: Path) -> bool:
 
 
 def _read_splade(folder: Path, path: str) -> Splade:
-    """Read a SpladePooling module; num_tokens is not known here, and 0. path: of the module's folder within `folder`.
-    Raises ModelFileError for what is not supported.
+    """Return the settings of a SpladePooling module. num_tokens is 0, because the module does not state it.
+
+    path: of the module's folder within `folder`. Raises ModelFileError for settings that are not supported.
     """
     name = f"{path}/config.json"
     fields = ConfigFields(read_object(folder, name) or {})
@@ -169,10 +175,10 @@ def _read_splade(folder: Path, path: str) -> Splade:
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
-    """Read a Pooling module: (pooling type, whether prompt tokens are pooled).
+    """Return (pooling type, whether the tokens of a prepended prompt are pooled) of a Pooling module.
 
-    path: of the module's folder within the model's; "" for the model's own. Raises ModelFileError if it has no
-    config.json, or does not name one mode that is supported.
+    path: of the module's folder within the model's; "" for the model's folder itself. Raises ModelFileError if it has
+    no config.json, or does not name exactly one supported mode.
     """
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
@@ -189,10 +195,10 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
 
 
 def _read_dense(folder: Path, path: str) -> Dense:
-    """Read the config.json of a Dense module.
+    """Return the sizes and activation of a Dense module from its config.json.
 
-    path: of the module's folder within `folder`. Raises ModelFileError if it has none, and for fields that are invalid
-    or not supported.
+    path: of the module's folder within `folder`. Raises ModelFileError if it has no config.json, and for fields that
+    are invalid or not supported.
     """
     name = f"{path}/config.json"
     raw = read_object(folder, name)
@@ -215,8 +221,10 @@ def _read_dense(folder: Path, path: str) -> Dense:
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
-    """Read (texts that are prepended to inputs, by name; name of the default one, None without one). They are in the
-    config_sentence_transformers.json of the folder, which may be absent. Raises ModelFileError for an invalid one.
+    """Return (texts that are prepended to inputs, by name; name of the default one, None without one).
+
+    They are in the folder's config_sentence_transformers.json, which may be absent. Raises ModelFileError for an
+    invalid one.
     """
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
@@ -234,9 +242,10 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def reads_messages(folder: Path) -> bool:
-    """Whether texts are messages, of which the checkpoint's chat template makes a prompt: in sentence-transformers 6
-    that is so if the model's base has a template. Raises ModelFileError for arguments of the template, and for contents
-    of messages that are no texts.
+    """Whether texts become messages, from which the checkpoint's chat template makes a prompt.
+
+    sentence-transformers 6 does that if the base model has a template. Raises ModelFileError for arguments of the
+    template, and for message contents that are not plain texts.
     """
     file, raw = _read_transformer(folder)
     fields = ConfigFields(raw)
@@ -252,19 +261,20 @@ def reads_messages(folder: Path) -> bool:
 
 
 def _read_transformer(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Read the file about the input: its name and its content, empty without one. The first name of TRANSFORMER that is
-    there counts. Raises ModelFileError for an invalid one.
+    """Return (name, content) of the file with the input's settings, the first of TRANSFORMER that exists; {} without
+    one.
+
+    Raises ModelFileError for an invalid file.
     """
     file = next((name for name in TRANSFORMER if (folder / name).is_file()), TRANSFORMER[0])
     return file, read_object(folder, file) or {}
 
 
 def _read_input(folder: Path) -> tuple[int | None, bool]:
-    """Read the limit of the input in tokens, None without one, and whether texts are lower-cased. Raises ModelFileError
-    for values of other types.
+    """Return (limit of the input in tokens, None without one; whether texts are lower-cased).
 
-    Since version 5.4 the limit is the tokenizer's, which sentence-transformers has always taken where its own file has
-    none.
+    Without a limit in the module's file the tokenizer's counts, as in sentence-transformers. Raises ModelFileError for
+    values of other types.
     """
     file, raw = _read_transformer(folder)
     longest, lower = raw.get("max_seq_length"), raw.get("do_lower_case")

@@ -15,15 +15,16 @@ from jaxengine.models.weights.adapters.folder import CONFIG_FILE
 
 
 def sound_adapter(source: ModelSource) -> Path | None:
-    """Return the folder of the adapter; None for a model without one, or without its sounds."""
+    """Return the folder of the model's own LoRA adapter; None if it has none, or was opened without its sound tower."""
     adapts = any(tower.adapts for tower in source.config.towers)
     return source.path if adapts and (source.path / CONFIG_FILE).exists() else None
 
 
 def with_sound_adapter(config: EngineConfig, source: ModelSource) -> EngineConfig:
-    """Return the config with room for the adapter, if there is one. Raises ModelFileError for an invalid one,
-    ConfigError where max_lora_rank is given and too low. Without enable_lora the adapter enables it, with the least
-    rank that fits.
+    """Return the config with room for the model's own adapter; the config itself if there is none.
+
+    Without enable_lora it is enabled, with the least rank that fits. Raises ModelFileError for an invalid adapter,
+    ConfigError if LoRA is enabled with a max_lora_rank that is too low.
     """
     folder = sound_adapter(source)
     if folder is None:

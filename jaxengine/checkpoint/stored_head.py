@@ -1,8 +1,8 @@
-"""Whether a checkpoint has an output head of its own, where its configuration says otherwise.
+"""Decides from the weights whether a checkpoint's LM head is tied to its embedding, where its configuration is wrong.
 
 transformers 5 writes a class default of `tie_word_embeddings` at the top level of a wrapper, whatever its text_config
-says, and fine-tunes with a head of their own keep the base model's word. So the weights are looked at, as transformers
-5 does: a head that differs from the embedding is not tied.
+has, and fine-tuned models with a separate head often keep the base model's value. So the weights decide, as in
+transformers 5: a head that differs from the embedding is not tied.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jaxengine.models.weights.load import EMBEDDING, HEAD
 logger = logging.getLogger(__name__)
 
 TIED = "tie_word_embeddings"
-# Rows of head and embedding that are compared. The loader compares all of those that it takes for equal.
+# Rows of head and embedding that are compared here. The loader compares all rows of those that count as equal.
 MAX_ROWS = 256
 
 
 def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: WeightSource | Path | None) -> ModelConfig:
-    """Return the config with `tie_word_embeddings` as the weights are: False with a head that differs from the
-    embedding; True without a head, if the top level of config.json says so too.
+    """Return the config with `tie_word_embeddings` as the weights imply.
 
-    raw: the config.json. weights: a checkpoint, or a folder in device layout, which alone decides; None for dummy ones,
-    which change nothing, as for a pooling model. Logs a warning if a head differs. Raises ModelFileError for files that
-    cannot be read.
+    It becomes False if there is a head that differs from the embedding, which is logged as a warning, and True without
+    a head if the top level of config.json has true. raw: the config.json. weights: a checkpoint, or a folder in device
+    layout, whose own list of weights decides. Nothing changes if it is None, for dummy weights, or for a pooling model.
+    Raises ModelFileError for files that cannot be read.
     """
     if weights is None or model.pooler is not None:
         return model
@@ -56,9 +56,8 @@ def with_stored_head(model: ModelConfig, raw: Mapping[str, Any], weights: Weight
 
 
 def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """Return a config.json in which `tie_word_embeddings` is `tied`, at the level that is read first.
-
-    raw is not changed.
+    """Return a copy of a config.json in which `tie_word_embeddings` is `tied`, at the top level and in text_config if
+    there is one.
     """
     if isinstance(text := raw.get("text_config"), Mapping):
         return {**raw, TIED: tied, "text_config": {**text, TIED: tied}}
@@ -66,8 +65,9 @@ def say_head(raw: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def _look_equal(weights: WeightSource, first: str, second: str) -> bool:
-    """Whether at most MAX_ROWS rows all over two matrices, by their names, are equal. Matrices of other shapes count as
-    equal: the loader says so.
+    """Whether up to MAX_ROWS evenly spread rows of two matrices are equal. first, second: names of the matrices.
+
+    Matrices of different shapes, or without two axes, count as equal, because the loader reports them.
     """
     shape = weights.shape(first)
     if shape != weights.shape(second) or len(shape) != 2 or 0 in shape:

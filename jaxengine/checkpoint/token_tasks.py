@@ -1,4 +1,4 @@
-"""Reads what a checkpoint has for the tokens of prompts: ColBERT's projection, bge-m3's heads, labels of tokens."""
+"""Reads a checkpoint's heads for the tokens of prompts: ColBERT's projection, bge-m3's heads, labels of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.registry import family_of
 from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 
-# Modules of BAAI/bge-m3, in files of their own: (task, module).
+# Modules of BAAI/bge-m3, in separate files: (task, module).
 M3_HEADS = ((TOKEN_EMBED, "colbert_linear"), (TOKEN_CLASSIFY, "sparse_linear"))
 # The tasks of a model that embeds tokens as it embeds prompts, whatever the size of its embeddings.
 EMBEDDINGS: Mapping[str, TokenTask] = {TOKEN_EMBED: TokenTask((0, MAX_HIDDEN), NORMALIZE)}
@@ -23,11 +23,10 @@ _LINEAR = ("linear.weight", "model.linear.weight")
 
 
 def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
-    """Return the projection of a ColBERT checkpoint that has it among its weights, as `linear.weight`: its sizes, of
-    which only the header is read.
+    """Return the sizes of the projection that a ColBERT checkpoint has among its weights, as `linear.weight`.
 
-    fields: of config.json, with hidden_size. Raises ModelFileError for a checkpoint without it or of another shape,
-    ModelConfigError without hidden_size.
+    Only the header of the weights is read. fields: of config.json, with hidden_size. Raises ModelFileError for a
+    checkpoint without the projection or with another shape, ModelConfigError without hidden_size.
     """
     checkpoint = SafetensorsCheckpoint(folder)
     try:
@@ -43,8 +42,9 @@ def colbert_projection(folder: Path, fields: ConfigFields) -> Dense:
 
 
 def has_m3_heads(folder: Path, architecture: str) -> bool:
-    """Whether a folder has bge-m3's further heads. Raises ModelConfigError if the architecture needs them and they are
-    not there.
+    """Whether a folder has bge-m3's additional heads and an architecture that uses them.
+
+    Raises ModelConfigError if the architecture requires them and they are missing.
     """
     family = family_of(architecture)[0]
     files = [any((folder / f"{name}{end}").is_file() for end in (".safetensors", ".pt")) for _, name in M3_HEADS]
@@ -55,10 +55,10 @@ def has_m3_heads(folder: Path, architecture: str) -> bool:
 
 
 def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: ConfigFields) -> PoolingModel:
-    """Return the model with its tasks about tokens and the heads that these have of their own. Raises ModelConfigError.
+    """Return the model with its tasks about tokens, and the heads that they need.
 
-    model: as far as it pools prompts, or with the heads of labels of tokens. Sparse poolers, and encoders that score
-    prompts, have none. fields: of config.json.
+    model: complete for prompts, or with a head of labels for tokens. Sparse poolers, and encoders that score prompts,
+    have no such tasks and are returned unchanged. fields: of config.json. Raises ModelConfigError.
     """
     pooler = model.pooler
     if pooler.splade is not None:
@@ -80,14 +80,15 @@ def with_tokens(model: PoolingModel, folder: Path, architecture: str, fields: Co
 
 
 def with_token_labels(pooler: Pooler, num_labels: int) -> Pooler:
-    """Return the pooler with scores of labels for each token. It replaces other heads of tokens."""
+    """Return the pooler with a head that scores labels for each token, in place of its other heads for tokens."""
     return replace(pooler, token_heads=(TokenHead(TOKEN_CLASSIFY, num_labels),))
 
 
 def _with_m3(model: PoolingModel, pooler: Pooler, fields: ConfigFields) -> PoolingModel:
-    """Return the model with bge-m3's tasks: embeddings of tokens, and their weights. fields: of config.json, for
-    hidden_size and the ids of the first and last token, which tasks leave out. Raises ModelConfigError for invalid
-    ones.
+    """Return the model with bge-m3's tasks about tokens: embeddings of tokens, and weights of tokens.
+
+    fields: of config.json, for hidden_size and the ids of the first and last token, for which there are no results.
+    Raises ModelConfigError for invalid ones.
     """
     first, last = fields.integer("bos_token_id", 0, minimum=0), fields.integer("eos_token_id", 2, minimum=0)
     size = fields.integer("hidden_size", 1024)

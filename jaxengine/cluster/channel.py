@@ -2,8 +2,8 @@
 
 Both ends share a key from a file. They agree on a secret of their connection (X25519), and each proves that it has the
 key by an HMAC-SHA256 over both public values, the secret and its role. Messages are sealed with ChaCha20-Poly1305, by a
-key of the connection and direction and by their number: none can be read, changed, repeated, left out or sent back by
-somebody else, and a recorded connection stays secret even from who learns the shared key later.
+key of the connection and direction, with their number as nonce. Nobody else can read, change, repeat, drop or reflect
+one, and a recorded connection stays secret even from someone who learns the shared key later.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
     "pool_tokens": {},
     "change": {"name": str},
     "expert load": {},
-    # Between steps: orders of jaxengine.cluster.orders, and the workers' answers. number: of the order.
+    # Between steps: orders of jaxengine.cluster.orders, and the workers' replies. number: of the order.
     "order": {"number": int, "name": str, "arguments": dict},
     "answer": {"number": int, "content": dict},
     # A part of jax's start-up traffic, one array of uint8, on a connection that began with "coordinator".
@@ -73,7 +73,7 @@ _ALIVE_SECONDS = 1.0
 
 
 class ClusterError(RuntimeError):
-    """Raised if the processes of an engine did not join, if one of them is lost, and for an invalid message."""
+    """Error of processes of an engine that did not join or were lost, and of an invalid message."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Message:
 def encode(message: Message) -> bytes:
     """Encode a message: length of the header (u32, little-endian), header as JSON, bytes of the arrays in order.
 
-    The dtypes are those of DTYPES, stored little-endian. Raises KeyError for an array of a dtype that DTYPES lacks,
-    ClusterError for fields that are too large.
+    The dtypes are those of DTYPES, little-endian. Raises KeyError for an array of another dtype, ClusterError for
+    fields that are too large.
     """
     arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
@@ -109,8 +109,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Return the message that `encode` made `payload` of; its arrays are read-only views of it. Raises ClusterError,
-    with the reason, for anything else.
+    """Return the message that `encode` encoded in `payload`; its arrays are read-only views of the payload.
+
+    Raises ClusterError, with the reason, for an invalid payload.
     """
     length = int.from_bytes(payload[:4], "little")
     if len(payload) < 4 or not 2 <= length <= min(len(payload) - 4, _MAX_HEADER_BYTES):
@@ -131,9 +132,10 @@ def decode(payload: bytes) -> Message:
 
 
 def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.ndarray]:
-    """Return the arrays of a message's payload, which begin at byte `start`, as views.
+    """Return the arrays of a message's payload as views; they begin at byte `start`.
 
-    listed: [dtype, shape] of each, not yet checked. Raises ClusterError if they do not fill the payload exactly.
+    listed: [dtype, shape] of each, not yet checked. Raises ClusterError if it is invalid, or if the arrays do not fill
+    the payload exactly.
     """
     arrays = []
     for entry in listed if isinstance(listed, list) else [None]:
@@ -153,8 +155,9 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
 
 
 def read_cluster_key(file: str | None) -> bytes:
-    """Return the key that all processes of an engine share, from a file. Raises ConfigError for None, and as `read_key`
-    does.
+    """Return the key that all processes of an engine share, from a file.
+
+    Raises ConfigError for None, and for a file that cannot be read, is not private, or has no valid key.
     """
     if file is None:
         problem = "nnodes above 1 needs cluster_key_file, a secret of all processes"
@@ -163,17 +166,16 @@ def read_cluster_key(file: str | None) -> bytes:
 
 
 class Channel:
-    """Authenticated and encrypted connection. Any thread may send, one thread receives.
-
-    Raises ClusterError for an invalid message, OSError when the connection has ended.
+    """Authenticated and encrypted connection. Any thread may send; only one thread receives.
 
     Attributes:
       connection: its socket.
     """
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes):
-        """Take over a connection after its handshake. send_key, receive_key: 32 bytes, of either direction. Sets its
-        timeout to SILENCE_SECONDS.
+        """Take over a connection after its handshake, and set its timeout to SILENCE_SECONDS.
+
+        send_key, receive_key: 32 bytes, one for each direction.
         """
         self.connection = connection
         self._ciphers = ChaCha20Poly1305(send_key), ChaCha20Poly1305(receive_key)
@@ -182,7 +184,7 @@ class Channel:
         connection.settimeout(SILENCE_SECONDS)
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Send a message of the operation `op` with these fields; returns when the connection has taken it.
+        """Send a message of the operation `op` with these fields; return when the system has accepted all of it.
 
         arrays: of the dtypes in DTYPES; KeyError for others. Raises ClusterError for a message that is too large,
         OSError when the connection has ended.
@@ -195,7 +197,7 @@ class Channel:
             self.connection.sendall(length + self._ciphers[0].encrypt(self._nonce(0), payload, length))
 
     def receive(self) -> Message:
-        """Wait for the next message, heartbeats included, and return it.
+        """Wait for the next message, which may be a heartbeat, and return it.
 
         Raises ConnectionError at the end of the connection, TimeoutError after SILENCE_SECONDS without a byte,
         ClusterError for an invalid message.
@@ -213,7 +215,8 @@ class Channel:
     def receive_bytes(self) -> memoryview:
         """Wait for the next message, which must be "bytes", and return its content.
 
-        Raises ClusterError for another message, and as `receive`.
+        Raises ClusterError for another or an invalid message, ConnectionError at the end of the connection,
+        TimeoutError after SILENCE_SECONDS without a byte.
         """
         message = self.receive()
         if message.op != "bytes" or [array.dtype.name for array in message.arrays] != ["uint8"]:
@@ -221,10 +224,11 @@ class Channel:
         return message.arrays[0].data
 
     def follow(self, handle: Callable[[Message], bool]) -> None:
-        """Pass messages, except heartbeats, to `handle` on this thread, and return once it returns False; send
+        """Receive messages on this thread and pass them to `handle`, except heartbeats, until it returns False; send
         heartbeats meanwhile.
 
-        Raises OSError or ClusterError once the other end is gone or has been silent for SILENCE_SECONDS.
+        Raises OSError or ClusterError once the other end is gone, has sent an invalid message, or has been silent for
+        SILENCE_SECONDS.
         """
         heard = said = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -242,18 +246,21 @@ class Channel:
                     raise ClusterError(f"nothing was heard for {SILENCE_SECONDS:.0f} s")
 
     def close(self) -> None:
-        """Close the connection; a thread that is receiving is woken."""
+        """Close the connection, and wake a thread that is receiving."""
         close_connection(self.connection)
 
     def _nonce(self, way: int) -> bytes:
-        """Return the next message's number in a direction, 12 bytes. way: 0 for sent, 1 for received messages."""
+        """Count a message in a direction, and return its number as 12 little-endian bytes. way: 0 for sent, 1 for
+        received.
+        """
         self._numbers[way] += 1
         return self._numbers[way].to_bytes(12, "little")
 
 
 def connect_channel(host: str, port: int, key: bytes) -> Channel:
-    """Connect to host 0 within _HANDSHAKE_SECONDS. Raises ClusterError if the other end has another key or is not a
-    host 0 of this version, OSError if nothing answers.
+    """Connect to host 0 and do a worker's part of the handshake, within _HANDSHAKE_SECONDS each; return the channel.
+
+    Raises ClusterError if the other end has another key or is not a host 0 of this version, OSError if nothing answers.
     """
     connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
     try:
@@ -264,9 +271,10 @@ def connect_channel(host: str, port: int, key: bytes) -> Channel:
 
 
 def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
-    """Do a worker's part of the handshake on a connection to host 0, and return its channel. key: that all processes
-    share. Raises ClusterError if the peer has another key or is none of this version, OSError if it does not answer in
-    time; the caller then closes the connection.
+    """Do a worker's part of the handshake on a connection to host 0, and return its channel.
+
+    key: shared by all processes. Raises ClusterError if the peer has another key or another version, OSError if it does
+    not answer in time; the caller then closes the connection.
     """
     deadline = _prepare(connection)
     own = X25519PrivateKey.generate()
@@ -288,8 +296,10 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """Authenticate a new connection at host 0, and return its channel. Raises ClusterError or OSError if the peer does
-    not prove in time that it has the key; the caller then closes the connection.
+    """Do host 0's part of the handshake on a new connection, and return its channel.
+
+    Raises ClusterError or OSError if the peer does not prove in time that it has the key; the caller then closes the
+    connection.
     """
     deadline = _prepare(connection)
     greeting = _receive_exactly(connection, len(_GREETING) + _PUBLIC_BYTES, deadline)
@@ -306,14 +316,16 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
 
 
 def close_connection(connection: socket.socket) -> None:
-    """Shut a connection down for both ends and wake every thread that waits on it."""
+    """Shut a connection down in both directions, which wakes every thread that waits on it, and close it."""
     with contextlib.suppress(OSError):  # the other end has already closed it
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def _prepare(connection: socket.socket) -> float:
-    """Set the connection's timeouts; return the deadline of the handshake on the clock of time.monotonic."""
+    """Set the connection's timeouts and disable Nagle's algorithm; return the deadline of the handshake, in seconds of
+    time.monotonic.
+    """
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -322,10 +334,10 @@ def _prepare(connection: socket.socket) -> float:
 
 
 def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
-    """Return the secret of a connection whose other end sent the public value `theirs`, both of 32 bytes. own: the
-    private value of this end.
+    """Return the shared secret of a connection, 32 bytes. own: private value of this end. theirs: public value of the
+    other end.
 
-    Raises ClusterError for a value that gives everybody the same secret.
+    Raises ClusterError for a public value that gives everybody the same secret.
     """
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(theirs))
@@ -334,16 +346,18 @@ def _secret(own: X25519PrivateKey, theirs: bytes) -> bytes:
 
 
 def _keyed(key: bytes, role: bytes, shared: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `role` and `shared` under `key`: a proof of the key, or a key of one direction, 32
-    bytes, for a connection with these public values and secret.
+    """Return the HMAC-SHA256, 32 bytes, of `role` and `shared` under `key`.
+
+    It is a proof that an end has the key, or the key of one direction. shared: both public values and the secret.
     """
     return hmac.new(key, role + b"\0" + shared, hashlib.sha256).digest()
 
 
 def _receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """Receive `count` bytes. deadline: on the clock of time.monotonic; None: the connection's timeout for each part.
+    """Receive exactly `count` bytes and return them.
 
-    Raises ConnectionResetError if the connection ends before, TimeoutError if it takes too long.
+    deadline: in seconds of time.monotonic; None to use the connection's timeout for each part. Raises
+    ConnectionResetError if the connection ends before, TimeoutError if it takes too long.
     """
     content = bytearray()
     while len(content) < count:

@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
 _END_SECONDS = 10.0
-# Time after a failed exchange between devices within which the loss of a process is taken as its reason.
+# Seconds after a failed exchange between devices within which the loss of a process counts as its cause.
 BLAME_SECONDS = 5.0
 _CHECK_SECONDS = 0.05
 # Limit of connections that are not authenticated yet; one more closes the oldest. A worker authenticates within
 # milliseconds, so strangers cannot keep it out.
 _MAX_GREETINGS = 64
-# jax must never end a process because another one is lost: it would give no reason, which this module logs.
+# jax must never end a process because another one is lost: it would give no reason, while this module logs one.
 _NEVER_SECONDS = 10**6
 
 
@@ -53,9 +53,9 @@ class _Worker:
       node_rank: its number, 1 to nnodes - 1.
       host: its host name and address, for messages.
       channel: its connection.
-      plan: its message "plan"; None before.
+      plan: its message "plan"; None until that arrives.
       ready: whether it has compiled its programs.
-      ended: whether it has said goodbye or is lost.
+      ended: whether it has sent "bye" or is lost.
     """
 
     node_rank: int
@@ -66,7 +66,7 @@ class _Worker:
     ended: bool = False
 
     def __str__(self) -> str:
-        """Return its name in messages."""
+        """Return the worker's name in messages: its node rank and host."""
         return f"node rank {self.node_rank} ({self.host})"
 
 
@@ -76,11 +76,13 @@ class Cluster(Peers):
     Once a process is lost every call raises ClusterError, and the interpreter exits with status 1.
 
     Attributes:
-      orders: gives the workers orders.
+      orders: sends orders to the workers and collects their answers.
     """
 
     def __init__(self, config: EngineConfig):
-        """Wait for the workers to join. This process must not have used jax's devices before.
+        """Listen for workers, wait until all have joined, send them the options, and initialise jax.distributed.
+
+        This process must not have used jax's devices before. Starts threads and registers an exit handler.
 
         Raises:
           ConfigError: an option is invalid or not supported.
@@ -116,11 +118,11 @@ class Cluster(Peers):
             raise
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Wait until all workers have loaded the model, and return the smallest number of pages of any process, which
-        is sent to all.
+        """Wait until all workers have loaded the model; send all of them, and return, the smallest number of pages of
+        any process.
 
-        programs: what says which programs this process runs. Raises ClusterError if a worker has others, is lost, or is
-        not done in time.
+        num_pages: of this process. programs: text that identifies the programs that this process runs. Raises
+        ClusterError if a worker has other programs, is lost, or is not done in time.
         """
         self._await("load the model", lambda worker: worker.plan is not None)
         plans = {worker: worker.plan.fields for worker in self._workers.values() if worker.plan is not None}
@@ -140,14 +142,15 @@ class Cluster(Peers):
 
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
         """Announce an operation to the workers, then `run` the function that executes it here; return its result.
-        Raises as these do.
+
+        arrays, fields: of the message. Raises ClusterError if a process is lost, and the errors of `function`.
         """
         self.announce(op, arrays, **fields)
         return self.run(function)
 
     def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Send all workers the operation `op`, a key of OPERATIONS, that this process is about to execute; does not
-        wait until they execute it.
+        """Send all workers the operation `op`, a key of OPERATIONS, which this process will execute too; return without
+        waiting.
 
         arrays, fields: of the message. Raises ClusterError if a process is lost.
         """
@@ -160,10 +163,10 @@ class Cluster(Peers):
                 self.check()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Call `function` on another thread, as devices may wait forever for a lost process; return its result.
+        """Call `function` on another thread, because devices may wait forever for a lost process; return its result.
 
-        Raises ClusterError once a process is lost, and otherwise the error of `function`, after BLAME_SECONDS in which
-        the loss of a process may show as its reason.
+        Raises ClusterError once a process is lost. An error of `function` is raised after up to BLAME_SECONDS, as
+        ClusterError if the loss of a process is detected meanwhile.
         """
         outcome: Future[_T] = Future()
         self._calls.put((function, outcome))
@@ -178,13 +181,15 @@ class Cluster(Peers):
             raise ClusterError(self._failure)
 
     def _check_open(self) -> None:
-        """Raise ClusterError if a process is lost, or once the engine shuts down, when workers answer no more."""
+        """Raise ClusterError if a process is lost, or once the engine shuts down, because workers then no longer
+        answer.
+        """
         self.check()
         if self._closing:
             raise ClusterError("the engine has been shut down")
 
     def shutdown(self, reason: str | None = None) -> None:
-        """End the workers, and wait up to _END_SECONDS for them.
+        """Tell the workers to end, wait up to _END_SECONDS for them, and close all connections.
 
         reason: of a failure; None for a normal end. A second call does nothing, nor does one in a fork of this process,
         which shares the connections.
@@ -209,11 +214,10 @@ class Cluster(Peers):
             worker.channel.close()
 
     def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
-        """Wait until `arrived` holds for all workers, at most config.cluster_timeout seconds.
+        """Wait until `arrived` is true for all workers, at most config.cluster_timeout seconds; log who is missing.
 
         what: what the workers do at this point, a verb for messages ("join"). From then on a worker that leaves is
-        lost, and none may join. Raises ClusterError with the node ranks of those that are missing, or if a process is
-        lost.
+        lost, and no other may join. Raises ClusterError with the node ranks that are missing, or if a process is lost.
         """
         config = self._config
         deadline = time.monotonic() + config.cluster_timeout
@@ -233,7 +237,7 @@ class Cluster(Peers):
             self._started = True  # from now on a worker that leaves is lost, and none may join
 
     def _call(self) -> None:
-        """Call the functions of `run`, one after another, on a thread of their own."""
+        """Call the functions of `run`, one after another, forever. Runs on its own thread."""
         while True:
             function, outcome = self._calls.get()
             try:
@@ -243,9 +247,9 @@ class Cluster(Peers):
             del function, outcome  # else they hold arrays until the next call
 
     def _leave(self) -> None:
-        """Exit handler: end the workers, and if a process was lost also this process, with status 1.
+        """Exit handler: end the workers, and if a process was lost exit this process at once with status 1.
 
-        Runs before jax's own handler, which would wait for devices that wait for the lost process.
+        It runs before jax's own handler, which would wait for devices that wait for the lost process.
         """
         self.shutdown()
         if self._failure is not None and os.getpid() == self._pid:
@@ -256,8 +260,8 @@ class Cluster(Peers):
 
     @contextlib.contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Context manager in which an error becomes a ClusterError about the loss of a process, if one is detected
-        within BLAME_SECONDS after it.
+        """Context manager that turns an error of its block into a ClusterError if the loss of a process is known or is
+        detected within BLAME_SECONDS.
         """
         try:
             yield
@@ -271,8 +275,9 @@ class Cluster(Peers):
             raise
 
     def _accept(self) -> None:
-        """Accept connections until the listener is closed, each served by a thread of its own. Beyond _MAX_GREETINGS
-        that are not authenticated yet, the oldest is closed.
+        """Accept connections until the listener is closed, and start a thread that serves each.
+
+        If more than _MAX_GREETINGS connections are not authenticated yet, the oldest of them is closed.
         """
         while True:
             try:
@@ -289,8 +294,9 @@ class Cluster(Peers):
             threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        """Serve a new connection, from its handshake to its end; one that is refused is logged. The connection is
-        closed at the end. address: of the other end, for the log.
+        """Serve a new connection, from its handshake to its end, then close it. A refused one is logged with `address`.
+
+        It belongs to a worker, or carries jax's start-up traffic of one.
         """
         try:
             try:
@@ -309,9 +315,9 @@ class Cluster(Peers):
             close_connection(connection)
 
     def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker | None:
-        """Admit a worker by its first message, `hello`, and return it.
+        """Admit a worker by its first message, `hello`, log that, and return the worker.
 
-        address: from which it connects. Sends "refused" and raises ClusterError if it may not join.
+        address: from which it connects, for messages. If it may not join, sends it "refused" and raises ClusterError.
         """
         if hello.op != "hello":
             raise ClusterError(f"its first message is {hello.op!r}")
@@ -337,16 +343,19 @@ class Cluster(Peers):
         return worker
 
     def _follow(self, worker: _Worker) -> None:
-        """Receive a worker's messages until it ends or is lost."""
+        """Receive a worker's messages until it ends; record its loss if the connection fails or a message is
+        invalid.
+        """
         try:
             worker.channel.follow(lambda message: self._handle(worker, message))
         except (ClusterError, OSError) as error:
             self._lose(worker, str(error))
 
     def _handle(self, worker: _Worker, message: Message) -> bool:
-        """Handle a worker's message, wake those that wait for it, and return whether more are expected: "failed" loses
-        the worker, "plan" and "ready" are noted, "bye" ends it, "answer" goes to the orders. Raises ClusterError for an
-        unknown one.
+        """Handle a worker's message, wake the threads that wait for it, and return whether more are expected.
+
+        "failed" records the loss of the worker, "plan" and "ready" are stored, "bye" marks it as ended, "answer" goes
+        to the orders. Raises ClusterError for another message.
         """
         if message.op == "failed":
             self._lose(worker, message.fields["reason"])
@@ -366,8 +375,10 @@ class Cluster(Peers):
         return message.op != "bye"
 
     def _lose(self, worker: _Worker, reason: str) -> None:
-        """Record the loss of a worker. Before the start it may join again; afterwards the engine fails with this
-        `reason`, which every call raises, and the other workers are told to end. A worker that has ended is not lost.
+        """Record the loss of a worker. A worker that has ended is not lost.
+
+        Before the start it is removed and may join again. Afterwards the engine fails: every call raises ClusterError
+        with this `reason`, and the other workers are sent "failed". Logs the loss.
         """
         with self._changed:
             first = self._started and not self._closing and self._failure is None and not worker.ended
@@ -400,10 +411,11 @@ class Cluster(Peers):
 
 
 def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
-    """Initialise jax.distributed for this process and discover all devices; wait for all processes.
+    """Initialise jax.distributed for this process, wait for all processes, and discover all devices.
 
-    num_processes: of the engine; process_id: of this one, from 0 on. port: on this machine, of the service in process 0
-    and of a relay to it elsewhere. timeout: seconds after which jax aborts this process if others are missing.
+    num_processes: of the engine. process_id: of this one, from 0 on. port: on this machine, of jax's coordination
+    service in process 0, or of a relay to it elsewhere. timeout: seconds after which jax aborts this process if others
+    are missing.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # jax does not end this process when another one is lost
@@ -429,8 +441,10 @@ def seal(source: socket.socket, channel: Channel) -> None:
 
 
 def unseal(channel: Channel, sink: socket.socket) -> None:
-    """Write what `seal` sends at the other end of the channel to the socket `sink` until either end is closed. Raises
-    ClusterError for another message.
+    """Write the bytes that `seal` sends at the other end of the channel to the socket `sink`, until either end is
+    closed.
+
+    Raises ClusterError for another message.
     """
     with contextlib.suppress(OSError):
         while True:
@@ -438,18 +452,20 @@ def unseal(channel: Channel, sink: socket.socket) -> None:
 
 
 def free_listener() -> socket.socket:
-    """Open a listening socket on a free port of the loopback interface."""
+    """Return a listening socket on a free port of the loopback interface."""
     return socket.create_server(("127.0.0.1", 0))
 
 
 def versions() -> str:
-    """Return the versions that must be equal in all processes, so that they compile the same programs."""
+    """Return a text with the versions that must be equal in all processes, so that they compile the same programs."""
     return f"jaxengine {__version__} with jax {jax.__version__}"
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of `config` for the workers, as JSON values. Left out are the key file and hub token, of which
-    each has its own, and the steering vectors, whose files only this process reads.
+    """Return the options of `config` for the workers, as JSON values.
+
+    Left out are the key file and the hub token, of which each process has its own, and the steering vectors, whose
+    files only this process reads.
     """
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     for name in ("compilation_config", "structured_outputs_config"):
@@ -459,7 +475,7 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Open a listening socket at an address and port of this machine. Raises ConfigError if that is not possible."""
+    """Return a listening socket at an address and port of this machine. Raises ConfigError if that is not possible."""
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, port), family=family, backlog=_MAX_GREETINGS)
@@ -470,5 +486,5 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return the name of some node ranks, at least one, in messages."""
+    """Return the name of one or more node ranks in messages, such as "node ranks 1, 3"."""
     return f"node rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

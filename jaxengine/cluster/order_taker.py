@@ -19,8 +19,8 @@ from jaxengine.runner.weights.process_weights import bytes_of_part
 from jaxengine.runner.weights.weight_names import WeightUpdateError
 from jaxengine.runner.weights.weight_update import NewWeights, ReadOptions, read_here
 
-# Limits of an answer, which is part of a message's header: characters of a text, faulty tensors, and bytes of their
-# names and texts together.
+# Limits of an answer, which is part of a message's header: characters of a text, number of faulty tensors, and bytes of
+# their names and texts together.
 _MAX_TEXT, _MAX_FAULTS, _MAX_FAULT_BYTES = 4000, 200, 512 << 10
 # Functions of every process that give up memory and take it again.
 _SLEEP = {
@@ -32,13 +32,14 @@ _SLEEP = {
 
 
 class OrderTaker:
-    """Executor of host 0's orders on a worker; it sends the answers.
+    """Executor of host 0's orders on a worker; it also sends the answers.
 
-    The methods for orders, which `take` finds by name, take the order's number and arrays, and its arguments by name.
+    `take` finds the method for an order by its name. The methods take the order's number and arrays, and its arguments
+    by name.
     """
 
     def __init__(self, runner: ModelRunner, send: Callable[..., None]):
-        """Start without orders. runner: this process's part of the engine; send: sends a message to host 0."""
+        """Start without orders. runner: this process's part of the engine. send: sends a message to host 0."""
         self._runner, self._send = runner, send
         self._read: dict[int, _Reading] = {}
         self._part: np.ndarray | None = None  # bytes of the part of a weight that host 0 fetches
@@ -53,10 +54,10 @@ class OrderTaker:
         }
 
     def take(self, message: Message) -> None:
-        """Execute the order that `message` gives, by the method of its name. An answer that a thread sends may follow
-        after the return.
+        """Execute the order in `message` by the method of its name. For some orders a thread sends the answer after the
+        return.
 
-        Raises ClusterError for an unknown order, and whatever a switch to new weights raises.
+        Raises ClusterError for an unknown order, and whatever the method raises.
         """
         name = message.fields["name"]
         if name not in self._does:
@@ -64,18 +65,18 @@ class OrderTaker:
         self._does[name](message.fields["number"], message.arrays, **message.fields["arguments"])
 
     def _answer(self, number: int, content: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Send the answer to an order, unless none is expected. content: JSON values."""
+        """Send the answer to an order; send nothing if the number says that none is expected. content: JSON values."""
         if number != NO_ANSWER:
             self._send("answer", arrays, number=number, content=dict(content))
 
     def _sleeper(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """Return the method for an order that calls `function` of this runner and answers with its result or error.
+        """Return the method for an order that calls `function` with this runner and answers with its result.
 
-        Errors other than RuntimeError and MemoryError are raised.
+        The method answers with a RuntimeError or MemoryError of the function; other errors are raised.
         """
 
         def do(number: int, arrays: Sequence[np.ndarray], **arguments: Any) -> None:
-            """Call the function and send its result or its error."""
+            """Call the function and answer with its result, or with its RuntimeError or MemoryError."""
             try:
                 self._answer(number, {"result": function(self._runner, **arguments)})
             except (RuntimeError, MemoryError) as error:
@@ -84,11 +85,11 @@ class OrderTaker:
         return do
 
     def _part_of_weight(self, number: int, arrays: Any, *, first: int, count: int, **which: int) -> None:
-        """Answer with some bytes of a part of a weight, u8[n], or without an array if another process is the one to
-        send it. Host 0 requests one part at a time, from its first byte on.
+        """Answer with some bytes of a part of a weight, u8[n], or without an array if another process sends that part.
 
-        number: of the order. first, count: the bytes; which: stage, index and part, as of
-        `jaxengine.runner.weights.process_weights.bytes_of_part`. Raises as `bytes_of_part`.
+        Host 0 requests one part at a time, from its first byte on; the part is kept until its last byte is sent. first,
+        count: the bytes. which: stage, index and part, for `jaxengine.runner.weights.process_weights.bytes_of_part`,
+        whose errors are raised.
         """
         if first == 0:
             self._part = bytes_of_part(self._runner, **which)
@@ -98,8 +99,10 @@ class OrderTaker:
         self._answer(number, {}, found)
 
     def _read_weights(self, number: int, arrays: Any, *, key: int, path: str | None, **options: Any) -> None:
-        """Begin to read new weights under a key. path: of a folder, whose end is answered; None: host 0 sends tensors,
-        and the beginning is answered. options: fields of ReadOptions.
+        """Start to read new weights on a thread, under a key.
+
+        path: of a folder; the order is answered when it has been read. None if host 0 sends tensors; the order is then
+        answered at once. options: fields of ReadOptions.
         """
         report = None if path is None else lambda content: self._answer(number, content)
         self._read[key] = _Reading(self._runner, path, options, self._answer, report)
@@ -107,25 +110,30 @@ class OrderTaker:
             self._answer(number, {})
 
     def _take_tensor(self, number: int, arrays: Any, *, key: int, **about: Any) -> None:
-        """Pass a piece of a tensor on to a reading, which answers. Raises KeyError if none has this key. about: see
-        `_Reading.pieces`.
+        """Pass a piece of a tensor, arrays[0], to the reading under `key`, which answers. Raises KeyError if there is
+        none.
+
+        about: see `_Reading.pieces`.
         """
         self._read[key].pieces.put((number, arrays[0], about))
 
     def _end_tensors(self, number: int, arrays: Any, *, key: int) -> None:
-        """End the tensors of a reading, which answers with their faults. Raises KeyError if none has this key."""
+        """Mark the end of the tensors of the reading under `key`, which then answers with the outcome. Raises KeyError
+        if there is none.
+        """
         self._read[key].pieces.put(lambda content: self._answer(number, content))
 
     def _put_weights(self, number: int, arrays: Any, *, key: int) -> None:
-        """Switch to the weights of the reading under `key`, which must be complete. Not answered: an error ends the
-        worker.
+        """Switch to the weights of the reading under `key`, which must be complete, and remove the reading.
+
+        The order is not answered: an error ends the worker.
         """
         new = self._read.pop(key).new
         assert new is not None, "host 0 switches once all processes have read their weights"
         new.put()
 
     def _forget_weights(self, number: int, arrays: Any, *, key: int) -> None:
-        """Give up the reading of a key and its weights, and answer; answers also if there is none."""
+        """Stop and remove the reading under `key` with its weights, if there is one, and answer in either case."""
         if (read := self._read.pop(key, None)) is not None:
             read.give_up()
         self._answer(number, {})
@@ -149,8 +157,10 @@ class _Reading:
         answer: Callable[..., None],
         report: Callable[[Mapping[str, Any]], None] | None,
     ):
-        """Start the thread. path: of a folder, None for tensors that are sent. options: fields of ReadOptions. answer:
-        answers an order. report: sends the outcome of reading a folder; None for tensors.
+        """Start the thread.
+
+        path: of a folder; None for tensors that are sent. options: fields of ReadOptions. answer: sends the answer to
+        an order. report: sends the outcome of reading a folder; None for tensors.
         """
         self._runner, self._path, self._options, self._answer, self._report = runner, path, options, answer, report
         self.pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -160,14 +170,16 @@ class _Reading:
         threading.Thread(target=self._run, name="jaxengine-weights", daemon=True).start()
 
     def give_up(self) -> None:
-        """End the reading, if it still runs, without an answer."""
+        """Stop the reading if it still runs. It then sends no outcome for tensors."""
         self._stopped.set()
         self.pieces.put(None)
 
     def _run(self) -> None:
-        """Read the weights and report the outcome, on the reading's thread: {}, or the error and the faulty tensors. Of
-        tensors that host 0 sends, all are taken and answered even after an error. Reports nothing if the reading was
-        given up without a report.
+        """Read the weights and report the outcome: {}, or the error and the faulty tensors. Runs on the reading's
+        thread.
+
+        All tensors that host 0 sends are taken and answered even after an error. Nothing is reported without a function
+        to report to.
         """
         content: Mapping[str, Any] = {}
         try:
@@ -182,10 +194,10 @@ class _Reading:
             self._report(content)
 
     def _messages(self) -> Iterator[tuple[np.ndarray, Mapping[str, Any]]]:
-        """Yield the bytes and the dict of each piece that host 0 sends, and set `_report` after the last.
+        """Yield the bytes and the dict of each piece that host 0 sends, and set `_report` after the last piece.
 
-        A piece is answered when the next one is taken; host 0 waits for that even if the tensor is faulty, so one
-        iterator serves to the end.
+        A piece is answered when the next one is requested. Host 0 waits for that even if a tensor is faulty, so the
+        iterator must be read to its end.
         """
         while self._report is None and not self._stopped.is_set():
             piece = self.pieces.get()
@@ -197,7 +209,7 @@ class _Reading:
             self._answer(number, {})
 
     def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the name of each tensor, and the tensor assembled from its pieces, to which no reference is kept.
+        """Yield (name, array) of each tensor, assembled from its pieces. No reference to the array is kept.
 
         Raises WeightUpdateError if the reading is given up.
         """
@@ -214,7 +226,9 @@ class _Reading:
 
 
 def _fault(error: BaseException) -> dict[str, Any]:
-    """Return the content of an answer that reports an error: its text, and the faulty tensors, cut to the limits."""
+    """Return the content of an answer that reports an error: its text and the faulty tensors, cut to the limits of an
+    answer.
+    """
     faults = error.faults if isinstance(error, WeightUpdateError) else []
     shown = [[name[:_MAX_TEXT], text[:_MAX_TEXT]] for name, text in faults[:_MAX_FAULTS]]
     while len(json.dumps(shown)) > _MAX_FAULT_BYTES:

@@ -45,10 +45,10 @@ _MAX_WAITING = 4096
 
 
 class Host0(Peers):
-    """A worker's connection to host 0. The process exits when it is lost."""
+    """A worker's connection to host 0. The process exits when the connection is lost."""
 
     def __init__(self, config: EngineConfig, node_rank: int):
-        """Connect to host 0 and start to receive its messages in the background.
+        """Connect to host 0, send "hello", and start to receive its messages in the background.
 
         config: only its cluster options are used. node_rank: number of this process, 1 to nnodes - 1. Raises
         ConfigError for another number or a key that cannot be read, ClusterError if host 0 has another key or does not
@@ -68,43 +68,46 @@ class Host0(Peers):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Send host 0 the pages that fit here and what says which programs run; wait for, and return, the number of
-        pages of all. Raises ClusterError for another answer.
+        """Send host 0 the number of pages that fit here and the text that identifies this process's programs; wait for,
+        and return, the number of pages for all processes.
+
+        Raises ClusterError if host 0's next message is not its plan.
         """
         self._channel.send("plan", num_pages=num_pages, programs=programs)
         return self.expect("plan").fields["num_pages"]
 
     def await_ready(self) -> None:
-        """Tell host 0 that the programs are compiled; does not wait."""
+        """Tell host 0 that this process has compiled its programs, and return without waiting."""
         self._channel.send("ready")
 
     def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
-        """Send host 0 a message: operation `op` with its arrays and fields. A lost connection is ignored here
-        (OSError), and detected where messages are received.
+        """Send host 0 a message: operation `op` with its arrays and fields.
+
+        An OSError of a lost connection is ignored, because the receiving thread detects it.
         """
         with contextlib.suppress(OSError):
             self._channel.send(op, arrays, **fields)
 
     def next(self) -> Message:
-        """Wait for the next message, take it from the queue, and return it."""
+        """Wait for the next message, remove it from the queue, and return it."""
         return self._messages.get()
 
     def expect(self, op: str) -> Message:
-        """Wait for the next message and return it. Raises ClusterError if it is of another operation than `op`."""
+        """Wait for the next message and return it. Raises ClusterError if its operation is not `op`."""
         message = self.next()
         if message.op != op:
             raise ClusterError(f"host 0 sent {message.op!r} instead of {op!r}")
         return message
 
     def watch(self, output: Any) -> None:
-        """Queue a step's output to be awaited on another thread, and return at once.
+        """Queue a step's output, for another thread to await, and return at once.
 
-        No caller reads it in this process, but its failure must end the process.
+        No caller reads the output in this process, but its failure must end the process.
         """
         self._outputs.put(output)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Report an error to host 0 and exit the process, after BLAME_SECONDS."""
+        """Wait BLAME_SECONDS, report an error to host 0, log it, and exit the process with status 1."""
         time.sleep(BLAME_SECONDS)  # if a lost process is the cause, its detection ends this process first
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
@@ -112,9 +115,9 @@ class Host0(Peers):
         self.leave(reason)
 
     def leave(self, reason: str | None = None) -> NoReturn:
-        """Exit the process, even if a thread is waiting for other processes.
+        """Exit the process at once, even if a thread is waiting for other processes.
 
-        reason: of a failure, which is logged, with status 1; None for status 0, after a farewell to host 0. Raises
+        reason: of a failure, which is logged, with status 1. None sends "bye" to host 0 and exits with status 0; raises
         OSError if that cannot be sent.
         """
         if reason is None:
@@ -127,15 +130,15 @@ class Host0(Peers):
         os._exit(0 if reason is None else 1)
 
     def open_relay(self) -> int:
-        """Open a port of this machine that leads to jax's coordination service in host 0's process; return the port.
+        """Open a port of this machine that is relayed to jax's coordination service in host 0's process; return the
+        port.
 
-        jax's client would exit this process without a reason if its connection ended; so its end, in this process,
-        stays open.
+        jax's client would exit this process without a reason if its connection ended, so this end of it stays open.
         """
         listener = free_listener()
 
         def serve() -> None:
-            """Accept connections forever, each relayed by a thread of its own."""
+            """Accept connections forever, and start a thread that relays each."""
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._relay, args=(connection,), daemon=True).start()
@@ -144,7 +147,9 @@ class Host0(Peers):
         return listener.getsockname()[1]
 
     def _relay(self, connection: socket.socket) -> None:
-        """Connect a connection of jax's client with host 0 until either ends; exit if host 0 cannot be reached."""
+        """Relay a connection of jax's client to host 0 until either end closes; exit the process if host 0 cannot be
+        reached.
+        """
         try:
             channel = connect_channel(self._config.master_addr, self._config.master_port, self._key)
             channel.send("coordinator")
@@ -157,8 +162,9 @@ class Host0(Peers):
         channel.close()
 
     def _unseal(self, channel: Channel, connection: socket.socket) -> None:
-        """Write to a connection of jax's client what host 0 sends for it over the channel, until either ends; exit if
-        somebody else sends something.
+        """Write the bytes that host 0 sends over the channel to a connection of jax's client, until either end closes.
+
+        Exits the process for any other message.
         """
         try:
             unseal(channel, connection)
@@ -166,8 +172,10 @@ class Host0(Peers):
             self.leave(f"host 0 is lost: {error}")
 
     def _join(self) -> Channel:
-        """Connect to host 0, which may not have started yet: tries again every _RETRY_SECONDS, and logs that. Raises
-        ClusterError after cluster_timeout seconds, and at once if it has another key.
+        """Connect to host 0, which may not have started yet, and return the channel.
+
+        Tries again every _RETRY_SECONDS, and logs that now and then. Raises ClusterError after cluster_timeout seconds,
+        and at once if host 0 has another key.
         """
         config = self._config
         where = f"{config.master_addr}:{config.master_port}"
@@ -187,21 +195,23 @@ class Host0(Peers):
             time.sleep(_RETRY_SECONDS)
 
     def _follow(self) -> None:
-        """Receive host 0's messages until it ends; exit the process if it is lost."""
+        """Receive host 0's messages until its message "end"; exit the process if host 0 is lost."""
         try:
             self._channel.follow(self._handle)
         except (ClusterError, OSError) as error:
             self.leave(f"host 0 at {self._config.master_addr}:{self._config.master_port} is lost: {error}")
 
     def _handle(self, message: Message) -> bool:
-        """Queue a message of host 0, or exit if it reports a failure; return whether more are expected."""
+        """Queue a message of host 0, or exit the process if it reports a failure or refusal; return whether more are
+        expected.
+        """
         if message.op in ("failed", "refused"):
             self.leave(f"host 0 says: {message.fields['reason']}")
         self._messages.put(message)
         return message.op != "end"
 
     def _await_outputs(self) -> None:
-        """Wait for the outputs of `watch`, one after another; report the first error and exit."""
+        """Wait for the outputs of `watch`, one after another; at the first error report it and exit the process."""
         try:
             while True:
                 jax.block_until_ready(self._outputs.get())
@@ -210,11 +220,11 @@ class Host0(Peers):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with the cluster options and the node_rank of `args` until host 0 ends, and exit the process:
-    with status 0 if it ended the engine, else with 1.
+    """Join the engine of host 0, serve until host 0 ends, and exit the process: with status 0 if it ended the engine,
+    else 1.
 
-    Raises ConfigError or ClusterError if it cannot join; later errors are logged, told to host 0, and end the process.
-    It never returns.
+    args: cluster options and node_rank. Never returns. Raises ConfigError or ClusterError if it cannot join; later
+    errors are logged, reported to host 0, and end the process.
     """
     host0 = Host0(EngineConfig.from_options(**given_options(args, EngineConfig)), args.node_rank)
     try:
@@ -230,11 +240,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(host0: Host0, runner: ModelRunner) -> Any:
-    """Execute the steps, changes of state and orders that host 0 sends, until it ends; return the last step's output,
-    None without one.
+    """Execute the steps, changes of state and orders that host 0 sends, until its message "end"; return the last step's
+    output.
 
-    runner: this process's part of the engine. Waits for messages. Raises ClusterError for an operation or a shape that
-    this engine does not have.
+    runner: this process's part of the engine. Returns None without a forward pass. Raises ClusterError for an operation
+    or a shape that this engine does not have.
     """
     buckets, pending, orders = set(runner.buckets), None, OrderTaker(runner, host0.send)
     while (message := host0.next()).op != "end":

@@ -16,11 +16,12 @@ from jaxengine.runner.start.open import ProgressBar, open_resolved
 
 
 def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
-    """Run each line of the text file `texts` as a prompt and write the largest magnitudes of keys and values, for every
-    layer and KV head, to the file `output`; return a summary for the user.
+    """Run each line of the text file `texts` as a prompt; write the largest magnitudes of keys and values, for every
+    layer and KV head, to the file `output`, and return a summary for the user.
 
-    Raises ConfigError, before weights are loaded, for a file without texts, prompts longer than max_model_len, or an
-    output that cannot be written. Also raises ConfigError, ModelFileError and DefaultModelMissing as an engine does.
+    Raises ConfigError, before weights are loaded, for a file without texts, a prompt that is empty or longer than
+    max_model_len - 1, or an output that cannot be written. Also raises ConfigError, ModelFileError and
+    DefaultModelMissing if the model cannot be loaded.
     """
     try:
         lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()]

@@ -39,7 +39,7 @@ _FENCE = '"""'
 
 
 class Conversation:
-    """The messages so far, the system message before them, and images to send with the next message."""
+    """Messages so far, the system message, and images to send with the next message."""
 
     def __init__(self, system: str | None, images: Sequence[str] = ()):
         """Begin without a message.
@@ -51,13 +51,13 @@ class Conversation:
         self.images = [*images]
 
     def messages(self) -> list[Message]:
-        """Return the messages, the system message first unless it is None or empty, in the form that chat templates
-        take.
+        """Return the messages in the form that chat templates take, after the system message unless that is None or
+        empty.
         """
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def say(self, text: str) -> None:
-        """Add a message of the user with this text and the images that wait for one, which no longer wait."""
+        """Add a user message with this text and the waiting images, which are then no longer waiting."""
         pictures = [_picture(image) for image in self.images]
         self.images.clear()
         self.turns.append(
@@ -73,14 +73,14 @@ def chat(
     remote: RemoteModel | None = None,
     quick: str | None = None,
 ) -> int:
-    """Read messages until /exit or the end of input and answer each; return the exit status, 0 but for `quick`. Ctrl-C
-    at the prompt ends it too.
+    """Read messages until /exit, the end of input or Ctrl-C at the prompt, and answer each; return the exit status.
 
     engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams; others have the model's
     defaults, and an answer may fill the context. system: text of the system message. images: files and addresses of
-    images to send with the first message. remote: model of a server that answers; None loads one with `engine_options`.
-    quick: the only message to answer, with status 1 if it is refused; None to read messages. Raises ConfigError,
-    ModelFileError or RequestError if the model cannot be loaded with these options.
+    images to send with the first message. remote: model of a server that answers; None loads a model with
+    `engine_options`. quick: the only message to answer, for which the status is 1 if it is refused; None to read
+    messages. The status is 0 otherwise. Raises ConfigError, ModelFileError or RequestError if the model cannot be
+    loaded with these options.
     """
     answer = _local(engine_options, sampling_options) if remote is None else remote.chat
     conversation = Conversation(system, images)
@@ -101,9 +101,10 @@ def chat(
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Answer:
-    """Load a model; return a function that answers a conversation with it.
+    """Load a model; return a function that streams the model's answer to a conversation.
 
-    Operands: as of `chat`. Raises as `LLM`; the function raises RequestError for a message that is refused.
+    engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams. Raises ConfigError,
+    ModelConfigError, ModelFileError or RequestError; the function raises RequestError for a message that is refused.
     """
     from jaxengine.api.llm import LLM
 
@@ -113,7 +114,7 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
     params = llm.get_default_sampling_params().clone_with(**changes)
 
     def answer(messages: Sequence[Message]) -> Iterator[Piece]:
-        """Read the media of a conversation and stream its answer."""
+        """Load the media of a conversation and return the stream of its answer."""
         inputs = llm.core.inputs
         return local_pieces(llm, inputs.chat_prompt(*inputs.media_reader.read(messages)), params)
 
@@ -121,12 +122,11 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 
 def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piece]:
-    """Run one request and yield the new parts of its output. Leaving the iteration early aborts the request.
+    """Run one request and yield the new part of its output after each step. Leaving the iteration early aborts the
+    request.
 
-    prompt: as of `LLM.generate`. params: with output_kind DELTA.
-
-    Raises:
-      RequestError: the prompt is longer than max_model_len, or has an image that cannot be used.
+    prompt: as for `LLM.generate`. params: with output_kind DELTA. Raises RequestError if the prompt is longer than
+    max_model_len, or has an image that cannot be used.
     """
     core = llm.core
     prepared = core.inputs.prepare(prompt, params)
@@ -144,7 +144,8 @@ def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piec
 
 
 def _obey(conversation: Conversation, command: str, text: str | None) -> None:
-    """Carry out a command of the user on `conversation` and print what was done; print an error for an unknown command.
+    """Execute a user's command on `conversation` and print what was done; print an error to stderr for an unknown
+    command.
 
     command: without its slash. text: what follows it, None for nothing.
     """
@@ -165,11 +166,11 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
 
 
 def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
-    """Print the answer to a message and its timing, and add both messages to the conversation; return False, adding
-    neither, if the message was refused; its images are dropped.
+    """Print the answer to a message and its timing, add both to the conversation, and return True.
 
-    answer: streams the answer to a conversation. Ctrl-C ends the answer, not the chat. Raises ConfigError if the
-    connection to a server is lost.
+    If the message is refused, prints the error, adds neither, drops the message's images, and returns False. answer:
+    streams the answer to a conversation. Ctrl-C ends the answer, not the chat. Raises ConfigError if the connection to
+    a server is lost.
     """
     conversation.say(text)
     pieces, times, num_tokens, start = [], [], 0, time.monotonic()
@@ -195,25 +196,26 @@ def _take_turn(answer: Answer, conversation: Conversation, text: str) -> bool:
 
 
 def _picture(image: str) -> Message:
-    """Return the content part of a message for an image, given as an address or as the name of a local file.
-
-    A name may begin with ~.
+    """Return the content part of a message for an image. image: an address, or the name of a local file, which may
+    begin with ~.
     """
     return {"type": "image", "image": image if scheme_of(image) else Path(image).expanduser()}
 
 
 def speed(num_tokens: int, first_seconds: float, later_seconds: float) -> str:
-    """Format the time to the first token and the rate of the others.
+    """Return a text with the number of tokens, the time to the first token, and the rate of the others.
 
-    num_tokens: tokens of the answer. first_seconds: until the first token; later_seconds: from it to the last.
+    num_tokens: tokens of the answer. first_seconds: until the first token. later_seconds: from it to the last one.
     """
     rate = f", then {(num_tokens - 1) / later_seconds:.1f} tokens/s" if num_tokens > 1 and later_seconds > 0 else ""
     return f"{num_tokens} tokens, the first after {first_seconds:.2f} s{rate}"
 
 
 def _read_message() -> tuple[str, bool] | None:
-    """Return (a message that was entered, stripped; whether it may be a command); None at the end of input or for
-    Ctrl-C.
+    """Read a message; return (its text, stripped; whether it may be a command), None at the end of input or for Ctrl-C.
+
+    A message within three double quotes, or with lines that end in a backslash, has several lines. The former is not a
+    command.
     """
     line = read_line("> ")
     if line is None:
@@ -235,7 +237,9 @@ def _read_message() -> tuple[str, bool] | None:
 
 
 def use_readline(greeting: str) -> None:
-    """Prepare a terminal for line editing, and print `greeting` if input comes from a terminal."""
+    """If input comes from a terminal, enable line editing, where readline exists, and print `greeting`; otherwise do
+    nothing.
+    """
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  arrow keys, and the lines before

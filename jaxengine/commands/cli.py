@@ -77,17 +77,17 @@ class _Parser(FlexibleArgumentParser):
 
 
 def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands; a parsed command has its function as `run`.
+    """Return the parser of all commands. The result of parsing has the command's function as `run`.
 
-    words: of the command line that will be parsed. Only commands whose names are among them get their arguments, for
-    adding those of all commands takes ten times as long. None for all.
+    words: of the command line that will be parsed. Only commands whose names are among them get their arguments,
+    because adding those of all commands takes ten times as long. None for all.
     """
     parser = _Parser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(group: Any, name: str, help_: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
-        """Add a command with its help text and arguments."""
+        """Add a command with its help text to `group`, and its arguments if `words` may name it."""
         parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=False)
         if words is None or name in words:
             add_config_file(parser)
@@ -127,11 +127,11 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2, with one line on standard error, for a wrong value or request and
-    for a file, server or process that fails; 130 after Ctrl-C.
+    """Run one command and return its exit status.
 
-    argv: words after the program's name; None for sys.argv's. SystemExit is raised for --help and for words that the
-    parser refuses. Errors that are not the user's mistake are raised.
+    It is 2, with one line on standard error, for a wrong value or request and for a file, server or process that fails,
+    and 130 after Ctrl-C. argv: words after the program's name; None for sys.argv's. Raises SystemExit for --help and
+    for words that the parser refuses. Errors that are not the user's mistake are raised.
     """
     words = sys.argv[1:] if argv is None else argv
     parser = build_parser(words)
@@ -158,7 +158,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    """Run `jaxengine demo`; return its status. Raises as `LLM`."""
+    """Run `jaxengine demo` and return its status. Raises ConfigError, ModelConfigError or ModelFileError."""
     from jaxengine.commands.demo import run
 
     return run(**given_options(args, EngineConfig))
@@ -183,8 +183,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Run `jaxengine convert`. Returns 0. Raises ConfigError for options that contradict each other, and as `convert`
-    or `quantize`.
+    """Run `jaxengine convert`, with --quantize `quantize`, whose summary is printed; return 0.
+
+    Raises ConfigError for options that contradict each other, and the errors of `convert` or `quantize`.
     """
     from jaxengine.commands.convert import convert
     from jaxengine.commands.quantize import quantize
@@ -216,7 +217,9 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Run `jaxengine calibrate`, print its summary, and return 0. Raises as `calibrate`."""
+    """Run `jaxengine calibrate`, print its summary, and return 0. Raises ConfigError, ModelFileError or
+    DefaultModelMissing.
+    """
     from jaxengine.commands.calibrate import calibrate
 
     config = EngineConfig.from_options(**given_options(args, EngineConfig))
@@ -233,7 +236,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
 
 
 def _worker(args: argparse.Namespace) -> int:
-    """Run `jaxengine worker`; return its status. Raises as `jaxengine.cluster.worker.run`."""
+    """Run `jaxengine worker`, which exits the process. Raises ConfigError or ClusterError if it cannot join."""
     from jaxengine.cluster.worker import run
 
     return run(args)
@@ -265,7 +268,8 @@ def _generate(args: argparse.Namespace) -> int:
     error, else 0.
 
     A first prompt that looks like a model becomes `args.model`. Raises RequestError for wrong sampling options, before
-    the model is loaded, and for a prompt that is refused; also as `_prompts` and `LLM`.
+    the model is loaded, without a prompt, and for a prompt that is refused; ConfigError, ModelConfigError or
+    ModelFileError if the prompts or the model cannot be loaded.
     """
     if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
         setattr(args, MODEL, args.prompts.pop(0))
@@ -294,7 +298,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
-    """Return a line of counts and rates of tokens. seconds: in which the outputs were made."""
+    """Return one line with counts and rates of tokens. seconds: time in which the outputs were generated."""
     from jaxengine.api.progress import count_tokens, speed_text
 
     prompt, generated = count_tokens(outputs)
@@ -305,8 +309,9 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 
 def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
-    """Return one output as plain JSON values, with log-probabilities by token id where they were asked for. completion:
-    one of output.outputs.
+    """Return one output as plain JSON values, with log-probabilities by token id if they were requested.
+
+    completion: one of output.outputs.
     """
     result = {
         "prompt": prompt,
@@ -324,8 +329,10 @@ def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts of the arguments, a file or standard input. Raises RequestError without any, ConfigError for a
-    file that cannot be read. Blank lines are left out.
+    """Return the prompts from the arguments, a file or standard input. Blank lines of a file are left out.
+
+    Raises RequestError if there are none, or from both arguments and --file; ConfigError for a file that cannot be
+    read.
     """
     if args.prompts and args.file:
         raise RequestError("prompts were given as arguments and with --file; one of the two", param="file")
@@ -348,7 +355,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _load(args: argparse.Namespace) -> LLM:
-    """Load the model of the given engine options. Raises as `LLM`."""
+    """Return an LLM with the given engine options. Raises ConfigError, ModelConfigError or ModelFileError."""
     from jaxengine.api.llm import LLM
 
     return LLM(**given_options(args, EngineConfig))
@@ -368,8 +375,10 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    """Run `jaxengine chat`. Returns its status. Raises RequestError for wrong sampling options, before a model is
-    loaded, and as `remote_model` and `chat`.
+    """Run `jaxengine chat` and return its status.
+
+    Raises RequestError for wrong sampling options, before a model is loaded; ConfigError, ModelConfigError or
+    ModelFileError if the model or the server cannot be used.
     """
     from jaxengine.commands.chat import chat
 

@@ -39,19 +39,19 @@ _GPUS = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Set `run` as the function that executes `jaxengine collect-env`, which has no arguments."""
+    """Set `run` as the function that executes `jaxengine collect-env`. The command has no arguments."""
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the text about this machine and return 0. args: not used."""
+    """Print the text about this machine, line by line, and return 0. args: not used."""
     for line in collected():
         print(line, flush=True)
     return 0
 
 
 def collected() -> Iterator[str]:
-    """Yield the lines of the text, as they become known."""
+    """Yield the lines of the text, as they become known, with the home folder replaced by ~."""
     for title, lines in (
         ("jaxengine", _ours()),
         ("system", _system()),
@@ -64,27 +64,31 @@ def collected() -> Iterator[str]:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each relevant environment variable; for a secret one the line only says that it is set."""
+    """Yield a line NAME=VALUE for each relevant environment variable, sorted by name.
+
+    Only "(set)" is shown for a variable whose name suggests a secret, and users and passwords in URLs are replaced by
+    dots.
+    """
     for name, value in sorted(environment.items()):
         if name.startswith(_VARIABLES):
             yield f"{name}=" + ("(set)" if _SECRET.search(name) else _LOGIN.sub("...", value))
 
 
 def without_home(line: str) -> str:
-    """Return a line in which the home folder, and with it the user's name, is replaced by ~."""
+    """Return a line in which the path of the home folder, which has the user's name, is replaced by ~."""
     home = os.path.expanduser("~")
     return line.replace(home, "~") if len(home) > 1 else line
 
 
 def _ours() -> Iterator[str]:
-    """Yield lines about the version, the place of installation and Python."""
+    """Yield lines about the version, the folder of the installation, and Python."""
     yield f"version: {__version__}"
     yield f"installed in: {HOME}"
     yield f"Python: {sys.version.split()[0]} ({platform.python_implementation()}), {sys.executable}"
 
 
 def _system() -> Iterator[str]:
-    """Yield lines about the operating system, the processor, memory and a container."""
+    """Yield lines about the operating system, the processor, memory, and whether this is a container."""
     yield f"platform: {platform.platform()}"
     release = _read("/etc/os-release")
     if found := re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE):
@@ -100,7 +104,7 @@ def _system() -> Iterator[str]:
 
 
 def _packages() -> Iterator[str]:
-    """Yield the version of each of _PACKAGES, "-" for one that is not installed."""
+    """Yield "NAME: VERSION" for each package in _PACKAGES, with "-" for one that is not installed."""
     for name in _PACKAGES.split():
         try:
             yield f"{name}: {importlib.metadata.version(name)}"
@@ -109,8 +113,10 @@ def _packages() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    """Yield lines about the devices, which a separate process lists, since another program may hold
-    them exclusively.
+    """Yield lines about the devices.
+
+    A separate process lists jax's devices, because another program may hold them exclusively. nvidia-smi is run if it
+    is installed.
     """
     yield from _output([sys.executable, "-c", _DEVICES], "jax's devices cannot be listed")
     if shutil.which(_GPUS[0]):
@@ -118,8 +124,10 @@ def _devices() -> Iterator[str]:
 
 
 def _output(command: list[str], failure: str) -> Iterator[str]:
-    """Yield the lines that a command prints, and one with `failure` if it fails or takes more than _DEVICE_SECONDS, for
-    which it blocks. Raises OSError if there is no such command.
+    """Run a command and yield the lines that it prints, then a line with `failure` if it fails or takes more than
+    _DEVICE_SECONDS.
+
+    Blocks until the command ends. Raises OSError if there is no such command.
     """
     try:
         ended = subprocess.run(

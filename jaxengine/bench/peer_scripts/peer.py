@@ -24,13 +24,13 @@ Measured = dict[str, Any]
 
 
 def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measured]]]) -> None:
-    """Run the protocol until the end of input. The job is the script's argument; what the engine prints goes to
-    standard error.
+    """Load an engine, then run workloads from standard input until its end, by the protocol of this module.
 
-    load: takes the job; returns the engine's version, and the function that runs one workload and returns its result,
-    without "peak_rss". Blocks on standard input. Errors of `load` and of a run end the process.
+    The job is the script's argument. Results go to standard output; what the engine prints goes to standard error.
+    load: takes the job; returns the engine's version, and a function that runs one workload and returns its result
+    without "peak_rss". Errors of `load` and of a run end the process.
     """
-    # The engine's own prints go to stderr, so that they do not mix with the answers.
+    # What the engine prints goes to stderr, so that it does not mix with the results.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = json.loads(sys.argv[1])
@@ -44,8 +44,9 @@ def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measu
 
 
 def _peak_rss() -> int | None:
-    """Return the peak resident bytes of this process, or None without /proc: getrusage would include the parent
-    process.
+    """Return the peak resident bytes of this process, None without /proc.
+
+    The value of getrusage would include the parent process.
     """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []

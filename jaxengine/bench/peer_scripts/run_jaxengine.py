@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
 def load(job):
-    """Load the engine of a job; return its version and the function that runs a workload, as of peer.serve.
+    """Load the engine of a job; return (its version, function that runs one workload).
 
-    An engine with the other setting of prefix caching replaces the one before.
+    There is one engine at a time: a workload with another `share_prefix` replaces it.
     """
     import jaxengine
     from jaxengine.bench import engine_run, workloads
@@ -26,7 +26,7 @@ def load(job):
     kept = {"dtype": "float32", "quantization": "gguf"} if job["variant"] == "q4_1" else {"dtype": job["variant"]}
 
     def engine(prefix_caching: bool) -> jaxengine.LLM:
-        """Return the engine with or without prefix caching; the other one is dropped."""
+        """Return an engine with or without prefix caching: the current one, or a new one in its place."""
         if prefix_caching not in engines:
             engines.clear()
             engines[prefix_caching] = jaxengine.LLM(
@@ -40,8 +40,8 @@ def load(job):
         return engines[prefix_caching]
 
     def run(workload: Workload) -> Measured:
-        """Run a workload, from an empty prefix cache; return the seconds, the output tokens and the mean time to the
-        first token, None without one.
+        """Run a workload with an empty prefix cache; return seconds, output tokens and the mean time to first token,
+        None if unknown.
         """
         prompts = tuple(map(tuple, workload["prompts"]))
         wanted = workloads.Workload("", prompts, (workload["max_tokens"],) * len(prompts))

@@ -19,9 +19,9 @@ KINDS = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantiza
 
 
 def convert(source: str, target: Path, variant: str) -> None:
-    """Write `source` with every matrix dequantised to `variant`; norms stay float32, as in llama.cpp's own files.
+    """Write the GGUF file `target` from `source`, with every matrix dequantised to `variant`.
 
-    source, target: GGUF files. variant: a key of KINDS.
+    Vectors such as norms stay float32, as in llama.cpp's own files. variant: key of KINDS.
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(str(target), reader.get_field(gguf.Keys.General.ARCHITECTURE).contents())
@@ -45,10 +45,10 @@ def convert(source: str, target: Path, variant: str) -> None:
 
 
 def load(job):
-    """Return llama.cpp's version and the function that runs a workload, as of peer.serve.
+    """Return (llama.cpp's version, function that runs one workload).
 
-    Variant q4_1 is the GGUF file of the job; others are written from it to the job's folder, unless they are there.
-    Servers run greedily, without prompt cache and ends of text, on job["threads"] threads.
+    Variant q4_1 uses the job's GGUF file; other variants are written to the job's folder unless they are there. Servers
+    decode greedily on job["threads"] threads, without a prompt cache, and ignore the end of sequence.
     """
     path = Path(job["gguf"])
     if job["variant"] != "q4_1":
@@ -60,9 +60,7 @@ def load(job):
     servers = {}
 
     def server(num_requests: int, context: int) -> xllamacpp.Server:
-        """Return a server with a slot per request, each of `context` tokens; a server of another shape takes the place
-        of the one before. num_requests: its slots.
-        """
+        """Return a server with `num_requests` slots of `context` tokens: the current one, or a new one in its place."""
         key = (num_requests, context)
         if key not in servers:
             servers.clear()
@@ -76,10 +74,10 @@ def load(job):
         return servers[key]
 
     def run(workload: Workload) -> Measured:
-        """Run a workload, a thread for each prompt, and wait for all; return the seconds, the output tokens and the
-        mean time to the first token.
+        """Run a workload with one thread for each prompt; return seconds, output tokens and the mean time to first
+        token.
 
-        A workload with a prefix that may be shared is skipped: {"skipped": reason}.
+        Returns {"skipped": reason} for a workload whose prefix may be shared.
         """
         prompts, max_tokens = workload["prompts"], workload["max_tokens"]
         if workload["prefix"] and workload["share_prefix"]:
@@ -88,13 +86,15 @@ def load(job):
         first, tokens = [], []
 
         def complete(prompt: list[int]) -> None:
-            """Complete one prompt greedily; append the time of its first piece to `first`, and the server's count of
-            its tokens to `tokens`.
+            """Complete one prompt greedily. Appends the seconds to its first chunk to `first`, and its number of tokens
+            to `tokens`.
             """
             started = False
 
             def on_chunk(chunk) -> None:
-                """Note what a chunk of the stream says. Raises RuntimeError for an error."""
+                """Record the first chunk's time and the usage of a chunk. Raises RuntimeError for a chunk with an
+                error.
+                """
                 nonlocal started
                 if not started:
                     started = True

@@ -20,15 +20,17 @@ BATCH = 8
 
 
 class FirstToken(transformers.generation.streamers.BaseStreamer):
-    """Records when the first new token arrives, the second `put`: `generate` passes the prompt first."""
+    """Streamer that records when the first new token arrives: at the second `put`, because `generate` passes the prompt
+    first.
+    """
 
     def __init__(self):
-        """Begin without a token; `time` is None until the first new one."""
+        """Start without a token; `time` is None until the first new one, then seconds of time.perf_counter."""
         self.puts = 0
         self.time = None
 
     def put(self, value):
-        """Count a call of `generate`; at the second one note the time."""
+        """Count a call by `generate`, and record the time of the second one. value: ignored."""
         self.puts += 1
         if self.puts == 2:
             self.time = time.perf_counter()
@@ -38,8 +40,9 @@ class FirstToken(transformers.generation.streamers.BaseStreamer):
 
 
 def load(job):
-    """Load the model of a job, dequantised to the variant's dtype, with job["threads"] threads; return the versions and
-    the function that runs a workload, as of peer.serve.
+    """Load the model of a job, dequantised to the variant's dtype; return (versions, function that runs one workload).
+
+    torch uses job["threads"] threads.
     """
     torch.set_num_threads(job["threads"])
     folder, name = os.path.split(job["gguf"])
@@ -52,8 +55,10 @@ def load(job):
     ).eval()
 
     def generate(prompts: list[list[int]], max_tokens: int, **options) -> int:
-        """Generate exactly `max_tokens` tokens for each prompt of a batch, padded on the left with 0; return the number
-        of new tokens. options: of `model.generate`.
+        """Generate exactly `max_tokens` tokens for each prompt of a batch, padded on the left; return the number of new
+        tokens.
+
+        options: of `model.generate`.
         """
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -70,7 +75,9 @@ def load(job):
         return (out.shape[1] - width) * len(prompts)
 
     def shared(workload: Workload) -> int:
-        """Compute the workload's prefix once and generate from it; return the number of new tokens."""
+        """Compute the workload's shared prefix once, generate for all prompts from it, and return the number of new
+        tokens.
+        """
         prompts = workload["prompts"]
         cache = transformers.DynamicCache(config=model.config)
         model(torch.tensor([prompts[0][: workload["prefix"]]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -80,10 +87,10 @@ def load(job):
 
     @torch.inference_mode()
     def run(workload: Workload) -> Measured:
-        """Run a workload; return the seconds, the new tokens and, of a single prompt, the time to the first one.
+        """Run a workload; return seconds, new tokens and, for a single prompt, the time to first token, else None.
 
-        Prompts run in batches of BATCH, sorted by length; all at once if they have the same length. A prefix that may
-        be shared is computed once.
+        Prompts run in batches of BATCH, sorted by length, or all at once if they have the same length. A prefix that
+        may be shared is computed once, for all prompts at once.
         """
         prompts = sorted(workload["prompts"], key=len)
         streamer = FirstToken() if len(prompts) == 1 else None

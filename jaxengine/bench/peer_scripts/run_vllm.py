@@ -18,7 +18,8 @@ from peer import Measured, Workload, serve
 
 
 def convert(source: str, target: Path, variant: str) -> None:
-    """Write the dequantised weights as a Hugging Face folder, as this build of vLLM does not read GGUF.
+    """Write the dequantised weights of a GGUF file as a Hugging Face folder, because this build of vLLM does not read
+    GGUF.
 
     source: the GGUF file. target: the folder. variant: dtype of the weights.
     """
@@ -36,10 +37,10 @@ def convert(source: str, target: Path, variant: str) -> None:
 
 
 def load(job):
-    """Load vLLM for a job; return its version and the function that runs a workload, as of peer.serve.
+    """Load vLLM for a job; return (its version, function that runs one workload).
 
-    The weights are converted to the job's folder first, unless they are there. An engine with the other setting of
-    prefix caching replaces the one before.
+    The weights are converted to the job's folder first, unless they are there. There is one engine at a time: a
+    workload with another `share_prefix` replaces it.
     """
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
     folder = Path(job["folder"]) / f"{Path(job['gguf']).stem}.{job['variant']}.hf"
@@ -53,7 +54,7 @@ def load(job):
     engines = {}
 
     def engine(prefix_caching: bool) -> vllm.LLM:
-        """Return the engine with or without prefix caching; the other one is dropped."""
+        """Return an engine with or without prefix caching: the current one, or a new one in its place."""
         if prefix_caching not in engines:
             engines.clear()
             engines[prefix_caching] = vllm.LLM(
@@ -67,8 +68,8 @@ def load(job):
         return engines[prefix_caching]
 
     def run(workload: Workload) -> Measured:
-        """Run a workload greedily, from an empty prefix cache; return the seconds and the output tokens. There is no
-        time to the first token.
+        """Run a workload greedily with an empty prefix cache; return seconds and output tokens. The time to first token
+        is None.
         """
         llm = engine(workload["share_prefix"])
         params = vllm.SamplingParams(

@@ -40,7 +40,7 @@ def operations(module: Module) -> dict[str, int]:
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
-        """Return the operations of the matrix products of a computation by element type."""
+        """Return the operations of the matrix products in one computation, by element type."""
         by_name, found = {instruction.name: instruction for instruction in body}, Counter()
         for instruction in body:
             if (product := _product(instruction, by_name)) is not None:
@@ -52,8 +52,8 @@ def operations(module: Module) -> dict[str, int]:
 
 
 def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tuple[str, int] | None:
-    """Return (element type, operations) of an instruction that is a matrix product; None for others, and for ragged
-    products.
+    """Return (element type, operations) of an instruction that is a matrix product; None for other instructions and
+    ragged products.
 
     by_name: the instructions of its computation.
     """
@@ -66,7 +66,7 @@ def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tu
     (left, left_shape), (right, right_shape) = operands
     if instruction.opcode == "convolution":
         labels = _LABELS.search(instruction.rest)
-        # Batch dimensions are spatial ones, of which each result uses one element.
+        # XLA writes batch dimensions as spatial ones, of which each result uses one element.
         contracted = right_shape[labels[1].index("i")] if labels else 1
     else:
         axes = _CONTRACTED.search(instruction.rest)
@@ -82,28 +82,28 @@ def _array(type_text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _width(dtype: str) -> int:
-    """Return the bits of an element type by the digits in its name; 8 if it has none, as pred."""
+    """Return the bits of an element type, from the digits in its name; 8 if there are none, as in pred."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8
 
 
 def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
-    """Return the bytes that the program reads from and writes to device memory: operands and results of each executed
+    """Return the bytes that a program reads from and writes to device memory: operands and results of each executed
     instruction.
 
-    Arrays that are updated in place or read row by row count only as far as they are touched. leave_out: element counts
-    of arrays (pools) that are never processed as a whole, and not counted.
+    Arrays that are updated in place or of which only slices are read count only as far as they are touched. leave_out:
+    element counts of arrays (pools) that are never processed as a whole; such arrays count nothing.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
-        """Return the bytes that the instructions of a computation move."""
+        """Return the bytes that the instructions of one computation move."""
         by_name = {instruction.name: instruction for instruction in body}
         fetched = {instruction.operands[0] for instruction in body if _fetches(instruction) and instruction.operands}
         return Counter(
             bytes=sum(
                 _moved(module, instruction, by_name, leave_out)
                 for instruction in body
-                # XLA:TPU ends a program by prefetching the first operands of its next run: one of the two runs.
+                # XLA:TPU ends a program by prefetching the first operands of its next run. They are counted once.
                 if not (_NEXT_RUN in instruction.rest and instruction.operands[0] in fetched)
             )
         )
@@ -112,12 +112,14 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
 
 
 def launches(module: Module, scope: str = "") -> int:
-    """Return the kernels and copies that a run of a GPU's program starts, or those of one scope of names in the source,
-    such as "layer_1". A conditional counts as one besides those of its branch: the host may wait for it.
+    """Return the number of kernels and copies that one run of a GPU's program launches.
+
+    scope: count only those of one named scope, such as "layer_1"; "" counts all. A conditional counts as one in
+    addition to those of its branch, because the host may wait for it.
     """
 
     def of_body(body: list[Instruction]) -> Counter[str]:
-        """Return how many kernels and copies the instructions of a computation start."""
+        """Return how many kernels and copies the instructions of one computation launch."""
         starting = (each for each in body if each.opcode not in _NO_LAUNCH)
         return Counter(launches=sum(not scope or f"/{scope}/" in each.rest for each in starting))
 
@@ -125,18 +127,19 @@ def launches(module: Module, scope: str = "") -> int:
 
 
 def _fetches(instruction: Instruction) -> bool:
-    """Return whether an instruction starts to prefetch an array that this run uses, not the next one."""
+    """Whether an instruction starts to prefetch an array that this run uses, not the next one."""
     return instruction.opcode == "copy-start" and _NEXT_RUN not in instruction.rest
 
 
 def _moved(
     module: Module, instruction: Instruction, by_name: Mapping[str, Instruction], leave_out: Collection[int]
 ) -> int:
-    """Return the bytes that one instruction reads and writes, as `moved_bytes`; 0 for one that moves none itself.
+    """Return the bytes that one instruction reads from and writes to device memory; 0 for an instruction that moves no
+    data itself.
 
     It is the sum of operands and result, except for slices (twice the result), updates (twice what is written), starts
     of copies, kernels that update in place (their cost estimate), and fusions that read or write only parts of an
-    operand. by_name: the instructions of its computation.
+    operand. by_name: the instructions of its computation. leave_out: element counts of arrays that count nothing.
     """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
@@ -173,7 +176,7 @@ def _moved(
 
 
 def _number(parameter: Instruction) -> int:
-    """Return the number of a parameter instruction."""
+    """Return the index of a parameter instruction among its computation's parameters."""
     return int(parameter.rest.partition(")")[0])
 
 
@@ -181,7 +184,7 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
     """Return how a fusion uses one of its parameters: (bytes read, None for all; bytes written if updated in place,
     else None; whether the fusion returns it).
 
-    Only reads of slices and updates in place are parts; any other use reads all. body: instructions of the fusion.
+    Only slices and in-place updates touch a part; any other use reads all. body: instructions of the fusion.
     """
     names, total, written = {parameter.name}, 0, None
     for inner in body:
@@ -210,8 +213,10 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
 
 
 def _combines(module: Module, update: Instruction) -> bool:
-    """Whether an update instruction also reads the values that it replaces: a scatter, unless its computation returns
-    its second parameter, the new value. A dynamic-update-slice never does.
+    """Whether an update instruction also reads the values that it replaces.
+
+    A scatter does, unless its computation returns its second parameter, the new value. A dynamic-update-slice never
+    does.
     """
     if update.opcode != "scatter":
         return False
@@ -222,11 +227,11 @@ def _combines(module: Module, update: Instruction) -> bool:
 def _executed(
     module: Module, name: str, of_body: Callable[[list[Instruction]], Counter[str]], *, fused: bool
 ) -> Counter[str]:
-    """Sum `of_body` over a computation and all that it calls, weighted by how often each runs.
+    """Return the sum of `of_body` over a computation and all that it calls, weighted by how often each runs.
 
-    name: of the computation, which counts nothing if the module lacks it. of_body: returns the figures of a
-    computation's instructions. fused: include the bodies of fusions and of asynchronous starts. Of a conditional only
-    the branch with the largest sum counts.
+    name: of the computation; the sum is empty if the module lacks it. of_body: returns the figures of a computation's
+    instructions. fused: include the bodies of fusions and of asynchronous starts. Of a conditional only the branch with
+    the largest sum counts, and a loop without a known trip count counts once.
     """
     body = module.computations.get(name, [])
     total = of_body(body)

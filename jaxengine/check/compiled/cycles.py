@@ -24,8 +24,8 @@ _CYCLES = re.compile(r"estimated_cycles: (\d+)")
 
 
 def libtpu_flags(dumps: Path) -> str:
-    """Return the value of LIBTPU_INIT_ARGS with which the compiler writes the profile that `read`
-    reads, into `dumps`.
+    """Return the value of LIBTPU_INIT_ARGS with which the compiler writes its static profile into `dumps`, for
+    `read`.
     """
     return f"--xla_jf_dump_static_llo_profile_to={dumps / PROFILE}"
 
@@ -33,7 +33,8 @@ def libtpu_flags(dumps: Path) -> str:
 def read(dumps: Path, module: Module) -> int | None:
     """Return the sum of the cycles that libtpu estimates for the Mosaic kernels of the program compiled last.
 
-    dumps: the folder given to `libtpu_flags`. module: that program. None if it has no kernel, or one lacks an estimate.
+    dumps: the folder given to `libtpu_flags`. module: that program. Returns None if it has no kernel, or a kernel has
+    no estimate.
     """
     kernels = [call.name for call in custom_calls(module) if 'custom_call_target="tpu_custom_call"' in call.rest]
     counts = [_first(dumps / PROFILE, f"*{kernel}*") for kernel in kernels]
@@ -41,7 +42,7 @@ def read(dumps: Path, module: Module) -> int | None:
 
 
 def _first(folder: Path, glob: str) -> int | None:
-    """Return the cycles in the first file of a folder, by name, that matches `glob` and states them; None if none
+    """Return the cycles in the first file of a folder, by name, that matches `glob` and states any; None if no file
     does.
     """
     for path in sorted(folder.glob(glob)):
@@ -51,12 +52,12 @@ def _first(folder: Path, glob: str) -> int | None:
 
 
 def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reduce rows of block programs to one row per kind of block, with the cycles of KEYS keys and one token (or TOKENS
-    tokens of a run).
+    """Reduce the rows of block programs to one row per kind of block, with the cycles for KEYS keys and one token (or
+    TOKENS tokens of a run).
 
-    rows: of Compiler.row, two for each kind, with TRIPS repetitions. Rows without a block, such as those of programs
-    that failed, are kept. A kind with only one of the two programs gets no row; one without cycles gets a row with a
-    failure.
+    rows: from Compiler.row, two for each kind, with TRIPS repetitions. Rows without a block, such as those of programs
+    that failed, come first and unchanged. A kind with only one of the two programs gets no row; one without cycles gets
+    a row with a failure.
     """
     kinds: dict[str, dict[int, dict[str, Any]]] = {}
     found = [row for row in rows if "block" not in row]

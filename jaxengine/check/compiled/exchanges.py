@@ -52,18 +52,19 @@ _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 @dataclass(frozen=True)
 class Exchange:
-    """An instruction that exchanges data with other devices; an asynchronous pair counts as one.
+    """Instruction that exchanges data with other devices; an asynchronous pair counts as one.
 
     Attributes:
-      kind: of KINDS, as written in the model: XLA:TPU turns small all-gathers and reduce-scatters into all-reduces, and
-        on CPU an all-to-all stands in for a ragged-all-to-all.
-      opcode: of KINDS, as compiled.
-      place: "layer 3", a scope of AROUND_LAYERS, or "" if the compiler added it.
+      kind: one of KINDS, as written in the model: XLA:TPU turns small all-gathers and reduce-scatters into all-reduces,
+        and on CPU an all-to-all stands in for a ragged-all-to-all.
+      opcode: one of KINDS, as compiled.
+      place: "layer 3", a scope of AROUND_LAYERS or ENCODING, or "" if the compiler added it.
       count: number of exchanges that the compiler combined in it; 0 for one that completes another.
       elements: of its largest operand or result.
       num_bytes: of its operands or of its results, whichever is larger.
       text: description for messages.
-      beside: it is in a branch of a conditional, another branch of which exchanges as much or more and is counted.
+      beside: whether it is in a branch of a conditional of which another branch, which exchanges as much or more, is
+        counted.
     """
 
     kind: str
@@ -77,11 +78,11 @@ class Exchange:
 
 
 def exchanges(module: Module) -> list[Exchange]:
-    """Return every exchange of a compiled module, one inside a loop once.
+    """Return every exchange of a compiled module. One inside a loop is returned once.
 
-    Its scope is that of the instruction, of the instruction that awaits it on another core, or of its operands. Links
-    of one chain of fusions count as one exchange. XLA:TPU's fused reduce-scatters, and the instructions that complete
-    them, are recognised.
+    Its scope is that of the instruction, of the instruction that awaits it on another core, or of its operands. The
+    links of one chain of fusions count as one exchange. XLA:TPU's fused reduce-scatters, and the instructions that
+    complete them, are recognised.
     """
     found, chains, offloaded, scatters = defaultdict(list), set(), _offloaded_scopes(module), _scatters(module)
     for name, body in module.computations.items():
@@ -113,15 +114,17 @@ def exchanges(module: Module) -> list[Exchange]:
 
 
 def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
-    """Return the names of computations that run only in branches of conditionals other than the dearest, with what they
-    call.
+    """Return the names of the computations that run only in branches of conditionals that are not the most expensive,
+    with their callees.
 
-    The dearest branch exchanges the most bytes; of several with equally many it is the first. sizes: bytes exchanged by
-    computation.
+    The most expensive branch exchanges the most bytes; of several with equally many it is the first. sizes: bytes
+    exchanged by computation.
     """
 
     def size(name: str) -> int:
-        """Return the bytes that a computation and those that it calls exchange; of branches the dearest counts."""
+        """Return the bytes exchanged by a computation and its callees; of a conditional's branches the most expensive
+        counts.
+        """
         total = sizes.get(name, 0)
         for instruction in module.computations.get(name, []):
             called = [size(each) for each in instruction.called]
@@ -129,7 +132,7 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
         return total
 
     def reached(name: str) -> set[str]:
-        """Return the names of a computation and all that it calls."""
+        """Return the names of a computation and of all that it calls, directly or not."""
         called = [each for instruction in module.computations.get(name, []) for each in instruction.called]
         return {name}.union(*map(reached, called))
 
@@ -142,14 +145,15 @@ def _beside(module: Module, sizes: Mapping[str, int]) -> set[str]:
 
 
 def _scatters(module: Module) -> set[str]:
-    """Return the names of fusions' computations that are XLA:TPU's form of a large reduce-scatter: a sum, of which each
-    device keeps a part.
+    """Return the names of fused computations that are XLA:TPU's form of a large reduce-scatter.
+
+    Such a fusion is an all-reduce of which each device keeps its part.
     """
     return {name for name in module.fused if _keeps_a_part(module.computations[name])}
 
 
 def _keeps_a_part(body: Sequence[Instruction]) -> bool:
-    """Whether a fusion's result is a slice, one device's share, of the all-reduce in it."""
+    """Whether the result of a fusion is a slice of the all-reduce in it that has one device's share of the elements."""
     by_name = {each.name: each for each in body}
     kept = next((each for each in body if each.root and each.opcode == "dynamic-slice"), None)
     summed = by_name.get(kept.operands[0]) if kept is not None else None
@@ -161,10 +165,11 @@ def _keeps_a_part(body: Sequence[Instruction]) -> bool:
 
 
 def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
-    """Whether the instruction completes a reduce-scatter found by `_scatters`. by_name: instructions of its
+    """Whether an instruction completes a reduce-scatter that `_scatters` finds. by_name: instructions of its
     computation.
 
-    Its parts have sizes that suit the rings, so a device sends rows beyond its own part on to its neighbour.
+    The parts of such a reduce-scatter have sizes that suit the rings, so a device sends rows beyond its own part on to
+    its neighbour by a collective-permute.
     """
     source = instruction if instruction.opcode.startswith("collective-permute") else None
     while source is not None and source.opcode != _SCATTER:
@@ -174,7 +179,7 @@ def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]
 
 
 def _offloaded_scopes(module: Module) -> dict[str, str]:
-    """Map each computation that another core runs to the scope of the instruction that awaits it.
+    """Return the scope of the instruction that awaits it, for each computation that another core runs and that has one.
 
     XLA:TPU writes the exchanges that SparseCores run for it once and clones them, including the scope.
     """
@@ -195,16 +200,16 @@ def _offloaded_scopes(module: Module) -> dict[str, str]:
 
 
 def _scope(instruction: Instruction) -> str:
-    """Return the scope that the source gives an instruction (its op_name); "" if it has none."""
+    """Return an instruction's named scope, from op_name in its metadata; "" if it has none."""
     match = _SCOPE.search(instruction.rest)
     return match[1] if match else ""
 
 
 def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]) -> list[str]:
-    """Return the scopes of an instruction's operands, looking through operands without a scope; [] if no operand has
-    one, or if the scopes belong to different layers or places.
+    """Return the scopes of an instruction's operands, looking through operands without a scope.
 
-    by_name: instructions of its computation.
+    Returns [] if no operand has one, or if the scopes belong to different layers or places. by_name: instructions of
+    its computation.
     """
     pending, seen, sources = list(instruction.operands), set(), []
     while pending:
@@ -220,7 +225,9 @@ def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]
 
 
 def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], module: Module) -> bool:
-    """Whether all users of an instruction, of which there is one, take a dynamic slice. body: its computation."""
+    """Whether an instruction has users and each takes a dynamic slice, itself or in its fusion. body: its
+    computation.
+    """
     users = [user for user in body if instruction.name in user.operands]
     return bool(users) and all(
         any(inner.opcode == "dynamic-slice" for inner in (user, *module.inside(user))) for user in users
@@ -228,9 +235,10 @@ def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], modul
 
 
 def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scope: str, count: int) -> Exchange:
-    """Return the Exchange of an instruction. by_name: those of its computation. scope, count: as `exchanges` found.
+    """Return the Exchange of an instruction, not yet with `beside`.
 
-    The text is cut to 300 characters.
+    by_name: instructions of its computation. scope: named scope, "" for none. count: exchanges combined in it. The text
+    is cut to 300 characters.
     """
     opcode, place = instruction.opcode.removesuffix("-start"), _place(scope)
     written = "ragged-all-to-all" if _RAGGED in scope.split("/") else _WRITTEN.get(scope.rpartition("/")[2], opcode)
@@ -250,7 +258,9 @@ def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scop
 
 
 def _place(scope: str) -> str:
-    """Return the place, as of Exchange, of a scope of the form "a/b/c": its first part that is one; "" if none is."""
+    """Return the place of a scope "a/b/c", as in Exchange.place: its first component that names one; "" if none
+    does.
+    """
     for part in scope.split("/"):
         if match := _LAYER.match(part):
             return f"layer {match[1]}"
@@ -260,14 +270,12 @@ def _place(scope: str) -> str:
 
 
 def counts(found: Sequence[Exchange]) -> dict[str, int]:
-    """Return the number of exchange instructions by opcode. Those of all branches count."""
+    """Return the number of exchange instructions by opcode, in all branches."""
     return dict(Counter(exchange.opcode for exchange in found))
 
 
 def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
-    """Return the number of exchanges by place and kind; of the branches of a conditional only the most expensive
-    counts.
-    """
+    """Return the number of exchanges by place and kind. Of a conditional's branches only the most expensive counts."""
     places: dict[str, Counter[str]] = {}
     for exchange in (each for each in found if not each.beside):
         places.setdefault(exchange.place, Counter())[exchange.kind] += exchange.count
@@ -275,15 +283,15 @@ def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
 
 
 def exchanged_bytes(found: Sequence[Exchange], place: str | None = None) -> int:
-    """Return the bytes exchanged in a place, as in Exchange.place, or in all (None); of the branches of a conditional
-    only the most expensive counts.
+    """Return the bytes exchanged in a place (see Exchange.place), None for all. Of a conditional's branches only the
+    most expensive counts.
     """
     return sum(each.num_bytes for each in found if not each.beside and place in (None, each.place))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The exchanges that a step of a model may have.
+    """Exchanges that a step of a model may have.
 
     Attributes:
       layers: exact number of exchanges by kind, for each layer.
@@ -300,7 +308,9 @@ class Expected:
 
 
 def _attends_beside_state(attention: LayerAttention) -> bool:
-    """Whether attention and a state have products of their own, whose results are both added up."""
+    """Whether a layer has attention and a state with separate output products, whose results are both summed over
+    devices.
+    """
     return attention.beside_state and attention.compressed is None
 
 
@@ -333,8 +343,9 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
 
 
 def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
-    """Return how many of a layer's norms take sums over several devices: those over all heads, and those over groups of
-    which there are fewer than devices of the mesh that split the heads.
+    """Return how many of a layer's norms sum over several devices.
+
+    These are norms over all heads, and norms over groups if there are fewer groups than devices that split the heads.
     """
     nodes = [node for _, node in nnx.iter_graph(layer)]
     grouped = sum(isinstance(node, GroupsRMSNorm) and node.num_groups < mesh.num_shards("heads") for node in nodes)
@@ -342,15 +353,14 @@ def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
 
 
 def scales(layer: nnx.Module) -> int:
-    """Return how many of a layer's products round rows by a scale on which all devices that split the
-    rows must agree.
+    """Return how many of a layer's products round rows by a scale on which all devices that split the rows must
+    agree.
     """
     return sum(weight.agrees_on_scales for weight in _quantized(layer))
 
 
 def gathered_inputs(layer: nnx.Module, num_per_token: int = 1) -> list[int]:
-    """Return the elements per token that a layer gathers, for each product whose codes are stored in an order of their
-    own.
+    """Return the elements per token that a layer gathers for each product whose codes are stored in a permuted order.
 
     num_per_token: rows per token in a product of experts. A product without such an order has no entry.
     """
@@ -366,7 +376,7 @@ def _quantized(layer: nnx.Module) -> list[QuantizedWeight]:
 def layer_exchanges(
     mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0, ordered: int = 0
 ) -> dict[str, int]:
-    """Return the expected exchanges of one layer, by kind.
+    """Return the expected number of exchanges of one layer, by kind; kinds without any are left out.
 
     Attention sums its output over the devices of its heads. The feed-forward part gathers the tokens of all replicas
     that share its weights, sums over these devices and scatters each replica its tokens. With experts, routing weights
@@ -395,7 +405,7 @@ def layer_exchanges(
 def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
     """Return the exchanges, by kind, of a feed-forward part that is split over the mesh's logical `axis`.
 
-    gathered: number of arrays with a row per token that it gathers.
+    gathered: number of arrays with a row per token that are gathered if several replicas share the weights.
     """
     several = mesh.ranks_sharing(axis) > 1
     return Counter(
@@ -404,8 +414,10 @@ def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
 
 
 def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
-    """Return a text for each difference between a program's exchanges and those that the model accounts for: exchanges
-    that no code wrote, that are too large, too many, missing, or of another kind. [] if there are none.
+    """Return a text for each difference between a program's exchanges and those that the model accounts for; [] if
+    there is none.
+
+    Reported are exchanges that no code wrote, that are too large, too many, missing, or of another kind.
     """
     places = by_place(found)
     texts = [f"no code wrote {exchange.text}" for exchange in found if not exchange.place]

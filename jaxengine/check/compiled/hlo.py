@@ -76,9 +76,9 @@ class Instruction:
       name: unique in its module.
       opcode: HLO's name of the operation, such as fusion.
       type_text: HLO type of the result.
-      elements: of the result; of a tuple its first array.
-      fast: the result is in on-chip memory (TPU: VMEM), so it is a prefetch and not a copy in HBM.
-      root: it is the result of its computation.
+      elements: of the result; for a tuple, of its first array.
+      fast: whether the result is in on-chip memory (TPU: VMEM), so that it is a prefetch and not a copy in HBM.
+      root: whether it is the result of its computation.
       rest: operands and attributes as text.
     """
 
@@ -92,14 +92,13 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Return the names of its operands, in order."""
+        """Names of its operands, in order."""
         return _OPERAND.findall(self.rest.partition("), ")[0])
 
     @property
     def called(self) -> list[str]:
-        """Return the names of the computations that it runs: the branches of a conditional, the body of a loop.
-
-        [] for most instructions.
+        """Names of the computations that it runs, such as the branches of a conditional or the body of a loop; usually
+        [].
         """
         return [name for found in _CALLED.findall(self.rest) for name in _NAME.findall("".join(found))]
 
@@ -130,8 +129,8 @@ class Module:
         return self.computations.get(self.fused_in(instruction), [])
 
     def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
-        """Yield (instructions of its computation, instruction) for each instruction that the device executes by itself,
-        not within a fusion and not on another core.
+        """Yield (instructions of its computation, instruction) for each instruction outside of fusions and not run by
+        another core.
         """
         for name, body in self.computations.items():
             if name not in self.fused and name not in self.offloaded:
@@ -140,9 +139,9 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse the text of a module, from `Compiled.as_text()` or XLA's dumps.
+    """Parse the text of a module, from `Compiled.as_text()` or XLA's dumps, and return the module.
 
-    Lines of another form are skipped: text that is not HLO gives a module without computations.
+    Lines of another form are skipped, so text that is not HLO gives a module without computations.
     """
     module, body, name = Module(), [], ""
     for line in text.splitlines():
@@ -168,8 +167,8 @@ def arrays_of(type_text: str) -> list[int]:
 
 
 def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
-    """Return the bytes of device memory of each array in an HLO type, 0 for one in on-chip memory; with `on_chip`
-    on-chip memory counts too.
+    """Return the bytes of device memory of each array in an HLO type. Arrays in on-chip memory count 0 unless
+    `on_chip`.
     """
     return [
         _elements(match[2]) * _element_bits(match[1]) // 8 if on_chip or "S(" not in (match[3] or "") else 0
@@ -178,9 +177,9 @@ def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
 
 
 def _element_bits(dtype: str) -> int:
-    """Return the bits of an HLO element type such as bf16, f8e4m3fn or pred.
+    """Return the bits of an HLO element type such as bf16, f8e4m3fn or pred; 0 for token and opaque.
 
-    token and opaque have none. Raises TypeError for a type without a width in its name.
+    Raises TypeError for another type without a width in its name.
     """
     if dtype in ("pred", "token", "opaque"):
         return 8 if dtype == "pred" else 0
@@ -188,19 +187,21 @@ def _element_bits(dtype: str) -> int:
 
 
 def _first_array(type_text: str) -> tuple[int, bool]:
-    """Return (elements, whether it is on the chip) of the first array in an HLO type; (0, False) without one."""
+    """Return (elements, whether it is in on-chip memory) of the first array in an HLO type; (0, False) without an
+    array.
+    """
     match = _SHAPE.search(type_text)
     return (0, False) if match is None else (_elements(match[2]), "S(1)" in (match[3] or ""))
 
 
 def _elements(sizes: str) -> int:
-    """Return the number of elements of sizes such as "8,128"; 1 for ""."""
+    """Return the number of elements of an array whose shape is written like "8,128"; 1 for ""."""
     return math.prod(int(size) for size in sizes.split(",") if size)
 
 
 @dataclass(frozen=True)
 class MustNotCopy:
-    """Arrays that no program may copy.
+    """Arrays that a program must not copy as a whole.
 
     Attributes:
       pools: element count -> name, of arrays that only in-place updates may produce.
@@ -215,10 +216,11 @@ class MustNotCopy:
 
 
 def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
-    """Return a text for each instruction that moves an entire protected array through memory.
+    """Return a text "NAME: OPCODE INSTRUCTION TYPE" for each instruction that moves an entire protected array through
+    memory.
 
-    Each is "NAME: OPCODE INSTRUCTION TYPE". Instructions inside fusions and on other cores, in-place updates,
-    prefetches to the chip and what puts them back do not count.
+    Not counted are instructions inside fusions and on other cores, in-place updates, prefetches into on-chip memory,
+    and writes of unchanged prefetched arrays back to device memory.
     """
     found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
@@ -242,13 +244,14 @@ def copies(module: Module, must_not_copy: MustNotCopy) -> list[str]:
 
 
 def _brief(instruction: Instruction) -> str:
-    """Return opcode, name and type of an instruction, in at most 160 characters."""
+    """Return opcode, name and type of an instruction, cut to 160 characters."""
     return f"{instruction.opcode} {instruction.name} {instruction.type_text}"[:160]
 
 
 def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
-    """Whether the instruction evicts from on-chip memory what was prefetched, unchanged; `moved_bytes` counts these
-    bytes. body: instructions of its computation.
+    """Whether an instruction copies an array from on-chip memory back to device memory in the same layout.
+
+    `moved_bytes` counts these bytes. body: instructions of its computation.
     """
     if instruction.opcode != "copy-start" or not any(each.fast for each in body if each.name in instruction.operands):
         return False
@@ -257,8 +260,9 @@ def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
 
 
 def _keeps_place(module: Module, instruction: Instruction) -> bool:
-    """Whether a result of a pool's size is the operand, updated in place: by a kernel that says so, or by a fusion
-    whose results of that size are all updates or parameters.
+    """Whether an instruction with a result of a pool's size updates its operand in place.
+
+    A kernel does if it declares aliasing, a fusion if all its results of that size are in-place updates or parameters.
     """
     if instruction.opcode == "custom-call":
         return "output_to_operand_aliasing" in instruction.rest
@@ -270,10 +274,10 @@ def _keeps_place(module: Module, instruction: Instruction) -> bool:
 
 
 def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) -> list[Instruction]:
-    """Return the results of a fused computation: its root, or the members of a root that is a tuple, as far as they are
-    as large as the first one. [] without a root.
+    """Return the results of a fused computation that are as large as the first one: its root, or members of a root
+    tuple.
 
-    body: its instructions; by_name: the same by name.
+    Returns [] without a root. body: its instructions. by_name: the same by name.
     """
     root = next((inner for inner in body if inner.root), None)
     if root is None:
@@ -285,8 +289,8 @@ def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) ->
 
 
 def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -> str:
-    """Return an instruction's opcode; for a bitcast or get-tuple-element, that of the instruction whose result, or a
-    member of it, reaches it through such instructions alone.
+    """Return an instruction's opcode; for a bitcast or get-tuple-element, that of the instruction that it takes its
+    value from.
 
     by_name: instructions of its computation.
     """
@@ -299,7 +303,9 @@ def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -
 
 
 def _changes_layout(instruction: Instruction) -> bool:
-    """Whether an offloaded instruction returns its operand in another layout."""
+    """Whether an offloaded instruction returns its operand in another layout: same element type and shape, other
+    layout.
+    """
     shapes = list(_SHAPE.finditer(instruction.type_text))[:2]
     if len(shapes) < 2:
         return False
@@ -310,7 +316,7 @@ def _changes_layout(instruction: Instruction) -> bool:
 def _only_moves(module: Module, instruction: Instruction) -> bool:
     """Whether an instruction moves or converts data and computes nothing.
 
-    A fusion does if all that is in it moves data or is trivial, and something moves it.
+    A fusion does if everything in it moves data or is trivial, and something moves data.
     """
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVERS | _OFFLOADED
@@ -322,8 +328,8 @@ _Given = Mapping[str, tuple[bool, list[Instruction], Instruction]]
 
 
 def _given(module: Module) -> _Given:
-    """Map each parameter of a conditional's branch or a loop's body to (whether it is a loop's, the calling
-    computation, the tuple that the branch or the loop starts with).
+    """Return, by parameter of a conditional's branch or a loop's body, (whether it is a loop's, instructions of the
+    calling computation, tuple with which the branch or loop starts).
     """
     given = {}
     for body in module.computations.values():
@@ -340,10 +346,10 @@ def _given(module: Module) -> _Given:
 
 
 def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
-    """Whether an operand of `instruction` is, through moves alone, a parameter of the program or of a loop.
+    """Whether an operand of an instruction comes, only through moves, from a parameter of the program or of a loop.
 
-    Parameters of a branch, and on-chip parameters of a loop, are traced to the instructions that make them. body:
-    instructions of its computation. given: as `_given` returns it.
+    Parameters of a branch, and on-chip parameters of a loop, are traced to the instructions that produce them. body:
+    instructions of its computation. given: result of `_given`.
     """
     by_name = {inner.name: inner for inner in body}
     pending, seen = list(instruction.operands), set()
@@ -376,15 +382,14 @@ def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given
 
 
 def custom_calls(module: Module) -> Iterator[Instruction]:
-    """Yield every custom call, our kernels among them.
-
-    They are those of all computations, fused ones included.
-    """
+    """Yield every custom call of all computations, fused ones included. Our kernels are custom calls."""
     for body in module.computations.values():
         yield from (instruction for instruction in body if instruction.opcode == "custom-call")
 
 
 def attending_places(module: Module) -> int:
-    """Return the number of layers (plus one for outside of layers) whose attention is one of our kernels."""
+    """Return the number of layers whose attention is one of our kernels; such kernels outside of layers count as one
+    more.
+    """
     scopes = [_ATTENDS.search(call.rest) for call in custom_calls(module) if _KERNEL.search(call.rest)]
     return len({scope[1] for scope in scopes if scope is not None})

@@ -26,10 +26,10 @@ from jaxengine.sharding.stages import Stage
 
 
 class Drafting(NamedTuple):
-    """The draft model or draft head of a stage.
+    """Draft model or draft head of a stage.
 
     Attributes:
-      programs: that the engine runs for it.
+      programs: programs that the engine runs for it.
       weights: abstract (shapes and shardings).
       weight_bytes, page_bytes: bytes on one device of the weights, and of a page of its pool.
     """
@@ -41,8 +41,10 @@ class Drafting(NamedTuple):
 
 
 def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the config, completed from the config.json of an EAGLE-3 head if it names one. Raises as `settle_draft`
-    does. model: of the target. Reads the config.json, no weights.
+    """Return the config, with speculative_config completed from the config.json of an EAGLE-3 head if it names one.
+
+    Other configs are returned unchanged. model: of the target. Reads no weights. Raises ConfigError or ModelConfigError
+    for a head that does not fit.
     """
     chosen = config.speculative_config
     if chosen is None or chosen.method != EAGLE3:
@@ -52,9 +54,9 @@ def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def drafting(stage: StagePrograms) -> Drafting | None:
-    """Return the draft model or head that the stage's config names; None for other methods of drafting.
+    """Return the draft model or head that the stage's config names; None if drafts come from no model.
 
-    Its weights are abstract; a head's config.json is read. Raises ConfigError as the engine does.
+    Its weights are abstract; a head's config.json is read. Raises ConfigError for a drafter that an engine refuses.
     """
     chosen, config = stage.config.speculative_config, stage.config
     if chosen is None or not chosen.has_model:
@@ -80,7 +82,8 @@ def drafting(stage: StagePrograms) -> Drafting | None:
 
 
 def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[CheckedProgram]:
-    """Yield the drafter's programs that run before and after the forward pass of each bucket; none without a drafter.
+    """Yield the drafter's programs that run before and after the forward pass of each bucket; nothing without a
+    drafter.
 
     num_pages: of the drafter's pool. short: only for the corners of the bucket grid. The programs have no roofline.
     """

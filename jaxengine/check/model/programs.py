@@ -64,7 +64,7 @@ _SMALL = 1 << 20
 
 
 class Block(NamedTuple):
-    """A block of a kernel, compiled by itself.
+    """Block of a kernel, compiled by itself.
 
     Attributes:
       name: shared by the programs of the block.
@@ -79,24 +79,24 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckedProgram:
-    """A program to compile and check.
+    """Program to compile and check.
 
     Attributes:
       name: name of its row in the report.
       mesh: mesh to compile under; it determines the chip that kernels are written for.
-      is_step: it is a forward pass or an epilogue, not a kernel by itself.
-      is_largest: it is the forward pass that determines the workspace.
+      is_step: whether it is a forward pass or an epilogue, not a kernel by itself.
+      is_largest: whether it is the forward pass that determines the workspace.
       function: to be traced and compiled.
       arguments: of the function: shapes with shardings.
       donate: indices of donated arguments.
       work: bytes and operations for the roofline.
-      must_not_copy: arrays it must not copy.
-      expected: exchanges it may have; None for a kernel, which runs on one device.
-      products: needs of its matrix products; None if not compared.
+      must_not_copy: arrays that it must not copy.
+      expected: exchanges that it may have; None for a kernel, which runs on one device.
+      products: needs of its matrix products; None if they are not compared.
       experts: rows that kernels multiply for a layer's experts, if they do.
       num_attentions: number of its attention layers, without those with an indexer, each of which uses a kernel if the
         platform has one.
-      latent_bytes: for latent attention, bytes of the query in latent space, the same as of the result.
+      latent_bytes: for latent attention, bytes of the query in latent space, as many as of the result.
       dtype: dtype of the model.
       block: the profiled block; None for a program of the engine.
     """
@@ -122,8 +122,9 @@ class CheckedProgram:
 def open_stages(
     model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
 ) -> list[StagePrograms]:
-    """Build the programs of each pipeline stage on its share of the devices, with abstract weights. Raises ConfigError
-    as the engine does.
+    """Build the programs of each pipeline stage on its share of the devices, with abstract weights.
+
+    Raises ConfigError for options that an engine refuses.
     """
     model_config = as_it_sees(model_config, config)
     resolved = config.resolved(model_config, platform, largest_items(model_config))
@@ -138,18 +139,19 @@ def open_stages(
 
 
 class StagePrograms:
-    """The programs of a model, or of one of its pipeline stages, under one config on one mesh.
+    """Programs of a model, or of one of its pipeline stages, under one config on one mesh.
 
     Attributes:
       config: resolved for the platform.
       steps: the engine's own programs.
       params: abstract weights.
-      weight_bytes, page_bytes: bytes on one device; slot_bytes: of the slots' state, apart from `steps.memory`.
+      weight_bytes, page_bytes: bytes on one device of the weights, and of a page.
+      slot_bytes: bytes of the slots' state, apart from `steps.memory`.
       windows: windows of the cache groups.
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
-        """Make the abstract weights and the engine's programs, for one stage on its mesh. place: prefix of program
+        """Make the abstract weights and the engine's programs for one stage on its mesh. place: prefix of program
         names.
         """
         self.config = config
@@ -167,12 +169,12 @@ class StagePrograms:
 
     @property
     def num_columns(self) -> int:
-        """Return the number of page table columns: the pages of the longest sequence."""
+        """Number of page table columns: the pages of the longest sequence."""
         return self.steps.num_columns
 
     @property
     def largest(self) -> Bucket:
-        """Return the bucket whose forward pass determines the workspace."""
+        """Bucket whose forward pass determines the workspace."""
         return max(self.steps.packer.buckets)
 
     def buckets(self, short: bool) -> list[Bucket]:
@@ -184,8 +186,8 @@ class StagePrograms:
         return list(dict.fromkeys(corners))
 
     def epilogues(self, short: bool) -> list[tuple[str, int]]:
-        """Return (name, size) of every epilogue; with `short` only of those that follow the four
-        corners of the grid.
+        """Return (name, size) of every epilogue; with `short` only of epilogues that follow the buckets of
+        `buckets(short=True)`.
         """
         grid, found = self.steps.packer.buckets, {}
         for name, epilogue in self.steps.epilogues.items():
@@ -198,7 +200,8 @@ class StagePrograms:
         return self.steps.forwarded_bytes(name, size)
 
     def epilogue(self, name: str, size: int, num_pages: int) -> CheckedProgram:
-        """Return the epilogue `name`, a program such as the sampler that runs on what forward passes leave.
+        """Return an epilogue as a program to check. An epilogue, such as the sampler, runs on the results of forward
+        passes.
 
         name, size: one of `epilogues`; size is its number of rows. num_pages: of a pool, which it must not copy.
         """
@@ -219,8 +222,10 @@ class StagePrograms:
         )
 
     def forward(self, bucket: Bucket, num_pages: int) -> CheckedProgram:
-        """Return the bucket's forward pass as a program to check, with its work, needs, expected exchanges and arrays
-        that it must not copy, with a pool of `num_pages` pages per layer and rank.
+        """Return a bucket's forward pass as a program to check, with its work, needs, expected exchanges, and arrays
+        that it must not copy.
+
+        num_pages: of the pool, per layer and replica.
         """
         kv = self.steps.kv_shapes(num_pages)
         program = self.steps.forward(bucket, self.params, kv)
@@ -247,11 +252,11 @@ class StagePrograms:
         )
 
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[CheckedProgram]:
-        """Yield the kernels of one layer as programs of their own: attention, of each kind with pages in the model but
-        that with compressed keys, and the KV write of each page size, for a step of `bucket`.
+        """Yield the kernels of one layer as separate programs, for a step of `bucket`.
 
-        They run on one device of the mesh, with its heads and its rank's sequences; schedules are arguments. num_pages:
-        of the pool.
+        They are each kind of attention with pages, except with compressed keys, and the KV write of each page size.
+        They run on one device of the mesh, with its heads and its replica's sequences; schedules are arguments.
+        num_pages: of the pool.
         """
         config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
@@ -260,7 +265,7 @@ class StagePrograms:
         pool, places = self._on_one_device(kv), layer_places(self.steps.groups)
 
         def pool_of(layer: int) -> Any:
-            """Return the pool as a layer with pages receives it."""
+            """Return the abstract pool as a layer with pages receives it."""
             own = jax.eval_shape(lambda kv: as_viewed(of_layer(kv, places[layer], 0)), pool)
             return self._on_one_device(own)
 
@@ -302,7 +307,7 @@ class StagePrograms:
             return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)
 
         schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
-        # What is written is the same in all layers with pages of one size.
+        # All layers with pages of one size write arrays of the same shapes.
         kinds = {places[layer].spec: layer for layer in sorted(places, reverse=True)}
         for page, layer in kinds.items():
             attention = config.attention[layer]
@@ -316,7 +321,8 @@ class StagePrograms:
     def blocks(self) -> Iterator[CheckedProgram]:
         """Yield blocks of keys of each kind of attention, sized as in the largest decode, mixed and drafting steps.
 
-        There is a program for each of cycles.TRIPS repetitions; none on a platform whose kernels have no profile.
+        There is a program for each number of repetitions in cycles.TRIPS. Yields nothing on a platform whose kernels
+        have no profile.
         """
         profile = block_profile(self._platform)
         if profile is None:
@@ -355,19 +361,21 @@ class StagePrograms:
 
     @property
     def _exchanged_itemsize(self) -> int:
-        """Bytes of an element of activations while devices exchange them: XLA:CPU exchanges bfloat16 as float32."""
+        """Bytes of an element of activations while devices exchange them."""
         # XLA:CPU exchanges bfloat16 as float32.
         return 4 if self._platform == "cpu" else jnp.dtype(self.config.dtype).itemsize
 
     @property
     def _context(self) -> int:
-        """Keys of a sequence for which a decode step's work is counted."""
+        """Number of keys of a sequence with which a decode step's work is counted."""
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _must_not_copy(self, num_logits: int, kv: Any) -> MustNotCopy:
-        """Return the arrays that a step must not copy: the pool `kv`, weights, and large state and adapter pools.
+        """Return the arrays that a step must not copy: the pool `kv`, weights, and large state arrays and adapter
+        pools.
 
-        num_logits: rows of the step's logits, which are no state though they may have a state's type.
+        num_logits: rows of the step's logits. An array of their type is left out, because the logits may have a state's
+        type.
         """
         named = list(zip(self._names, self.params, strict=True))
         pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
@@ -384,9 +392,8 @@ class StagePrograms:
         return replace(self._must_not_copy_pool(kv), weights=weights, states=states)
 
     def _must_not_copy_pool(self, kv: Any) -> MustNotCopy:
-        """Return the arrays that must not be copied: the pool on a device, and one layer's part of it.
-
-        kv: the abstract pool.
+        """Return the pool arrays that must not be copied: the pool on one device, and one layer's part of it. kv: the
+        abstract pool.
         """
         elements = math.prod(part_shape(kv.data))
         parts = {place.parts for place in layer_places(self.steps.groups).values()}
@@ -394,8 +401,9 @@ class StagePrograms:
         return MustNotCopy({**{rows // count: "a layer's pool" for count in parts}, elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
-        """Return the shapes of a replica's RaggedBatch of a bucket, all int32: cu_q_lens [S + 1], kv_lens [S],
-        page_table [S, columns], slot_mapping [T].
+        """Return the shapes of a replica's RaggedBatch for a bucket, all int32.
+
+        cu_q_lens [S + 1], kv_lens [S], page_table [S, columns], slot_mapping [T], num_seqs [], num_decode [].
         """
 
         def int32(*shape: int) -> Any:  # a shape stands for an array
@@ -413,15 +421,17 @@ class StagePrograms:
 
     @property
     def _one_device(self) -> Mesh:
-        """Mesh of the first device alone."""
+        """Mesh of only the first device."""
         return make_mesh(ONE_DEVICE, [self.mesh.devices.flat[0]])
 
     def _on_one_device(self, tree: Any) -> Any:
-        """Return each device's part of abstract arrays, placed on one device; arrays without a mesh stay whole."""
+        """Return one device's part of abstract arrays, placed on the first device. Arrays without a sharding stay
+        whole.
+        """
         there = NamedSharding(self._one_device, PartitionSpec())
 
         def part(leaf: Any) -> jax.ShapeDtypeStruct:
-            """Return a device's part of an abstract array."""
+            """Return one device's part of an abstract array."""
             shape = leaf.shape if leaf.sharding is None else part_shape(leaf)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
 
@@ -429,8 +439,8 @@ class StagePrograms:
 
 
 def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Return the operands of attention with a number for each query head, f32[heads], by name: "sinks" and "slopes";
-    None for one that it does not take.
+    """Return attention's operands with a number for each query head, f32[heads]: "sinks" and "slopes", None if
+    unused.
     """
     given = {"sinks": has_sinks, "slopes": spec.has_slopes}
     return {
@@ -439,7 +449,9 @@ def _of_heads(spec: AttentionSpec, *, has_sinks: bool) -> dict[str, jax.ShapeDty
 
 
 def _limit(spec: AttentionSpec) -> str:
-    """Return the window or chunk of an attention spec as a suffix of program names. "" without either."""
+    """Return the window or chunk of an attention spec as a suffix of program names, such as " window 128"; "" without
+    either.
+    """
     for name in ("window", "chunk"):
         if getattr(spec, name) is not None:
             return f" {name} {getattr(spec, name)}"
@@ -447,11 +459,11 @@ def _limit(spec: AttentionSpec) -> str:
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    """Whether an array of this shape has more than one axis longer than 1; with one column it is a vector."""
+    """Whether a shape has more than one axis longer than 1."""
     return sum(size > 1 for size in shape) > 1
 
 
 def _hlo_type(dtype: Any) -> str:
-    """Return HLO's name of a dtype; numpy's for those that the table lacks."""
+    """Return HLO's name of a dtype, or numpy's name if the table here lacks it."""
     name = jnp.dtype(dtype).name
     return {"int32": "s32", "float32": "f32", "uint32": "u32", "bfloat16": "bf16", "bool": "pred"}.get(name, name)

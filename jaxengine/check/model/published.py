@@ -10,8 +10,8 @@ from typing import Any
 
 
 def _yarn(factor: float, **fields: float | bool) -> dict[str, Any]:
-    """Return the rope_scaling of YaRN with this factor over 4,096 positions. fields: further ones, or others than
-    these.
+    """Return the rope_scaling of YaRN with this factor over 4,096 positions. fields: entries that are added or
+    replaced.
     """
     return {
         "rope_type": "yarn",

@@ -43,8 +43,9 @@ class Work:
     flops: int
 
     def seconds(self, bandwidth: float, flops: float) -> float:
-        """Return the least seconds on a device with this bandwidth (bytes a second) and this many operations a second
-        (flops).
+        """Return the least seconds on a device: the longer of moving the bytes and doing the operations.
+
+        bandwidth: bytes per second. flops: operations per second.
         """
         return max(self.num_bytes / bandwidth, self.flops / flops)
 
@@ -52,9 +53,9 @@ class Work:
 def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int, int]:
     """Return (keys read from the pool, query-key pairs) of one layer's attention over all sequences of a bucket.
 
-    A decode-only bucket has a token and `context` keys for each sequence, one with drafts `width` tokens each; a mixed
-    bucket is a single prompt of all its tokens, for which `context` does not count. window: keys that a token sees;
-    None for all.
+    A decode-only bucket has one token and `context` keys for each sequence, a bucket with drafts `width` tokens for
+    each. A mixed bucket is a single prompt of all its tokens, and `context` is ignored. window: number of keys that a
+    token attends to; None for all.
     """
     if bucket.decode_only:
         keys = min(context, window or context)
@@ -68,7 +69,7 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
 
 
 def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """Return the work of one layer's attention, of all its heads: query and output, each visible key and value once,
+    """Return the work of one layer's attention, of all its heads: queries and outputs, each visible key and value once,
     and both products.
 
     kv_dtype: of the cache. dtype: of queries and outputs. context: keys per sequence of a decode.
@@ -85,9 +86,11 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 
 
 def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """Return `attention_work` of a layer with an indexer: each visible key of the indexer and each latent that may be
-    selected is read once. All operands are as of `attention_work`. The indexer counts only in layers that select by
-    themselves (index.source None).
+    """Return the work of the attention of a layer with an indexer.
+
+    Each visible key of the indexer and each latent that may be selected is read once. The indexer counts only in layers
+    that select by themselves (index.source None). kv_dtype: of the cache. dtype: of queries and outputs. context: keys
+    per sequence of a decode.
     """
     index, latent, itemsize = attention.index, attention.latent, jnp.dtype(dtype).itemsize
     assert index is not None and latent is not None
@@ -107,9 +110,11 @@ def _selected_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 def _compressed_work(
     attention: LayerAttention, compressed: CompressedKeys, bucket: Bucket, dtype: str, context: int
 ) -> Work:
-    """Return `attention_work` of a layer with compressed keys: the window's keys, which are part of its state, and
-    those of blocks, or of the blocks that may be selected, are read once; the indexer's keys of all blocks, too.
-    compressed: of the layer; other operands are as of `attention_work`.
+    """Return the work of the attention of a layer with compressed keys.
+
+    The window's keys, which are part of the layer's state, and the keys of all blocks, or of the blocks that may be
+    selected, are read once; so are the indexer's keys of all blocks. compressed: of the layer. dtype: of queries and
+    outputs. context: keys per sequence of a decode.
     """
     itemsize, index, rate = jnp.dtype(dtype).itemsize, compressed.index, compressed.rate
     pairs = visible_keys(bucket, context, compressed.window)[1]
@@ -130,7 +135,7 @@ def _compressed_work(
 def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
     """Return the work of one layer's recurrent states: each read and written once, and the computation of every token.
 
-    dtype: of activations, and of states that do not say theirs. A bucket that is not decode-only counts as one
+    dtype: of activations, and of states without a dtype of their own. A bucket that is not decode-only counts as one
     sequence.
     """
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
@@ -138,17 +143,18 @@ def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
 
 
 def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
-    """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written.
+    """Return the bytes of one layer's recurrent states of `num_seqs` sequences, read and written once.
 
-    dtype: of those that do not say theirs.
+    dtype: of states without a dtype of their own.
     """
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
-    """Return the work of one layer's KV write for all tokens of a bucket and all KV heads, without operations: new keys
-    and values, read (as `dtype`) and stored (as `kv_dtype`).
+    """Return the work of one layer's KV write for all tokens of a bucket and all KV heads: bytes only, no operations.
+
+    New keys and values are read as `dtype` and stored as `kv_dtype`.
     """
     if (compressed := attention.compressed) is not None:
         itemsize = jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize
@@ -159,16 +165,17 @@ def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype:
 
 
 def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
-    """Return the bytes that a cache of dtype `kv_dtype` holds per token and KV head of a layer: its key and value."""
+    """Return the bytes of a key and value in a cache of dtype `kv_dtype`, per token and KV head of a layer."""
     spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)
     return spec.token_width * jnp.dtype(spec.dtype).itemsize
 
 
 def epilogue_work(model: Any, name: str, size: int, width: int) -> Work:
-    """Return a device's share of the work of an epilogue: one such as the sampler reads the float32 logits once and
-    does no operations, a score computes those of every token.
+    """Return a device's share of the work of an epilogue.
 
-    name: of the epilogue. size: its rows, of a score its tokens. width: tokens of each row of the step before.
+    An epilogue such as the sampler reads the float32 logits once and does no operations; the score epilogue computes
+    the logits of every token. name: of the epilogue. size: its rows, for a score its tokens. width: tokens of each row
+    of the previous step.
     """
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
@@ -190,7 +197,7 @@ class Products:
       expert_bytes, quantized_bytes: the parts of weight_bytes that are experts, and codes with their scales and zeros.
       row_bytes: inputs and outputs of the products, in the model's dtype; for experts split over devices also the
         buffers to which all tokens are gathered and in which they are summed.
-      state_bytes: states that layers keep instead of pages, each read and written once.
+      state_bytes: states that layers have instead of pages, each read and written once.
       gathered_bytes: keys and values that all layers' attention copies from pages, one block of each.
     """
 
@@ -207,16 +214,16 @@ class Products:
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
     """Return what the matrix products of a forward pass need on one device, with a bucket of tokens in every replica.
 
-    Towers are left out. A head computes only the rows of logits, an expert the rows that reach it on average.
+    Towers are left out. The LM head computes only the rows of logits, an expert the rows that reach it on average.
 
-    model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply
-      whole tiles of rows and may expand latents to keys; with None neither is counted.
+    model: abstract. dtype: of activations. kv: the abstract pool, whose platform's kernels multiply whole tiles of rows
+    and may expand latents to keys; None counts neither.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
     block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.platform, 1)
     for param in declared_params(model):
-        if param.path[0] in TOWERS or param.path[:2] == ("layer_inputs", "table"):  # of which rows are read alone
+        if param.path[0] in TOWERS or param.path[:2] == ("layer_inputs", "table"):  # only single rows of it are read
             continue
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
@@ -242,11 +249,11 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
             flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
             wide = part[-1] * (_num_matrices(param.decl) // over[0] or 1)
             row_bytes += int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
-    for pool in declared_pools(model):  # adapters of every slot, one of which a row uses
+    for pool in declared_pools(model):  # adapters of every slot; a row uses one of them
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
         part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
         weight_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
-        if pool.decl.num_experts is not None:  # a row meets one pair
+        if pool.decl.num_experts is not None:  # a row is multiplied by one pair of matrices
             own, slots, *pair = part
             sharing = math.prod(mesh.ranks_sharing(axis) for axis in pool.decl.axes if axis is not None)
             rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // config.experts.num_routed
@@ -274,18 +281,18 @@ def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = No
 
 
 def _gathered_bytes(model: Any, bucket: Bucket, kv: KVPages) -> int:
-    """Return the bytes of keys and values that the attention of the stage's layers copies from pages on one device."""
+    """Return the bytes of keys and values that the attention of the stage's layers copies from pages, on one device."""
     attending = [each for layer in model.stage.layers if (each := model.config.attention[layer]).attends]
     rows = kv.platform, bucket.num_seqs, kv.spec.page_size
     return sum(gathered_bytes(each, model.mesh, *rows) for each in attending)
 
 
 def _num_matrices(decl: ParamDecl) -> int:
-    """Return the number of matrices stacked in a weight of axes (heads, latent), such as one for each head of MLA, each
-    applied to rows of its own: groups of its sources' rows. 0 for other weights.
+    """Return the number of matrices stacked in a weight with axes (heads, latent), such as one per head of MLA; 0 for
+    other weights.
 
-    A projection from heads to a latent, as Mamba's x_proj, has the same axes, but its sources are joined along the
-    latent. decl: the declaration of the weight.
+    Each is applied to its own group of rows. A projection from heads to a latent, such as Mamba's x_proj, has the same
+    axes, but its sources are joined along the latent. decl: declaration of the weight.
     """
     if decl.axes != ("heads", "latent") or decl.joined_axis:
         return 0
@@ -293,10 +300,11 @@ def _num_matrices(decl: ParamDecl) -> int:
 
 
 def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
-    """Return how many of the rows gathered from all devices a device with whole experts multiplies at a time; None if
-    it does not work in blocks.
+    """Return how many of the rows gathered from all devices a device with whole experts multiplies at once; None if not
+    in blocks.
 
-    kv: as in `product_work`. Blocks are a loop with a data-dependent trip count, of which one is counted.
+    kv: abstract pool, which names the platform; None for a CPU. Blocks are a loop with a data-dependent trip count, of
+    which one is counted.
     """
     experts, mesh = model.config.experts, model.mesh
     if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
@@ -307,8 +315,8 @@ def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """Return a device's share of the work of a forward pass of an abstract model, in which every replica has its
-    own bucket.
+    """Return a device's share of the work of a forward pass of an abstract model, in which every replica has the same
+    bucket.
 
     kv_dtype: of the cache. dtype: of activations. context: keys per sequence of a decode.
     """

@@ -1,4 +1,4 @@
-"""Shapes of well-known models by name, as published in their config.json, and a function that opens any other model.
+"""Shapes of well-known models by name, as published in their config.json, and a function that reads any other model's.
 
 A check needs no weights: a name of this table needs no files at all, a hub id only its config.json.
 """
@@ -74,9 +74,9 @@ def _model(
     """Return the shape of a text model.
 
     architecture: name in config.json. hidden, intermediate: sizes of activations and of the feed-forward part.
-    rope_theta, rope_scaling: base of the rotary frequencies and their scaling, None for none. head_dim: None for hidden
-    / heads. attention: additional fields of every layer; windows: repeated over the layers. fields: others of
-    ModelConfig.
+    rope_theta: base of the rotary frequencies. rope_scaling: their scaling; None for none. head_dim: None for hidden //
+    heads. attention: additional fields of every layer's LayerAttention. windows: attention windows, repeated over the
+    layers. fields: other fields of ModelConfig.
     """
     head_dim = head_dim or hidden // heads
     rope = Rope(head_dim, rope_theta, rope_scaling)
@@ -194,10 +194,8 @@ def model_config(
     """Return the shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
     A name from SHAPES may be followed by `:N` for its first N layers, which `whole` ignores: layers of one kind compile
-    alike, so checking a few is enough, while memory is planned for all.
-
-    quantization: as in EngineConfig; None for the model's own. keep_tables: with quantization gguf, keep token tables
-    as stored.
+    alike, so checking a few is enough, while memory is planned for all. quantization: as in EngineConfig; None for the
+    model's own. keep_tables: with quantization gguf, keep token tables in their storage format.
 
     Raises:
       ConfigError: the name is none of these, or the model is quantised in another way.
@@ -211,11 +209,10 @@ def model_config(
 
 
 def _named(name: str, *, whole: bool) -> ModelConfig:
-    """Return the shape of a model that is a name of SHAPES, a folder, or a hub id, of which the config.json is
-    downloaded.
+    """Return the shape of a model: a name from SHAPES, a folder, or a hub id, whose config.json is downloaded.
 
-    name, whole: as of `model_config`. Raises ConfigError for other names, for `:N` beyond the layers, and if the
-    download fails; ModelFileError for a folder that cannot be used.
+    whole: ignore `:N` after a name from SHAPES. Raises ConfigError for other names, for `:N` outside 1 to the number of
+    layers, and if the download fails; ModelFileError for a folder that cannot be used.
     """
     known, _, layers = name.lower().partition(":")
     if known in SHAPES and not layers:
@@ -235,8 +232,10 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
 
 
 def largest_items(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return, by modality (IMAGE, AUDIO) of the model's towers, (embeddings, patches) assumed for the largest image,
-    and those of one window of a sound, as a check has no processor.
+    """Return, by modality (IMAGE, AUDIO) of the model's towers, (embeddings, patches) assumed for the largest item.
+
+    A check has no processor that would know them. A sound's are those of one window; an image has _MOST_PATCHES
+    patches, rounded up to the tower's unit.
     """
     found = {}
     for tower in model.towers:

@@ -1,4 +1,4 @@
-"""One layer's sparse attention as a program of its own: the indexer's selection, and attention to what it selects."""
+"""One layer's sparse attention as a separate program: the indexer's selection, and attention to the selected keys."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from jaxengine.sharding.layout import MeshLayout
 def sparse_attention(
     attention: LayerAttention, mesh: MeshLayout, shape_of: Callable[..., Any], num_tokens: int, dtype: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function (queries and weights of the indexer, both parts of the queries, pool, RaggedBatch) -> output
-    of a step of `num_tokens` tokens, and its first four arguments.
+    """Return (function of one step's sparse attention, its first four arguments as abstract arrays).
 
-    attention: a layer with an indexer. shape_of: function from (shape, dtype) to an abstract array on the device. mesh:
-    the layout whose part of the heads a device has. dtype: of queries.
+    The function takes queries and weights of the indexer, both parts of the queries, the pool and a RaggedBatch, and
+    returns the attention output. attention: a layer with an indexer. mesh: layout whose share of the heads a device
+    has. shape_of: function from (shape, dtype) to an abstract array on the device. num_tokens: of the step. dtype: of
+    queries.
     """
     index = attention.index
     assert index is not None
     spec = attention_spec(replace(attention, index=None), mesh)
 
     def function(index_q: Any, weights: Any, q: Any, q_rest: Any, kv: Any, batch: Any) -> Any:
-        """Select keys by the indexer and attend to them."""
+        """Return the attention output over the keys that the indexer selects."""
         schedule = selection_schedule(batch, num_tokens=num_tokens, page_size=kv.page_size, platform=kv.platform)
         found = select_keys(index_q, weights, kv, batch, count=index.top_k, schedule=schedule)
         return selected_attention(q, q_rest, kv, batch, found, spec=spec)

@@ -24,8 +24,8 @@ _BEHIND_MERGE = ("merger", "mergers", "projector")
 
 
 def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
-    """Yield a program for each call size of the stage's towers, or with `short` only for the largest; none
-    without a tower.
+    """Yield a program for each call size of the stage's towers, with `short` only for the largest; nothing without a
+    tower.
     """
     found = (each.encoders for each in stage.steps.extensions if isinstance(each, PicturesExtension))
     for own in (encoder for encoders in found for encoder in encoders):
@@ -48,7 +48,7 @@ def encoders(stage: StagePrograms, *, short: bool) -> Iterator[CheckedProgram]:
 
 def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
     """Return a device's share of the work of an encoder call: every weight and patch read once, and all products but
-    those of attention.
+    attention's.
 
     Biases and norms do no operations. layout: of the tower that is called. size: patches of a device in the call.
     """
@@ -65,8 +65,8 @@ def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
 
 
 def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expected | None:
-    """Return the expected exchanges of an encoder call; None with several data-parallel replicas, where forward passes
-    already check them.
+    """Return the expected exchanges of an encoder call; None with several data-parallel replicas, where they are not
+    checked.
 
     size: patches of a device in the call, one of `layout.sizes`.
     """
@@ -81,11 +81,10 @@ def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expecte
 
 
 def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) -> dict[str, Mapping[str, int]]:
-    """Return the expected number of exchanges of a vision tower by scope and kind.
+    """Return the expected number of exchanges of a vision tower, by scope and kind; {} if there are none.
 
-    If devices encode different images, the tower has none inside and one all-gather after it; otherwise each product
-    whose inputs are split is followed by an all-reduce. {} if there are none. layout.parts: devices that encode
-    different images.
+    If devices encode different images (layout.parts above 1), the tower has none inside and one all-gather after it.
+    Otherwise each product whose inputs are split is followed by an all-reduce.
     """
     if layout.parts > 1:
         return {"gather": {"all-gather": 1}}
