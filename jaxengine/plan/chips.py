@@ -48,7 +48,7 @@ class Chips:
 
 
 def _of_target(name: str, target: str) -> Chip:
-    """Return the Chip, called `name`, of one of TARGETS."""
+    """Return a Chip with the name `name` and the figures of `target`, a name in TARGETS."""
     found = TARGETS[target]
     capability = "" if found.gpu is None else ".".join(map(str, found.gpu.capability))
     figures = found.hbm_bytes, found.hbm_bandwidth, found.flops

@@ -10,10 +10,10 @@ from jaxengine.models.kernel_rows import TOKEN_ROWS
 
 
 def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any) -> np.ndarray:
-    """Convert pages [n, ...] from layout `source` to layout `target`, bit for bit.
+    """Convert pages [n, ...] from the layout `source` to the layout `target`, bit for bit.
 
-    HEAD_TILES and HEAD_TILES_AS_BITS differ only in the dtype. spec: KVSpec of one device's pool.
-    like: shape and dtype of the target's pool on all devices, [P, ...].
+    HEAD_TILES and HEAD_TILES_AS_BITS differ only in the dtype. spec: KVSpec of one device's pool. like: array with the
+    dtype and shape [P, ...] of the target's pool over all devices. Raises ValueError if sizes do not match.
     """
     if (source == TOKEN_ROWS) == (target == TOKEN_ROWS):
         return _as(pages, like.dtype)
@@ -36,6 +36,8 @@ def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any)
 
 
 def _as(pages: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return pages in C order as numbers of `dtype`, bit for bit. Raises ValueError if the sizes do not match."""
+    """Return pages in C order, reinterpreted as numbers of `dtype`, bit for bit. Raises ValueError if the sizes do not
+    match.
+    """
     pages = np.ascontiguousarray(pages)
     return pages if pages.dtype == dtype else pages.view(dtype)

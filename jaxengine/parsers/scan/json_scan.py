@@ -77,8 +77,8 @@ class JsonScanner:
         return self._state is _State.END
 
     def skip(self, text: str, at: int) -> int:
-        """Skip characters of `text` from `at` on that a string goes on with, up to a quote or backslash; return the new
-        position, `at` outside of strings.
+        """Return the position of the next quote or backslash of `text` from `at` on, or its end, if the scanner is
+        inside a string (between escapes); else `at`. The state does not change.
         """
         if self._state is not _State.STRING:
             return at
@@ -128,8 +128,8 @@ class JsonScanner:
         return char in _SPACE or self._structure(state, char)
 
     def _structure(self, state: _State, char: str) -> bool:
-        """Read the character `char`, in `state`, that is neither white space nor within a string or scalar; return
-        False if it is wrong.
+        """Read the character `char`, which is neither white space nor within a string or scalar, in the state `state`;
+        return False if it is not allowed there.
         """
         closes = bool(self._open) and char == _CLOSING[self._open[-1]]
         if state in (_State.KEY, _State.FIRST_KEY) and char == '"':
@@ -148,7 +148,7 @@ class JsonScanner:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """Read the first character of a value; return False if it begins none."""
+        """Read the first character of a value; return False if no value begins with it."""
         if char in _CLOSING:
             self._open.append(char)
             self._state = _State.FIRST_KEY if char == "{" else _State.FIRST_ITEM

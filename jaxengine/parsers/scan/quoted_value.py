@@ -71,7 +71,8 @@ class QuotedValue:
         return at, False
 
     def _structure(self, char: str) -> None:
-        """Read the character `char` outside of strings."""
+        """Read the character `char` outside of strings: update the state, and append to `json` what it begins or ends.
+        """
         closes = bool(self._open) and char == _CLOSING[self._open[-1]]
         if closes or char == ",":
             if self._state is _State.VALUE:
@@ -98,7 +99,9 @@ class QuotedValue:
                 self._plain, self._string = [], []
 
     def _json_string(self, char: str) -> None:
-        """Read a character of a string in JSON's notation, after its opening quotation mark."""
+        """Read a character of a string in JSON's notation, after its opening quotation mark. At its end, record the
+        string; one that is no valid JSON is kept as written, with its quotes.
+        """
         self._plain.append(char)
         if char == '"' and not self._is_escaped:
             written, self._plain, self._in_json_string = "".join(self._plain), [], False
@@ -109,7 +112,7 @@ class QuotedValue:
         self._is_escaped = char == "\\" and not self._is_escaped
 
     def _end_string(self, text: str) -> None:
-        """End a quoted string, which is a member's name or a value."""
+        """End a quoted string: record it as a member's name, or append it to `json` as a value."""
         if self._state is _State.KEY:
             self._name = text
         elif self._state is _State.VALUE:
@@ -117,13 +120,17 @@ class QuotedValue:
             self._state = _State.NEXT
 
     def _end_plain(self) -> None:
-        """End a value without quotation: a number, true, false, null or a text. An empty one counts in objects only."""
+        """End a value without quotation words, and append it to `json` as a number, true, false, null or else a string.
+        An empty text is a value only after a member's name.
+        """
         text = "".join(self._plain).rstrip()
         if text or self._key is not None:
             self._begin_value(as_json(text, _SCALARS))
 
     def _begin_value(self, written: str) -> None:
-        """Write the beginning of a value, or all of it, after a comma and its member's name where these belong."""
+        """Append `written`, a value or its beginning, to `json`, preceded by a comma unless it is the first item, and
+        by its member's name if it has one.
+        """
         name = "" if self._key is None else f"{json.dumps(self._key, ensure_ascii=False)}: "
         self.json.append(f"{', ' if self._num_items[-1] else ''}{name}{written}")
         self._num_items[-1] += 1

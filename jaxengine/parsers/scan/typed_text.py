@@ -35,8 +35,8 @@ def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
 
 
 def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str]:
-    """Return the JSON types of the values that the schemas at these places name, all together; only "string" if they
-    name none. document: in which references are looked up.
+    """Return the union of the JSON types that the schemas at `places` name; only "string" if they name none. document:
+    resolves their references.
     """
     found: set[str] = set()
     for place in places:
@@ -46,7 +46,9 @@ def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema itself names by "type", or else by the values of "enum" or "const"."""
+    """Return the JSON types that a schema itself names by "type", or otherwise the types of its "enum" and "const"
+    values; empty if it has none of these.
+    """
     kind = schema.get("type")
     found = {_TYPE_NAMES.get(each.lower(), each) for each in (*_list(kind), kind) if isinstance(each, str)}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
@@ -54,15 +56,15 @@ def _own_types(schema: Schema) -> set[str]:
 
 
 def _list(value: Any) -> list[Any]:
-    """Return a list unchanged, [] for other values."""
+    """Return `value` if it is a list, else []."""
     return value if isinstance(value, list) else []
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Convert text to JSON: the text itself, stripped, if it is JSON of one of `types`, otherwise a JSON string.
+    """Convert text to JSON of one of the JSON types `types`.
 
-    types: JSON types. A value of one of them in Python's notation is converted too. If they are only "string", or the
-    text is none of them, the result is a string; `types` need not contain "string" for that.
+    The stripped text is returned if it is JSON of such a type other than string, and a Python literal of such a type is
+    converted. Otherwise, or if `types` is {"string"}, the result is the text, unstripped, as a JSON string.
     """
     if types != {"string"}:
         for written in (text.strip(), _from_python(text.strip())):

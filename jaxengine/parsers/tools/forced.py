@@ -36,8 +36,8 @@ class RequiredToolParser:
         self._progress = Progress.MORE
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. Text that is no list of calls, or
-        follows it, is content.
+        """Read a piece of the output; return the events that are certain by now. Text before or after a valid list of
+        calls is content; text after invalid arguments belongs to them.
         """
         at = 0
         if self._progress is Progress.MORE:
@@ -107,7 +107,9 @@ class NamedTextParser:
 
 
 class RequiredTextParser:
-    """Parser of an output that is either RequiredToolParser's list, or the name of a text tool and its text."""
+    """Parser of an output that is either a list of calls, as RequiredToolParser reads, or a line {"name": ...} with the
+    name of a text tool, followed by its text.
+    """
 
     def __init__(self, new_id: Iterable[str]):
         self._ids = new_id
@@ -115,8 +117,8 @@ class RequiredTextParser:
         self._head = ""
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. The first line is held until it is
-        known which of both the output is.
+        """Read a piece of the output; return the events that are certain by now. The first line is held until it shows
+        which of the two forms the output has.
         """
         if self._parser is not None:
             return self._parser.feed(text)
@@ -130,8 +132,8 @@ class RequiredTextParser:
         return [] if self._parser is None else self._parser.feed(rest)
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back, by the parser chosen, that of a list if none
-        was.
+        """End the output; return the events of text that was held back. If the form is still unknown, the text is read
+        as a list of calls.
         """
         if self._parser is None:
             self._parser = RequiredToolParser(self._ids)
@@ -139,8 +141,8 @@ class RequiredTextParser:
         return self._parser.finish()
 
     def _opened(self, line: str) -> RequiredToolParser | NamedTextParser:
-        """Return the parser of what follows the first line, {"name": ...} for a text tool; other lines belong to a
-        list.
+        """Return the parser of the output by its first line: of a text tool if the line is JSON with a string "name",
+        else of a list of calls.
         """
         try:
             name: Any = json.loads(line)["name"]

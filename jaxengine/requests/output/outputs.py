@@ -45,8 +45,8 @@ def position_logprobs(
     decode: Callable[[int], str] | None = None,
     given: Iterable[tuple[int, float]] = (),
 ) -> PositionLogprobs:
-    """Return the logprobs of one position: the sampled token and the `num_logprobs` likeliest (-1: all there are), k or
-    k + 1 entries, then those of the `given` tokens, which have no rank unless they are among the others.
+    """Return the logprobs of one position by token id: the sampled token, then the `num_logprobs` likeliest (-1: all in
+    top_ids), each token once, then the `given` tokens that are not among these, without a rank.
 
     top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: returns a token's
     text; None leaves decoded_token None.
@@ -109,7 +109,8 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class WeightSpan(NamedTuple):
-    """Output tokens [start, end) of a request that one version of the engine's weights computed."""
+    """Output tokens from `start` to `end`, exclusive, of a request that one version of the engine's weights computed.
+    """
 
     version: int | str
     start: int
@@ -180,8 +181,8 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:
-        """Append a later output of the same sequence, which holds only what is new, to this one, in place;
-        cumulative_logprob, weight_versions and the reasons are those of the later one.
+        """Append a later output of the same sequence, which has only what is new, to this one, in place.
+        cumulative_logprob, weight_versions and the reasons become those of the later one.
         """
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]
@@ -229,8 +230,8 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
-        """Merge a later output of the same request into this one, in place: each of its completions is appended to that
-        of the same index (aggregate, for DELTA) or replaces it.
+        """Merge a later output of the same request into this one, in place: each of its completions is appended to the
+        one with the same index (aggregate, for DELTA) or replaces it.
 
         So a reader slower than the engine holds one output, never a queue. Raises ValueError for another request's
         output.
