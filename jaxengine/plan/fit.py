@@ -22,7 +22,8 @@ from jaxengine.runner.base.memory import device_memory
 
 logger = logging.getLogger(__name__)
 
-# Context length, in tokens, below which a model is of little use. Fewer sequences and smaller steps are chosen before a shorter one.
+# Context length, in tokens, below which a model is of little use. Fewer sequences and smaller steps are chosen before
+# a shorter one.
 LEAST_LENGTH = 4096
 _LEAST_TOKENS = 64
 # Patterns of jax's `device_kind` for each chip. The first that matches counts.

@@ -102,10 +102,10 @@ def hidden_states(
 
 
 def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> Arguments:
-    """Check the arguments of `forward`, `tokens` and those after it in its order, and return them as `checked` does.
+    """Check `tokens` and the arguments after it in the order of `forward`, and return the checked Arguments.
 
-    Raises ValueError as `checked`; with `exact` also for routed_experts, and as `check_exact` if the bits cannot be
-    equal.
+    Raises the ValueErrors of `checked`. With `exact`, also for routed_experts and where the bits cannot be equal
+    (`check_exact`).
     """
     given = checked(model, params, *arguments)
     if exact:
@@ -116,8 +116,8 @@ def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> 
 
 
 def _forward(model: CausalLM, params: Any, given: Arguments, remat: bool, exact: bool) -> jax.Array:
-    """Compute the logits float32[B, T, V] of checked arguments, `given`; NaN for tokens that do not fit. remat, exact:
-    as of `forward`.
+    """Compute the logits float32[B, T, V] of the checked arguments `given`; NaN for tokens that do not fit. remat,
+    exact: arguments of `forward`.
     """
     graph, own = nnx.split(model)[0], (given.tokens, given.segment_ids, given.positions)
     if exact:
@@ -139,7 +139,7 @@ def _logits(
     """Compute logits f32[B, T, V] of checked arguments.
 
     graph: of the model, from `nnx.split`. experts: int32[B * T, k] by layer number, to be replayed; None for the
-    router's. Other operands are as of `forward`.
+    router's choice. Other operands are arguments of `forward`.
     """
     sections: dict[str, Any] = {"recompute": Recompute()} if remat else {}
     if experts is not None:
@@ -157,8 +157,8 @@ def _exact_logits(
     *,
     remat: bool,
 ) -> jax.Array:
-    """Compute logits f32[B, T, V] in the engine's exact form, with the derivatives of `_logits`; arguments as of
-    `_logits`.
+    """Compute logits f32[B, T, V] in the engine's exact form, with the derivatives of the plain forward pass
+    (`_logits`). graph: of the model, from `nnx.split`. Other operands are arguments of `forward`.
     """
 
     @jax.custom_jvp
@@ -168,7 +168,7 @@ def _exact_logits(
 
     @logits_of.defjvp
     def tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        """Return (logits, their derivative by `params` alone, of the plain forward pass)."""
+        """Return (exact logits, tangent of the plain forward pass's logits, by `params` alone)."""
         params, given = primals
         _, of_logits = jax.jvp(lambda params: _logits(graph, params, *given, remat=remat), (params,), tangents[:1])
         return logits_of(params, given), of_logits
@@ -197,8 +197,9 @@ def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Arra
 def _states(
     graph: Any, params: Any, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
 ) -> jax.Array:
-    """Compute the hidden states of `hidden_states` from checked arguments. graph: of the model, from `nnx.split`. Other
-    operands are as of `forward`.
+    """Compute hidden states [B, T, layers + 1, D] from checked arguments: the embeddings, the outputs of all layers but
+    the last, and the final norm's output. graph: of the model, from `nnx.split`. Other operands are arguments of
+    `forward`.
     """
     model = nnx.merge(graph, params)
     counts = range(model.config.num_layers)

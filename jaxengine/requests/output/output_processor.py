@@ -185,7 +185,7 @@ class OutputProcessor:
     stream_interval: number of tokens of an output that are sent together.
 
     Attributes:
-      spans: (start, end, number of outputs) of the last 4096 calls of `process` with outputs, seconds of time.monotonic.
+      spans: (start, end, number of outputs) of the last 4096 calls of `process` with outputs, in seconds.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):

@@ -41,8 +41,8 @@ class _Automaton:
 class StopStrings:
     """Filter that passes text up to the first completed stop string; of several completed at once, the longest.
 
-    keep: pass the stop string too; nothing needs to be held back then. met: the stop string that was found, else None.
-    Raises ValueError for an empty stop string.
+    keep: pass the stop string too; then no text is held back. met: the stop string that was found, else None. Raises
+    ValueError for an empty stop string.
     """
 
     def __init__(self, stop: tuple[str, ...], *, keep: bool):
@@ -55,8 +55,9 @@ class StopStrings:
         self.met: str | None = None
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Read text; return the text that is settled: what precedes any stop string and cannot be the beginning of one,
-        or with `keep` all up to the end of the first. "" once a stop string was met. Sets `met`.
+        """Read text. Return the text that is settled: what precedes any stop string and cannot be the beginning of one,
+        or with `keep` everything up to the end of the first stop string. Sets `met` when one is completed; returns ""
+        in later calls.
 
         counts=False: a stop string that ends within this text is ignored; one that begins in it may end, and count,
         later.
@@ -80,6 +81,6 @@ class StopStrings:
         return passed[: len(passed) - held]
 
     def release(self) -> str:
-        """Return the held text at the end of the input, and hold it no longer."""
+        """Return and clear the held text, at the end of the input."""
         held, self._held = self._held, ""
         return held
