@@ -87,8 +87,8 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Return the bytes that the engine will hold of one device by purpose, those of extensions included; their sum
-        is `planned`.
+        """Bytes that the engine will hold of one device by purpose, those of extensions included; their sum is
+        `planned`.
         """
         return {
             "weights": self.weights,
@@ -133,9 +133,8 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Return a device's bytes of memory: all of a CUDA card, of a TPU what its runtime may use, of a CPU the host's.
-
-    Where a control group limits the host's, that is what counts.
+    """Return a device's bytes of memory: all of a CUDA card, the part of a TPU that its runtime may use, the host's
+    memory for a CPU, or the control group's limit if that is lower.
     """
     if device.platform in _CARDS:
         return card_bytes(device.memory_stats()["bytes_limit"])
@@ -153,12 +152,12 @@ def device_memory(device: Any) -> int:
 
 
 def device_limit(device: Any) -> int | None:
-    """Return the bytes of a CUDA card that jax's client has; None for other devices, which it has whole."""
+    """Return the bytes of a CUDA card that jax's client has; None for other devices, whose client has no such limit."""
     return device.memory_stats()["bytes_limit"] if device.platform in _CARDS else None
 
 
 def memory_in_use(device: Any) -> int:
-    """Return the bytes of a device's memory in use now; for a CPU the process's memory without pages of files."""
+    """Return the bytes of a device's memory in use now; for a CPU the process's anonymous memory (RssAnon)."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_in_use"]
     status = Path("/proc/self/status").read_text()
@@ -166,22 +165,24 @@ def memory_in_use(device: Any) -> int:
 
 
 def return_free_memory() -> None:
-    """Return freed memory of this process to the system: compiling leaves hundreds of MiB in the C library's free
-    lists.
+    """Collect garbage, and return freed memory of this process to the system: compiling leaves hundreds of MiB in the C
+    library's free lists.
     """
     gc.collect()
     trim_heap()
 
 
 def trim_heap() -> None:
-    """Return the C library's free memory of this process to the system; does nothing where that is not glibc."""
+    """Return the C library's free memory of this process to the system; does nothing if it has no malloc_trim (not
+    glibc).
+    """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def workspace_bytes(analysis: Any) -> int:
-    """Return the bytes that a compiled program needs, besides its arguments, while it runs. analysis: its
-    `memory_analysis()`.
+    """Return the bytes that a compiled program needs, besides its arguments, while it runs: temporaries, and results
+    without donated memory. analysis: its `memory_analysis()`.
     """
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
@@ -189,16 +190,17 @@ def workspace_bytes(analysis: Any) -> int:
 def held_bytes(code: int, stored: int, backend: str) -> int:
     """Return the bytes of device memory that a loaded program holds. backend: as `jax.default_backend` names it.
 
-    code: machine code size from its `memory_analysis()`; stored: size of its file, used if the code size is not known.
+    code: machine code size from its `memory_analysis()`; stored: size of its file. On CPUs the result is a multiple of
+    `stored`; elsewhere it is `code`, or `stored` if `code` is 0.
     """
     return _CPU_BYTES_PER_STORED * stored if backend == "cpu" else code or stored
 
 
 class TooLong(ConfigError):
-    """Error of a max_model_len that is more than the pages that fit hold.
+    """Error of a max_model_len for which too few pages fit.
 
     Attributes:
-      fits: the most tokens of a request that they hold.
+      fits: the most tokens that a request can have with these pages.
     """
 
     def __init__(self, fits: int, max_model_len: int, allowed: str):
@@ -207,7 +209,7 @@ class TooLong(ConfigError):
 
 
 class StageSizes(NamedTuple):
-    """Bytes of one device of a stage, with which its memory plan begins."""
+    """Bytes on one device of a stage that are known before the memory plan."""
 
     total: int  # the device's memory
     weights: int  # those of extensions included
@@ -223,9 +225,9 @@ def plan_stages(
     windows: tuple[int | None, ...],
     shared: int,
 ) -> MemoryPlan:
-    """Return the plan of the stage with the least room, the fewest pages.
+    """Return the plan of the stage with the fewest pages.
 
-    stages, needs: of each stage. windows, shared, and what it raises: as of `plan_memory`.
+    stages, needs: of each stage. windows, shared: arguments of `plan_memory`, whose errors this raises.
     """
     plans = [
         plan_memory(config, **sizes._asdict(), needs=own, windows=windows, shared=shared)
@@ -235,8 +237,8 @@ def plan_stages(
 
 
 def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:
-    """Return the bytes of a device that an engine may plan for: the share gpu_memory_utilization of `total`, at most
-    what is usable of `limit`. total, limit: as of `plan_memory`.
+    """Return the bytes of a device that an engine may plan for: the share gpu_memory_utilization of `total`, the
+    device's bytes, and no more than what is usable of `limit`, the bytes that jax's client has (None: no limit).
     """
     budget = int(total * config.gpu_memory_utilization)
     return budget if limit is None else min(budget, usable(limit))
@@ -318,8 +320,8 @@ def plan_memory(
 
 
 def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...], most: int) -> int:
-    """Return the tokens of the longest sequence that num_pages pages hold: `most`, or fewer in a multiple of whole
-    pages. windows: of the cache groups.
+    """Return the tokens of the longest sequence that num_pages pages hold: `most` if it fits, else the largest number
+    of whole pages, in tokens; 0 if none. windows: of the cache groups.
     """
     limits = config.scheduler_config(1, windows=windows)
     if most_pages_of(limits, most) <= num_pages:
@@ -335,7 +337,9 @@ def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | Non
 
 
 def _no_room(config: ResolvedConfig, budget: int, weights: int, needs: StageNeeds) -> ConfigError:
-    """Return the error of a device without room for a single page. weights: bytes of these and of the process."""
+    """Return a ConfigError, which the caller raises, for a device without room for a single page. weights: bytes of
+    weights and of the process.
+    """
     gib = 1 << 30
     held = {"weights": weights, "programs and what they need": needs.programs + needs.workspace, **needs.extensions}
     listed = ", ".join(f"{purpose} {size / gib:.2f} GiB" for purpose, size in held.items() if size)
