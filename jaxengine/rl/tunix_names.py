@@ -27,8 +27,8 @@ def _heads_first(array: np.ndarray) -> np.ndarray:
     return array.transpose(0, 2, 1).reshape(-1, array.shape[1])
 
 
-# Names within a layer, with Hugging Face's names and the function that converts each array's shape. An array for several
-# names is split along its first axis.
+# Names within a layer, with Hugging Face's names and the function that converts each array's shape. An array for
+# several names is split along its first axis.
 _LAYER: dict[str, tuple[tuple[str, ...], Turn]] = {
     "attn.q_proj.w": (("self_attn.q_proj.weight",), in_first),
     "attn.k_proj.w": (("self_attn.k_proj.weight",), in_first),

@@ -61,16 +61,16 @@ class DraftHeadSpec(DraftSpec):
     model_tree: Any
 
     def both(self, weights: HeadWeights) -> tuple[Any, Any]:
-        """Return the draft head and the target model, as modules."""
+        """Return the modules (draft head, target model) with these weights."""
         lender = nnx.merge(self.model_graph, jax.tree.unflatten(self.model_tree, weights.model))
         return self.model(weights.own), lender
 
 
 def make_follow(spec: DraftHeadSpec) -> Callable:
-    """Make the program that runs the head over a step whose tokens have been sampled.
+    """Return the function that runs the head over a step whose tokens have been sampled.
 
-    The program is (HeadWeights, HeadState, DeviceState after the sampler, SampledRows, hidden states [T, F], message)
-    -> HeadState, with the head's keys and values of the step's tokens, and its hidden state at each row's last position
+    It is (HeadWeights, HeadState, DeviceState after the sampler, SampledRows, hidden states [T, F], message) ->
+    HeadState, with the head's keys and values of the step's tokens, and its hidden state at each row's last position
     that counts as computed.
     """
 
@@ -109,11 +109,10 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
 
 
 def make_head_draft(spec: DraftHeadSpec) -> Callable:
-    """Make the program that proposes drafts after each row's last token with the head.
+    """Return the function that proposes drafts after each row's last token with the head.
 
-    The program is (HeadWeights, HeadState, DeviceState before the step, message) -> (HeadState, Drafts of S rows,
-    spec.width - 1 of each). The drafts' keys and values come from the head's own hidden states; `follow` writes them
-    again.
+    It is (HeadWeights, HeadState, DeviceState before the step, message) -> (HeadState, Drafts of S rows, spec.width - 1
+    of each). The drafts' keys and values come from the head's own hidden states; `follow` writes them again.
     """
 
     def draft(

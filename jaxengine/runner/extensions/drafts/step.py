@@ -33,7 +33,7 @@ from jaxengine.scheduler.batches.buckets import Bucket
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """Static facts of one of a draft model's programs.
+    """Static inputs of one of a draft model's programs.
 
     Attributes:
       graph, params_tree: static parts of the draft model.
@@ -59,7 +59,7 @@ class DraftSpec:
         return unpack(spec, slots, last_token, message.reshape(-1), {})
 
     def model(self, params: list[jax.Array]) -> Any:
-        """Return the draft model, a module, with these leaves."""
+        """Return the draft model as a module with the leaves `params`."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.params_tree, params))
 
 
@@ -87,7 +87,7 @@ class Rows(NamedTuple):
 
 
 def make_extend(spec: DraftSpec) -> Callable:
-    """Make the program that writes the draft model's keys and values for the tokens of a step without drafts.
+    """Return the function that writes the draft model's keys and values for the tokens of a step without drafts.
 
     It is (params: list of arrays, pool, DeviceState before the step, message) -> pool.
     """
@@ -102,7 +102,7 @@ def make_extend(spec: DraftSpec) -> Callable:
 
 
 def make_draft(spec: DraftSpec) -> Callable:
-    """Make the program that proposes drafts after each row's last token.
+    """Return the function that proposes drafts after each row's last token.
 
     It is (params: list of arrays, pool, DeviceState before the step, message) -> (pool, Drafts of S rows, spec.width -
     1 of each). Each pass takes one token of every row and samples the next. The last draft's keys and values are
@@ -133,11 +133,11 @@ def make_draft(spec: DraftSpec) -> Callable:
 def draw_drafts(
     logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample draft number `step` (from 0) of each row from logits f32[S, V / n], as the sampler would; drafts that the
-    message has (`rows.forced`) are taken from it.
+    """Sample draft number `step` (from 0) of each row from logits f32[S, V / n], with the row's parameters and noise as
+    in the sampler; drafts that the message has (`rows.forced`) replace sampled ones.
 
-    drafts: i32[S, k], those made so far, -1 for the others. state: DeviceState before the step. Returns the tokens
-    i32[S], and `drafts` with them in column `step`. A row with logits that are not finite gets token 0.
+    drafts: i32[S, k], earlier drafts, -1 for the others. state: DeviceState before the step. Returns the tokens i32[S],
+    and `drafts` with them in column `step`. A row with logits that are not finite gets token 0.
     """
     assert state.tokens is not None and state.sampling is not None
     with jax.named_scope("sample"):
@@ -159,10 +159,10 @@ def draw_drafts(
 
 
 def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
-    """Unpack the rows of a replica's message, buffer i32[size], of a step with drafts. state: DeviceState before the
+    """Return the rows of a step with drafts from a replica's message, buffer i32[size]. state: DeviceState before the
     step.
 
-    The flags leave out logprobs and masks: drafts are sampled without them.
+    Its sampler flags are without logprobs and masks, as drafts are sampled without them.
     """
     layout, tokens = spec.layout, state.tokens
     assert tokens is not None
