@@ -226,7 +226,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
 
     size = min(range(len(layers), 0, -1), key=cost)
     starts, end = layers[::size], layers[-1] + 1
-    # What stands between two layers goes with the one before.
+    # Operations between two layers belong to the group of the first.
     groups = [eqns[start:stop] for start, stop in zip(starts, [*starts[1:], end], strict=True)]
     return [eqns[: layers[0]], *groups, eqns[end:]]
 

@@ -37,7 +37,7 @@ class Verdicts:
         self._about = list(environment[1:7])  # the rest is long, or says what flags were set
         self._name = f"{_PREFIX}{hashlib.sha256(repr(environment).encode()).hexdigest()[:32]}{_SUFFIX}"
         self._lock = threading.Lock()
-        self._here: dict[str, Any] | None = None  # content after this process's last change, for a folder that stores nothing
+        self._here: dict[str, Any] | None = None  # content after this process's last change
 
     def known(self) -> dict[str, dict[str, Any]]:
         """Return the fields of each verdict, by the text of its call."""
