@@ -93,7 +93,7 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
             warm_up(compiler.stages, plan.num_pages, bar.update)
         for stage in compiler.stages:
             stage.allocate()
-            _ = stage.workspace_bytes, stage.program_bytes  # numbers that the start asks for
+            _ = stage.workspace_bytes, stage.program_bytes  # compiles or stores the numbers that an engine start needs
         bundle.finish(about(model.source, plan.config, devices, built=True), plan.num_pages, __version__)
         return {"programs": bundle.num_programs, "bytes": bundle.num_bytes, "pages": plan.num_pages}
     finally:

@@ -20,7 +20,7 @@ def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any)
     num, size, width = len(pages), spec.page_size, spec.token_width
     if source == TOKEN_ROWS:
         heads = like.shape[1]
-        parts = heads // spec.num_kv_heads  # each device's heads end with what fills up a lane tile
+        parts = heads // spec.num_kv_heads  # each device's heads end with padding to a lane tile
         rows = pages.reshape(num, size, parts, -1)[..., : spec.num_kv_heads * width].reshape(num, size, heads, width)
         keys, values = rows[..., : spec.key_width], rows[..., spec.key_width :]
         tiles = [each.transpose(0, 2, 1, 3).reshape(num, heads, -1) for each in (keys, values)]

@@ -11,7 +11,7 @@ from jaxengine.records.step_file import RecordedStep, RecordError
 from jaxengine.replay.compare import TOLERANCES
 
 _MAX = 2**31 - 1
-# Of each part of engine.json, numbers with their limit, and texts, for which it is 0.
+# Required fields of parts of engine.json: the upper limit of a number, 0 for a text.
 _NEEDED = {
     "options": {"tensor_parallel_size": 1024, "data_parallel_size": 1024, "dtype": 0},
     "model": {"architecture": 0, "layers": _MAX, "hidden_size": _MAX, "vocab_size": _MAX, "digest": 0},

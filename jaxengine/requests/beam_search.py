@@ -91,7 +91,7 @@ class BeamSearchSequence:
       logprobs: of the output, see CompletionOutput.logprobs.
       cum_logprob: sum of the output's log-probabilities.
       text: of prompt and output; None without a tokenizer, and before the search has ended.
-      finish_reason: "stop" at an end-of-sequence token, else "length".
+      finish_reason: "stop" after an end-of-sequence token, else "length"; None while the search continues the beam.
       stop_reason: always None, as vLLM has the field.
     """
 

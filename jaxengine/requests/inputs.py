@@ -432,7 +432,9 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
 
 
 def make_processor(inputs: InputProcessor) -> Processor:
-    """Return a new output processor for requests that `inputs` prepares."""
+    """Return a new output processor for requests that `inputs` prepares: a PoolingProcessor for a pooling model, else
+    an OutputProcessor.
+    """
     return (
         OutputProcessor(inputs.tokenizer, inputs.config.stream_interval)
         if inputs.pooling is None

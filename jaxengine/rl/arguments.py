@@ -122,8 +122,8 @@ def _expert_layers(model: CausalLM) -> list[int]:
 
 
 def _by_layer(model: CausalLM, experts: jax.Array) -> dict[int, jax.Array]:
-    """Split experts [B, T, L, k], L the layers with experts, into [B * T, k] by layer number. model: one with
-    experts.
+    """Return experts [B, T, L, k], L the number of layers with experts, as arrays [B * T, k] by layer number. The model
+    must have experts.
     """
     rows = experts.reshape(-1, *experts.shape[2:])
     return {layer: rows[:, number] for number, layer in enumerate(_expert_layers(model))}
@@ -136,8 +136,8 @@ def _num_positions(model: CausalLM) -> int | None:
 
 
 def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """Return the index of each token in its segment, int32[B, T]. segment_ids: as of `forward`; None if each row is one
-    segment. shape: [B, T].
+    """Return the index of each token in its segment, int32[B, T]. segment_ids: int32[B, T], of which equal neighbours
+    are a segment; None if each row is one segment. shape: [B, T].
     """
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     if segment_ids is None:

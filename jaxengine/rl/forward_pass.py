@@ -73,11 +73,11 @@ def log_probs(
     exact: bool = False,
     routed_experts: ArrayLike | None = None,
 ) -> jax.Array:
-    """Return the log-probability float32[B, T] of each token after those before it in its segment.
+    """Return the log-probability float32[B, T] of each token given those before it in its segment.
 
-    The first token of each segment, and padding, have 0. With `exact` they have the bits that an engine with rl_exact
-    reports (raw_logprobs) and that its `get_logprobs` returns. Operands, NaN for values out of range, and errors are
-    `forward`'s.
+    The first token of each segment, and padding, have 0. With `exact` the values have the bits that an engine with
+    rl_exact reports (raw_logprobs) and that its `get_logprobs` returns. The arguments and errors are those of
+    `forward`, and so is NaN for traced values out of range.
     """
     given = _checked_for(exact, model, params, tokens, segment_ids, positions, routed_experts)
     logits = _forward(model, params, given, remat, exact)
@@ -93,8 +93,8 @@ def hidden_states(
 ) -> jax.Array:
     """Return the hidden states between layers, [B, T, layers + 1, D] in the model's dtype.
 
-    Numbered as transformers numbers `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is
-    taken after the final norm. Operands, NaN for values out of range, and errors are `forward`'s.
+    Numbered as in transformers' `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is taken
+    after the final norm. The arguments and errors are those of `forward`, and so is NaN for traced values out of range.
     """
     given = checked(model, params, tokens, segment_ids, positions)
     states = _states(nnx.split(model)[0], params, given.tokens, given.segment_ids, given.positions)
@@ -163,7 +163,7 @@ def _exact_logits(
 
     @jax.custom_jvp
     def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
-        """Compute the logits in the exact form; its derivative is `tangent`."""
+        """Compute the logits in the exact form; `tangent` defines its derivative."""
         return run_exact(nnx.merge(graph, params), *given)
 
     @logits_of.defjvp

@@ -97,7 +97,7 @@ class StageRunner:
 
     @property
     def sizes(self) -> StageSizes:
-        """Sizes of the stage with which the memory plan begins."""
+        """Bytes on one device of the stage that are known before the memory plan: its memory, weights and a page."""
         limit = device_limit(self.programs.mesh.local_devices[0])
         return StageSizes(self.device_memory, self.weight_bytes, self.page_bytes, limit)
 
@@ -181,11 +181,15 @@ class StageRunner:
             self._epilogues[name, size] = self.compiled(self.programs.epilogue(name, size, self.params))
 
     def own_programs(self) -> list[tuple[str, str]]:
-        """Return (extension, program) names of the programs that extensions run in addition to forward passes."""
+        """Return (name of the extension, name of the program) for each program that extensions run in addition to
+        forward passes.
+        """
         return [(each.name, own.name) for each in self.programs.extensions for own in each.programs(self.params)]
 
     def program(self, extension: str, name: str) -> Executable:
-        """Return one of `own_programs`, compiled or loaded at the first call."""
+        """Return the executable of one of `own_programs`, compiled or loaded at the first call. Raises KeyError or
+        StopIteration for unknown names.
+        """
         if (extension, name) not in self._programs:  # enforce_eager: when it first occurs
             self._programs[extension, name] = self.compiled(self._own_program(extension, name))
         return self._programs[extension, name]

@@ -55,7 +55,7 @@ class Header:
 
     @property
     def is_said(self) -> bool:
-        """Whether the message is addressed to the user."""
+        """Whether the message is addressed to the user: its channel is not "analysis" and it has no recipient."""
         return self.channel != "analysis" and _RECIPIENT.search(self.text) is None
 
 

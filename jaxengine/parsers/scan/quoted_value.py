@@ -137,7 +137,7 @@ class QuotedValue:
         self._key = None
 
     def _close(self, char: str) -> None:
-        """Close the innermost bracket with `char`."""
+        """Append the closing bracket `char` to `json`, and leave the innermost bracket."""
         self.json.append(char)
         self._open.pop()
         self._num_items.pop()

@@ -24,9 +24,9 @@ _TYPE_NAMES = {
 
 
 def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
-    """Return the JSON types that the parameter `name` of a function may have; only "string" if its schema gives none.
+    """Return the JSON types that the parameter `name` of a function may have; only "string" if its schema names none.
 
-    document: the schema of the arguments. A parameter that it does not name has the types of additionalProperties.
+    document: the schema of the arguments. A parameter that it does not list has the types of additionalProperties.
     """
     rules = list(document.applicable(document.root))
     places = [each.inside(named[name]) for each in rules if name in (named := mapping(each.schema, "properties"))]

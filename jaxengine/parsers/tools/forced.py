@@ -67,7 +67,9 @@ class NamedToolParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. The first text starts the call."""
+        """Read a piece of the output; return its events. The first non-empty text starts the call, and all text belongs
+        to its arguments.
+        """
         if text and self._name is not None:  # an output that ends within reasoning has no call
             self._out.start(self._name)
             self._name = None
@@ -87,7 +89,9 @@ class NamedTextParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. The first text starts the call."""
+        """Read a piece of the output; return its events. The first non-empty text starts the call, and all text is
+        appended, escaped, to its argument.
+        """
         if not text:
             return []
         if self._name is not None:
@@ -98,9 +102,7 @@ class NamedTextParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back. The arguments are closed, if there is
-        a call.
-        """
+        """End the output; return the remaining events. If the call was started, its arguments are closed."""
         if self._name is None:
             self._out.arguments(_END)
         return self._out.finish()

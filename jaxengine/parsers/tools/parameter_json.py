@@ -24,7 +24,7 @@ class ParameterJson:
     """
 
     def __init__(self, out: Collector, schema: Schema | None, verbatim: bool):
-        """Write the opening brace."""
+        """Store the names of the schema's parameters, and write the opening brace."""
         self._out = out
         self._schema = SchemaDocument(schema)
         rules = self._schema.applicable(self._schema.root)

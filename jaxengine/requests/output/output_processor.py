@@ -82,7 +82,7 @@ class _Sequence:
             stop_string = self.detokenizer.append([token_id], check_stop=count > least)
             if stop_string is not None:
                 return FinishReason.STOP, stop_string
-        # A token that ends the output in another way has that way's reason.
+        # If the token also ends the output in another way, that reason is reported.
         if repeats and least <= count < self.request.max_tokens and not self._is_stop_token(token_id):
             return FinishReason.REPETITION, REPETITION
         return None
@@ -94,7 +94,7 @@ class _Sequence:
         self.finish_reason, self.stop_reason = reason.value, stop_reason
         if not self.request.per_step:
             known = self.request.output_token_ids
-            self.token_ids = known[known >= 0].tolist()  # a negative id is not a token, but the way a row failed
+            self.token_ids = known[known >= 0].tolist()  # negative ids mark rows that failed
         if self.detokenizer is not None:
             if not self.request.per_step:
                 hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])

@@ -20,8 +20,8 @@ class Logprob:
     """A token at a position.
 
     Attributes:
-      logprob: its log-probability, or logit if logprobs_mode says so.
-      rank: 1 is the likeliest of the vocabulary; None of tokens that were only requested by id.
+      logprob: its log-probability, or its logit with a logprobs_mode of logits.
+      rank: 1 is the likeliest of the vocabulary; None for tokens that were only requested by id.
       decoded_token: its text; None without a tokenizer.
     """
 

@@ -15,7 +15,7 @@ from jaxengine.requests.params.activations import Steer
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.token_params import TokenParams
 
-# Numbers that the entries of a request add together, a few milliseconds: a server does it between other requests.
+# Limit of the numbers that a request's entries add up, which takes a server a few milliseconds.
 MAX_ADDED = 1 << 22
 
 

@@ -45,7 +45,7 @@ class PoolingRequestOutput(Generic[Output]):
     stop_reason: int | str | None = None
 
     def check(self) -> None:
-        """Raise RequestError if there is no result."""
+        """Raise RequestError, with finish_reason and stop_reason, if the request has no result."""
         if self.finish_reason != STOP:
             why = f"{self.finish_reason} ({self.stop_reason})" if self.stop_reason else self.finish_reason
             raise RequestError(f"request {self.request_id!r} has no answer: {why}")
@@ -145,5 +145,7 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def _rest(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
-    """Return the first four fields of an output in order, with `outputs` replaced."""
+    """Return (request_id, `outputs`, prompt_token_ids, num_cached_tokens), the first four fields of `output` with its
+    own outputs replaced.
+    """
     return output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens

@@ -21,7 +21,7 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 _FRACTIONS = FRACTION, OLD_FRACTION
 JAX_SHARE = 0.75
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"
-# One part in so many of what the client has is left for gaps.
+# 1 / _GAPS of the client's memory is left for gaps between allocations.
 _GAPS = 32
 _CPU_DEVICES = "jax_num_cpu_devices"
 

@@ -71,7 +71,7 @@ class Epilogue:
     """Kind of program that runs after a forward pass, on the arrays that the pass has left.
 
     Attributes:
-      make: makes its function, which takes `arguments` and returns the state in `changes`, then its output.
+      make: returns its function, which takes `arguments` and returns the state in `changes`, then its output.
       arguments: names of its arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or a
         section of Forwarded.
       changes: those arguments, fields of DeviceState, that it returns changed; they are donated.
@@ -80,7 +80,7 @@ class Epilogue:
         Forwarded; None for a bucket that it does not serve.
       width: tokens of a row in the steps that it serves; logits have size * width positions.
       ends: whether it is the last one of a step: no other epilogue can run after it.
-      of_model: as Program's.
+      of_model: whether the program depends on the model; if not, engines of several models share its executable.
     """
 
     make: Callable[[EpilogueSpec], Callable]
@@ -299,7 +299,7 @@ class DeviceExtension:
         """
         return {purpose: sum(map(part_bytes, jax.tree.leaves(own))) for purpose, own in self.allocated().items()}
 
-    # Traced.
+    # Called while programs are traced:
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
         """Return the pass with token ids in place of each -1 of the message (a token that only the device has); None if
@@ -308,7 +308,7 @@ class DeviceExtension:
         return None
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with this extension's inputs of the model added."""
+        """Return the pass with this extension's inputs of the model added, as sections of its batch."""
         return step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
@@ -327,7 +327,7 @@ class DeviceExtension:
         """
         return tokens
 
-    # At work.
+    # Called when a stage or runner is built:
 
     def at_stage(self, stage: Any) -> StageExtension | None:
         """Return the extension's StageExtension for a StageRunner, before anything is compiled; None for none."""

@@ -213,8 +213,8 @@ class StageSizes(NamedTuple):
 
     total: int  # the device's memory
     weights: int  # those of extensions included
-    page_bytes: int  # of one page, with what extensions keep for each
-    limit: int | None = None  # as of `plan_memory`
+    page_bytes: int  # of one page, extensions' bytes for it included
+    limit: int | None = None  # bytes that jax's client has of the device; None if it has all
 
 
 def plan_stages(
@@ -255,19 +255,21 @@ def plan_memory(
     windows: tuple[int | None, ...] = (None,),
     shared: int = 0,
 ) -> MemoryPlan:
-    """Plan the KV pool of one device: its size as the config fixes it (num_gpu_blocks_override, kv_cache_memory_bytes),
-    else what fits into gpu_memory_utilization of the device, and no more than requests can use.
+    """Return the memory plan of one device, with the size of its KV pool.
+
+    The pool has the size that the config fixes (num_gpu_blocks_override, kv_cache_memory_bytes), else the pages that
+    fit into gpu_memory_utilization of the device, but no more than requests can use.
 
     Args:
       total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
       needs: bytes of one device besides these.
       limit: bytes of a device that jax's client has; None if it has all.
-      windows: of the cache groups, whose pages are all `page_bytes` large.
-      shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
+      windows: of the cache groups, whose pages all have `page_bytes`.
+      shared: number of devices that share this host's memory; 0 if devices have memories of their own.
 
     Raises:
-      ConfigError: not a single page fits; says what to change. TooLong, a ConfigError: pages fit, but too few for
-        max_model_len.
+      ConfigError: not a single page fits; the message advises what to change. TooLong, a ConfigError: pages fit, but
+        too few for max_model_len.
     """
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)
@@ -279,7 +281,7 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // max(1, page_bytes)
     else:
-        # More pages than all slots can fill would never be used but as cache: twice is plenty.
+        # More pages than all slots can fill serve only as prefix cache: twice as many are enough.
         needed = 2 * pages_per_seq * config.max_num_seqs
         if config.default_seq_tokens is not None:
             of_default = most_pages_of(limits, min(config.default_seq_tokens, config.max_model_len))

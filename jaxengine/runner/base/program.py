@@ -18,7 +18,7 @@ class Program(NamedTuple):
       arguments: shapes with shardings and layouts.
       results: a pytree with the structure of the result.
       donate: indices of donated arguments.
-      of_model: whether the model decides what it does; else its shapes and the stage's extensions do.
+      of_model: whether the program depends on the model; if not, only on its shapes and the stage's extensions.
     """
 
     name: str

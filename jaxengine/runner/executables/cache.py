@@ -51,7 +51,7 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "false",
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "false",
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "false",
-        # Else tpu7x brings a head of a gigabyte into another tiling in every step, for the loop over prompt logprobs.
+        # Else tpu7x converts the tiling of an LM head of a gigabyte in every step, for the loop over prompt logprobs.
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
     }
 }

@@ -232,7 +232,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
 
 
 class _Plan:
-    """Chain under construction, to which parts are added one by one. A value's place is its index in the chain.
+    """Chain under construction, to which parts are added one by one. The "place" of a value is its index in the chain.
 
     Attributes:
       lowered: the lowered programs, without duplicates.
@@ -250,7 +250,7 @@ class _Plan:
             self._places[var] = self._constant(np.asarray(value))
         self._own = {place for place, may in enumerate(may_overwrite) if may}
         self._results: list[int] = []
-        # Values like these are large. Others are not overwritten, so that equal parts stay equal.
+        # Donated arguments are large. Values of other signatures are not overwritten, so that equal parts stay equal.
         self._large = {_signature(leaves[place]) for place in self._own}
         self._calls: list[Call] = []
         self._programs: dict[Any, int] = {}
@@ -263,7 +263,7 @@ class _Plan:
         parts: all parts, as `_cut` returns them.
         """
         eqns, outer = parts[index], index in (0, len(parts) - 1)
-        # Layers differ in numbers, too, which their program therefore takes as arguments.
+        # Layers also differ in literals, which their program therefore takes as arguments.
         eqns = (
             list(eqns) if outer else [eqn.replace(invars=list(map(self._without_literal, eqn.invars))) for eqn in eqns]
         )

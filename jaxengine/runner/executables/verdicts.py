@@ -34,7 +34,7 @@ class Verdicts:
         depend, the first a digest of sources.
         """
         self._files = ExecutableFiles(directory)
-        self._about = list(environment[1:7])  # the rest is long, or says what flags were set
+        self._about = list(environment[1:7])  # the rest is long, or lists flags
         self._name = f"{_PREFIX}{hashlib.sha256(repr(environment).encode()).hexdigest()[:32]}{_SUFFIX}"
         self._lock = threading.Lock()
         self._here: dict[str, Any] | None = None  # content after this process's last change
@@ -66,7 +66,7 @@ class Verdicts:
         self._change(lambda found: found["running"].update({f"{_LATE}{_own()}": call}))
 
     def end(self, call: str, verdict: Mapping[str, Any]) -> None:
-        """Store a verdict's fields, and delete the notes of its call."""
+        """Store a verdict's fields for a call, and delete all notes of that call."""
 
         def change(found: dict[str, Any]) -> None:
             found["verdicts"][call] = dict(verdict)

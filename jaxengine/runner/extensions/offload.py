@@ -25,7 +25,7 @@ from jaxengine.scheduler.batches.buckets import Bucket
 NAME, STATES = "offload", "states"
 # Pages of a replica that one launch copies.
 SIZES = (4, 32)
-# Arrays of the largest size that may be on their way at once, to the host and back.
+# Largest number of arrays in transit at once, to the host and back.
 MAX_LEAVING, MAX_COMING = 4, 2
 
 Entry = tuple[bytes, int]  # key, row

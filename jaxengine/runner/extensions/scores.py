@@ -103,6 +103,7 @@ def make_score(spec: EpilogueSpec) -> Callable:
     """
 
     def score_prompts(params: list[jax.Array], sampling: SamplingState, scored: Scored):
+        """Compute the prompt logprobs of one device's tokens, and gather them over replicas."""
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
         with jax.named_scope("prompt_logprobs"):
             scores = prompt_logprobs(

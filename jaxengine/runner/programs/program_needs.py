@@ -52,7 +52,7 @@ def held_by(
     """
 
     def measure() -> int:
-        # One that was loaded cannot be made into a file again, and one that was just compiled may not be kept.
+        # A loaded program cannot be serialised again, and a compiled one may not have been stored.
         stored = executables.stored_bytes(
             program.name, program.arguments, program.results, donate=program.donate, description=description
         )

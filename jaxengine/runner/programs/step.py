@@ -142,6 +142,9 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         given: dict[str, Any],
         *hidden: jax.Array,
     ):
+        """Run one device's part of the forward pass: unpack the message, call the extensions and the model, and compute
+        logits.
+        """
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
             step = unpack(spec, slots, last_token, message.reshape(-1), given)._replace(cache=kv)

@@ -177,7 +177,7 @@ class StepPrograms:
         return self._forwarded(bucket.num_tokens, size, bucket.width, left)
 
     def epilogue_sizes(self) -> list[tuple[str, int]]:
-        """Return the name and size of every compiled epilogue of this stage."""
+        """Return (name, size) of every compiled epilogue of this stage."""
         return [(name, size) for name, each in self.epilogues.items() for size in each.sizes(self.packer.buckets)]
 
     def last_epilogue(self, bucket: Bucket) -> str:

@@ -68,7 +68,7 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Upload:
-    """Adapter on its way to a pool slot."""
+    """Adapter that is being read and copied to the devices for a pool slot."""
 
     slot: int  # of the pool
     adapter: Adapter  # that gets the slot
@@ -414,7 +414,9 @@ class AdapterStore:
 
 
 def _check_name(name: str) -> None:
-    """Raise RequestError for a name that an adapter may not have."""
+    """Raise RequestError unless the name is 1 to MAX_NAME printable characters without white space at its ends, of
+    which at least one is visible.
+    """
     right = isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     if not right or not seen_as(name):
         allowed = f"a text of 1 to {MAX_NAME} printable characters, without white space at its ends"

@@ -82,6 +82,7 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
         hidden: jax.Array,
         message: jax.Array,
     ) -> HeadState:
+        """Run the head over the step's tokens, each with the next token's embedding; return the new HeadState."""
         buffer, layout, tokens = message.reshape(-1), spec.layout, state.tokens
         assert tokens is not None
         history = tokens.sections[NAME]
@@ -118,6 +119,9 @@ def make_head_draft(spec: DraftHeadSpec) -> Callable:
     def draft(
         weights: HeadWeights, kept: HeadState, state: DeviceState, message: jax.Array
     ) -> tuple[HeadState, Drafts]:
+        """Propose drafts for each row: the first from the slot's stored hidden state, each later one after a pass of
+        the head over the draft before it.
+        """
         rows = unpack_drafting(spec, state, message.reshape(-1))
         first = kept.hidden[jnp.minimum(rows.slot, kept.hidden.shape[0] - 1)]
         num_drafts = spec.width - 1
@@ -129,7 +133,7 @@ def make_head_draft(spec: DraftHeadSpec) -> Callable:
         def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array, jax.Array]):
             kv, hidden, token, drafts = carried
             head, model = spec.both(weights)
-            # One position before the token's, as all keys of the head.
+            # The head's keys are one position before their tokens.
             batch = one_token_each(spec, rows, step, token, back=1)
             hidden, kv = head(batch, kv, hidden, head.embeddings(token, model))
             return kv, hidden, *choose(step, hidden, drafts)

@@ -110,6 +110,9 @@ def make_draft(spec: DraftSpec) -> Callable:
     """
 
     def draft(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
+        """Run the draft model over one token of every row, spec.width times, and sample a draft after each pass but the
+        last.
+        """
         rows = unpack_drafting(spec, state, message.reshape(-1))
         num_drafts = spec.width - 1
 

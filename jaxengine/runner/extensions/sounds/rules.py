@@ -70,8 +70,10 @@ def after_tokens(rows: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def ruled(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the logits f32[S, V / n] with -inf for tokens that the rules forbid. rows: i32[S, WIDTH]; a row of zeros
-    has no rules.
+    """Return the logits f32[S, V / n] with -inf for tokens that the rules forbid: at the start the tokens in `begin`,
+    and with timestamps those out of order, and text where timestamps together are likelier than any text token.
+
+    rows: i32[S, WIDTH], columns of RuleRow and `begin`; a row of zeros has no rules.
     """
     token = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)
     row = RuleRow(*(rows[:, at : at + 1] for at in range(len(RuleRow._fields))))
