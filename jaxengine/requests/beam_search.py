@@ -143,7 +143,7 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of the beams to continue; [] once the search is over."""
+        """Token ids of the beams to continue; [] once the search is over."""
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:

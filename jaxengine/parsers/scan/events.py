@@ -68,7 +68,7 @@ class ReasoningParser(OutputParser, Protocol):
 
     @property
     def late_ends(self) -> tuple[str, ...]:
-        """Return the end words of reasoning that may still arrive because a tool call ended the reasoning without one;
+        """End words of reasoning that may still arrive because a tool call ended the reasoning without one;
         () otherwise.
         """
         ...

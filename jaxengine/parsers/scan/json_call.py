@@ -52,7 +52,7 @@ class JsonCall:
 
     @property
     def held(self) -> str:
-        """Return the text read so far, while it is not known to be a call; "" afterwards."""
+        """Text read so far, while it is not known to be a call; "" afterwards."""
         return "" if self._started else "".join(self._text)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:

@@ -26,7 +26,7 @@ class JsonCallList:
 
     @property
     def held(self) -> str:
-        """Return the text read so far that is not known to belong to a call."""
+        """Text read so far that is not known to belong to a call."""
         return "".join(self._before) + (self._opening.held if self._call is None else self._call.held)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:

@@ -51,7 +51,7 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
-        """Return the number of open arrays and objects."""
+        """Number of open arrays and objects."""
         return len(self._open)
 
     @property

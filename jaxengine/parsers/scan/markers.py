@@ -90,7 +90,7 @@ class Opening:
 
     @property
     def held(self) -> str:
-        """Return all text read so far."""
+        """All text read so far."""
         return "".join(self._read)
 
 

@@ -40,7 +40,7 @@ class ParameterJson:
 
     @property
     def may_be_next(self) -> AbstractSet[str] | None:
-        """Return the names of the function's parameters that have not come yet; None if its parameters are unknown."""
+        """Names of the function's parameters that have not come yet; None if its parameters are unknown."""
         return self._properties - self._names if self._properties else None
 
     def declared_types(self, name: str) -> frozenset[str] | None:

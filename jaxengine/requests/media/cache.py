@@ -76,7 +76,7 @@ class MediaCache(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the cached pixels, in this process or another."""
+        """Bytes of the cached pixels, in this process or another."""
         ...
 
     def get(self, digest: bytes) -> Processed | None:

@@ -94,12 +94,12 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Return the seconds that the request waited in the engine's queue before it first ran; None before that."""
+        """Seconds that the request waited in the engine's queue before it first ran; None before that."""
         return _between(self.queued_time, self.first_scheduled_time)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Return the seconds from arrival to the first token; None before it."""
+        """Seconds from arrival to the first token; None before it."""
         return _between(self.arrival_time, self.first_token_time)
 
 

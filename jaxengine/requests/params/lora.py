@@ -25,7 +25,7 @@ class LoRARequest:
 
     @property
     def path(self) -> str:
-        """Return lora_path as text. Raises RequestError if it is not a path."""
+        """lora_path as text; "." for an empty path. Raises RequestError if it is not a path."""
         try:
             return os.fspath(self.lora_path) or "."
         except TypeError:

@@ -411,14 +411,14 @@ class SamplingParams(SamplingFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
+        """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
         if no token has any.
         """
         return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens with log-probabilities at each position of the prompt, -1 for all; None
+        """Number of likeliest tokens with log-probabilities at each position of the prompt, -1 for all; None
         if no token has any.
         """
         return 0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs

@@ -45,7 +45,7 @@ class StageNeeds(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the sum of programs, workspace and extensions, in bytes."""
+        """Sum of programs, workspace and extensions, in bytes."""
         return self.programs + self.workspace + sum(self.extensions.values())
 
 
@@ -82,7 +82,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the pool's pages."""
+        """Bytes of the pool's pages."""
         return self.num_pages * self.page_bytes
 
     @property
@@ -101,12 +101,12 @@ class MemoryPlan:
 
     @property
     def planned(self) -> int:
-        """Return the bytes of one device that the engine will hold: the sum of `parts`."""
+        """Bytes of one device that the engine will hold: the sum of `parts`."""
         return sum(self.parts.values())
 
     @property
     def num_requests(self) -> float:
-        """Return how many requests of max_model_len tokens the pool holds at once."""
+        """Number of requests of max_model_len tokens that the pool holds at once, as a fraction."""
         return self.num_pages / self.pages_per_seq
 
     def table(self) -> str:

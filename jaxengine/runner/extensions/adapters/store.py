@@ -414,8 +414,8 @@ class AdapterStore:
 
 
 def _check_name(name: str) -> None:
-    """Raise RequestError unless the name is 1 to MAX_NAME printable characters without white space at its ends, of
-    which at least one is visible.
+    """Raise RequestError unless the name is 1 to MAX_NAME printable characters without white space at its ends, and not
+    empty in the form that `seen_as` compares.
     """
     right = isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     if not right or not seen_as(name):
