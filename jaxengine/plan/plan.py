@@ -60,7 +60,7 @@ class Split:
 
     @property
     def flags(self) -> str:
-        """Flags of the command line that request this split; "" for one device."""
+        """Flags of the command line that request this split, without sizes of 1; "" for one device."""
         sizes = (("-tp", self.tensor), ("-pp", self.pipeline), ("-dp", self.data))
         return " ".join([*(f"{flag} {size}" for flag, size in sizes if size > 1), *(["-ep"] if self.experts else [])])
 
@@ -184,7 +184,9 @@ class SplitPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the pages hold, at most the model's context; 0 if it does not fit."""
+        """Largest number of tokens of a sequence that the pages hold, at most the model's context; 0 if the model does
+        not fit.
+        """
         most = self.stages[0].programs.model.config.max_position_embeddings
         return longest_fit(self.config, self.num_pages, self.windows, most)
 

@@ -100,8 +100,9 @@ def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compil
 
 
 def _order(one: Ranked) -> tuple[object, ...]:
-    """Return the sorting key of a split, the best first: those that fit, by speed and by sequences of 1,024 tokens,
-    then those that lack memory, by how much, then those that cannot be split so.
+    """Return the sorting key of a split, the best first: those that fit, by decoding speed rounded to two digits, then
+    by sequences of 1,024 tokens; then those that lack memory, by how much; then those that cannot be split so. Smaller
+    pipelines come first among equals.
     """
     if one.plan is None:
         return 2, 0, 0, one.split.pipeline

@@ -49,7 +49,7 @@ class OpenModel:
         """Return logits f32[T, V] of token ids [T], or f32[B, T, V] of [B, T]: at each position those of the next
         token.
 
-        Raises ValueError for ids outside the vocabulary, no tokens, other shapes, and numbers that are no integers.
+        Raises ValueError for ids outside the vocabulary, no tokens, other shapes, and numbers that are not integers.
         """
         rows, is_one = self._rows(tokens)
         logits = forward(self.module, self.params, rows)
@@ -69,7 +69,7 @@ class OpenModel:
 
     def _rows(self, tokens: Tokens) -> tuple[jax.Array, bool]:
         """Return tokens as i32[B, T], and whether they were given as one sequence, [T]. Raises ValueError for ids
-        outside the vocabulary, no tokens, other shapes, and numbers that are no integers.
+        outside the vocabulary, no tokens, other shapes, and numbers that are not integers.
         """
         found = np.asarray(tokens)
         if found.ndim not in (1, 2) or found.size == 0 or not np.issubdtype(found.dtype, np.integer):

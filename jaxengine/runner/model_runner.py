@@ -271,10 +271,10 @@ class ModelRunner:
             self.change_state(name, slots, values)
 
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
-        """Send the devices one int32 value for each slot whose value differs from what they have.
+        """Send the devices one int32 for each slot whose value differs from the one that they have.
 
         name: of the state change. known: i32[slots of all replicas], the values that the devices have; updated in
-        place. slots, values: of equal length, slots over all replicas and the wanted values.
+        place. slots, values: of equal length, distinct slots over all replicas and their new values.
         """
         news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
         for first in range(0, len(news), NUM_COLUMN_ROWS):

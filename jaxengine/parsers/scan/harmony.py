@@ -136,7 +136,7 @@ class HarmonyReader:
         """Process text at the output's start or after a message, where a message may begin without <|start|>; the state
         may change.
 
-        Reads `text` from the position `at`; returns the position after the last character read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found is None:
@@ -152,7 +152,7 @@ class HarmonyReader:
 
     def _between(self, text: str, at: int) -> int:
         """Process text between messages: text up to START or CHANNEL becomes Outside, and the word opens a header.
-        Reads `text` from `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._begin.read(text, at)
         self._outside(plain)
@@ -175,7 +175,7 @@ class HarmonyReader:
 
     def _in_header(self, text: str, at: int) -> int:
         """Process text of a header, up to <|message|>. A header that another marker ends, or that exceeds _MAX_HEADER
-        characters, becomes Outside. Reads `text` from `at`; returns the position after what it read.
+        characters, becomes Outside. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._message.read(text[at : at + self._room], 0)
         self._header += [plain, word]
@@ -191,7 +191,7 @@ class HarmonyReader:
 
     def _in_body(self, text: str, at: int) -> int:
         """Process text of a body, up to a word that ends the message (an End with the word) or begins the next one (an
-        End without). Reads `text` from `at`; returns the position after what it read.
+        End without). Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)

@@ -41,8 +41,8 @@ class JsonCallList:
         return at, progress
 
     def _open_list(self, text: str, at: int) -> tuple[int, Progress]:
-        """Process text before the opening bracket: white space or "[", else REJECTED. Reads `text` from `at`; returns
-        (position after what it read, progress).
+        """Process text before the opening bracket: white space or "[", else REJECTED. Reads `text` from the index `at`;
+        returns (index after the last character read, progress).
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -51,8 +51,8 @@ class JsonCallList:
         return at, Progress.REJECTED if found is False else Progress.MORE
 
     def _open_object(self, text: str, at: int) -> tuple[int, Progress]:
-        """Process text before the brace of a call: white space or "{", else REJECTED. Reads `text` from `at`; returns
-        (position after what it read, progress).
+        """Process text before the brace of a call: white space or "{", else REJECTED. Reads `text` from the index `at`;
+        returns (index after the last character read, progress).
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -64,7 +64,7 @@ class JsonCallList:
 
     def _object(self, text: str, at: int) -> tuple[int, Progress]:
         """Pass text to the reader of the current object until it ends; BROKEN and REJECTED are its results. Reads
-        `text` from `at`; returns (position after what it read, progress).
+        `text` from the index `at`; returns (index after the last character read, progress).
         """
         assert self._call is not None
         at, progress = self._call.read(text, at)

@@ -88,7 +88,7 @@ class JsonScanner:
     def take(self, text: str, at: int) -> tuple[int, bool]:
         """Read `text` from the position `at` until the value is complete or the text ends.
 
-        Returns (position after what was read, whether that may begin a JSON value). False: the character at the
+        Returns (index after the last character read, whether that may begin a JSON value). False: the character at the
         position is wrong; the scanner is of no use after it.
         """
         while at < len(text) and not self.done:

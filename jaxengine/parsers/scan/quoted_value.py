@@ -51,7 +51,7 @@ class QuotedValue:
     def read(self, text: str, at: int) -> tuple[int, bool]:
         """Read `text` from the position `at` to the end of the value or of the text.
 
-        Returns (position after what was read, whether the value is complete).
+        Returns (index after the last character read, whether the value is complete).
         """
         while at < len(text):
             if self._string is not None:
@@ -100,7 +100,7 @@ class QuotedValue:
 
     def _json_string(self, char: str) -> None:
         """Read a character of a string in JSON's notation, after its opening quotation mark. At its end, record the
-        string; one that is no valid JSON is kept as written, with its quotes.
+        string; one that is not valid JSON is kept as written, with its quotes.
         """
         self._plain.append(char)
         if char == '"' and not self._is_escaped:

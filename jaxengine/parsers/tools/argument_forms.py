@@ -65,8 +65,8 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
     """Return the forms that a function's arguments may have, one for each combination of alternatives.
 
     function: JSON schema of the arguments, an object. Properties by reference, of allOf and of alternatives are
-    included; conditions (if), patterns and alternatives that are no objects are not. Raises ValueError for more than 64
-    combinations or levels, UnresolvedError for a reference that leads nowhere.
+    included; conditions (if), patterns and alternatives that are not objects are left out. Raises ValueError for more
+    than 64 combinations or levels, UnresolvedError for a reference that leads nowhere.
     """
     document = SchemaDocument(function)
     return _forms(document, document.root, {}, 0)
@@ -76,7 +76,7 @@ def _forms(
     document: SchemaDocument, place: Place, known: dict[int, list[ArgumentForm]], depth: int
 ) -> list[ArgumentForm]:
     """Return the forms of the schema at `place`, which is `depth` references and combinations below the root. A schema
-    that is no mapping (true, false, invalid) has one form, without parameters.
+    that is not a mapping (true, false, invalid) has one form, without parameters.
 
     known: forms by the id of their schema, to which this adds. A schema that contains itself contributes nothing where
     it recurs. Raises ValueError for more than 64 combinations or levels, UnresolvedError for a reference that leads

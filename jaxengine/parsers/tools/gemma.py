@@ -107,8 +107,8 @@ class GemmaToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back: content, or what is known of a call's
-        arguments.
+        """End the output; return the events of text that was held back: content, or the part of a call's arguments that
+        is read. Open arguments are not closed.
         """
         arguments = self._arguments
         if self._state == self._content:
@@ -134,8 +134,8 @@ class GemmaToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to the opening word of a call. Reads `text` from `at`; returns the position after what it
-        read.
+        """Process content, up to the opening word of a call. Reads `text` from the index `at`; returns the index after
+        the last character read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -145,7 +145,7 @@ class GemmaToolParser(StateParser):
 
     def _before_name(self, text: str, at: int) -> int:
         """Process text before a function's name: "call:" or a colon. Other text is content, with the opening word.
-        Reads `text` from `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._call.read(text, at)
         if found is not None:
@@ -156,8 +156,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_call_name(self, text: str, at: int) -> int:
-        """Process a function's name, up to its brace, which starts the call; text that is no name, or is longer than
-        _MAX_NAME, is content. Reads `text` from `at`; returns the position after what it read.
+        """Process a function's name, up to its brace, which starts the call; text that is not a name, or is longer than
+        _MAX_NAME, is content. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._brace.read(text[at : at + self._room], 0)
         self._held.append(plain)
@@ -184,7 +184,8 @@ class GemmaToolParser(StateParser):
 
     def _in_name(self, text: str, at: int) -> int:
         """Process a parameter's name, up to the colon after it, or the end of the call, which closes the arguments.
-        Text before a comma is dropped. Reads `text` from `at`; returns the position after what it read.
+        Text before a comma is dropped. Reads `text` from the index `at`; returns the index after the last character
+        read.
         """
         assert self._arguments is not None
         plain, at, word = self._name_end.read(text, at)
@@ -201,7 +202,7 @@ class GemmaToolParser(StateParser):
 
     def _before_value(self, text: str, at: int) -> int:
         """Process the beginning of a value: a quotation word, a bracket, or the first character of a bare value. Reads
-        `text` from `at`; returns the position after what it read.
+        `text` from the index `at`; returns the index after the last character read.
         """
         assert self._arguments is not None
         at, found = self._quote.read(text, at)
@@ -222,8 +223,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_string(self, text: str, at: int) -> int:
-        """Process a string, up to the quotation word after it. Reads `text` from `at`; returns the position after what
-        it read.
+        """Process a string, up to the quotation word after it. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         assert self._arguments is not None
         plain, at, word = self._string_end.read(text, at)
@@ -233,8 +234,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_plain(self, text: str, at: int) -> int:
-        """Process a value without quotation words, up to a comma or the end of the call. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process a value without quotation words, up to a comma or the end of the call. Reads `text` from the index
+        `at`; returns the index after the last character read.
         """
         assert self._arguments is not None
         plain, at, word = self._plain_end.read(text, at)
@@ -246,8 +247,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_nested(self, text: str, at: int) -> int:
-        """Process an object or array; when complete, it is emitted as JSON. Reads `text` from `at`; returns the
-        position after what it read.
+        """Process an object or array; when complete, it is emitted as JSON. Reads `text` from the index `at`; returns
+        the index after the last character read.
         """
         assert self._arguments is not None
         at, is_complete = self._nested.read(text, at)
@@ -267,7 +268,7 @@ class GemmaToolParser(StateParser):
 
     def _after_call(self, text: str, at: int) -> int:
         """Process text after a call, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from `at`; returns the position after what it read.
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._closing.read(text, at)
         if found is not None:

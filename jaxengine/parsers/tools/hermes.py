@@ -67,7 +67,9 @@ class HermesToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to the opening word. Reads `text` from `at`; returns the position after what it read."""
+        """Process content, up to the opening word. Reads `text` from the index `at`; returns the index after the last
+        character read.
+        """
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -81,7 +83,7 @@ class HermesToolParser(StateParser):
 
     def _before_object(self, text: str, at: int) -> int:
         """Process text between the opening word and the brace of a call; other text is content, with the word. Reads
-        `text` from `at`; returns the position after what it read.
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -93,8 +95,8 @@ class HermesToolParser(StateParser):
         return at
 
     def _object(self, text: str, at: int) -> int:
-        """Process the object of a call; an object that is no call becomes content. Reads `text` from `at`; returns the
-        position after what it read.
+        """Process the object of a call; an object that is not a call becomes content. Reads `text` from the index `at`;
+        returns the index after the last character read.
         """
         at, progress = self._call.read(text, at)
         if progress is Progress.REJECTED:
@@ -111,7 +113,7 @@ class HermesToolParser(StateParser):
         """Process arguments that are not valid JSON: they continue until the closing word, or the next call's opening
         word if the format has no closing word.
 
-        Reads `text` from the position `at`; returns the position after the last character read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)
@@ -123,7 +125,7 @@ class HermesToolParser(StateParser):
 
     def _after_object(self, text: str, at: int) -> int:
         """Process text after the object, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from `at`; returns the position after what it read.
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._closing.read(text, at)
         if found is not None:
@@ -133,7 +135,8 @@ class HermesToolParser(StateParser):
         return at
 
     def _reject(self) -> None:
-        """Write an object that is no call as content, with the opening word; nothing for one that has become a call."""
+        """Write an object that is not a call as content, with the opening word; nothing for one that has become a call.
+        """
         if self._call.held:
             self._out.content(self._words[0] + self._opening.held[:-1] + self._call.held)
 

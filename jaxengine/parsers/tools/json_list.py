@@ -111,7 +111,8 @@ class JsonListToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to a word before a list. Reads `text` from `at`; returns the position after what it read.
+        """Process content, up to a word before a list. Reads `text` from the index `at`; returns the index after the
+        last character read.
         """
         plain, at, word = self._begin.read(text, at)
         self._out.content(plain)
@@ -125,7 +126,7 @@ class JsonListToolParser(StateParser):
 
     def _before_list(self, text: str, at: int) -> int:
         """Process text before the opening bracket; other text is content, with the word before it. Reads `text` from
-        `at`; returns the position after what it read.
+        the index `at`; returns the index after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -139,8 +140,8 @@ class JsonListToolParser(StateParser):
         return at
 
     def _list(self, text: str, at: int) -> int:
-        """Process the list of calls; a list without any becomes content. Reads `text` from `at`; returns the position
-        after what it read.
+        """Process the list of calls; a list without any becomes content. Reads `text` from the index `at`; returns the
+        index after the last character read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -155,7 +156,7 @@ class JsonListToolParser(StateParser):
 
     def _after_list(self, text: str, at: int) -> int:
         """Process text after the list, where the closing word may follow and is dropped; other text is content. Reads
-        `text` from `at`; returns the position after what it read.
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._closing.read(text, at)
         if found is not None:
@@ -168,7 +169,7 @@ class JsonListToolParser(StateParser):
         """Process arguments that are not valid JSON: they continue until the word after the list, or, if the format has
         none, the next `begins[0]`, which opens a list.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._broken_end.read(text, at)
         self._out.arguments(plain)

@@ -40,7 +40,7 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 class Llama3ToolParser(StateParser):
-    """Parser of JSON objects and lists that are calls, wherever they stand."""
+    """Parser of JSON objects and lists that are calls, anywhere in a text."""
 
     def __init__(self, new_id: Iterable[str]):
         super().__init__(new_id)
@@ -62,8 +62,8 @@ class Llama3ToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to a character that may begin a tag or a call. Reads `text` from `at`; returns the
-        position after what it read.
+        """Process content, up to a character that may begin a tag or a call. Reads `text` from the index `at`; returns
+        the index after the last character read.
         """
         start = _START.search(text, at)
         end = len(text) if start is None else start.start()
@@ -106,15 +106,15 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _open(self, text: str, at: int) -> int:
-        """Begin to read the object or list whose bracket stands at `at`; return the position after the bracket."""
+        """Begin to read the object or list whose bracket is at the index `at`; return the index after the bracket."""
         self._calls = _CALL(self._out) if text[at] == "{" else JsonCallList(self._out, _CALL)
         self._calls.read(text[at], 0)
         self._state = self._reading
         return at + 1
 
     def _reading(self, text: str, at: int) -> int:
-        """Process an object or list that may be a call. Reads `text` from `at`; returns the position after what it
-        read.
+        """Process an object or list that may be a call. Reads `text` from the index `at`; returns the index after the
+        last character read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -134,7 +134,7 @@ class Llama3ToolParser(StateParser):
         return len(text)
 
     def _release(self) -> None:
-        """Write the held text that is no call as content, with the tag or separator before it; nothing if there is
+        """Write the held text that is not a call as content, with the tag or separator before it; nothing if there is
         none.
         """
         if self._calls.held:

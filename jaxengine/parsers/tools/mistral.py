@@ -72,7 +72,9 @@ class MistralToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """Process content, up to the marker. Reads `text` from `at`; returns the position after what it read."""
+        """Process content, up to the marker. Reads `text` from the index `at`; returns the index after the last
+        character read.
+        """
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -111,8 +113,8 @@ class MistralToolParser(StateParser):
         return at + 1
 
     def _arguments(self, text: str, at: int) -> int:
-        """Process the arguments of a call in the newer form. Reads `text` from `at`; returns the position after what it
-        read.
+        """Process the arguments of a call in the newer form. Reads `text` from the index `at`; returns the index after
+        the last character read.
         """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
@@ -123,8 +125,8 @@ class MistralToolParser(StateParser):
         return end
 
     def _list(self, text: str, at: int) -> int:
-        """Process the list of calls of the older form; a list without any becomes content. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process the list of calls of the older form; a list without any becomes content. Reads `text` from the index
+        `at`; returns the index after the last character read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -136,8 +138,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """Process arguments that are not valid JSON: they continue until the next marker. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process arguments that are not valid JSON: they continue until the next marker. Reads `text` from the index
+        `at`; returns the index after the last character read.
         """
         plain, at, found = self._begin.read(text, at)
         self._out.arguments(plain)

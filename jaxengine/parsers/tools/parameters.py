@@ -246,8 +246,8 @@ class ParameterToolParser(StateParser):
 
     def _content(self, text: str, at: int) -> int:
         """Process text outside of calls and sections: content, until an opening word. A section's closing word is
-        dropped if a section is open, and content otherwise. Reads `text` from `at`; returns the position after what it
-        read.
+        dropped if a section is open, and content otherwise. Reads `text` from the index `at`; returns the index after
+        the last character read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -264,7 +264,7 @@ class ParameterToolParser(StateParser):
     def _section(self, text: str, at: int) -> int:
         """Process text after the word that begins a section. Unless a call follows, that word is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._next.read(text, at)
         if found:
@@ -280,8 +280,8 @@ class ParameterToolParser(StateParser):
         self._held, self._word, self._room, self._state = held, [], _MAX_NAME, self._in_call_name
 
     def _in_call_name(self, text: str, at: int) -> int:
-        """Process a function's name, which starts the call when it ends; text that is no name, or is longer than
-        _MAX_NAME, is content. Reads `text` from `at`; returns the position after what it read.
+        """Process a function's name, which starts the call when it ends; text that is not a name, or is longer than
+        _MAX_NAME, is content. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._call_name.read(text[at : at + self._room], 0)
         self._word.append(plain)
@@ -326,7 +326,7 @@ class ParameterToolParser(StateParser):
         """Process text after a call. White space before the next call, or before the end of the section, is dropped;
         before other text it is content, too.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._next.read(text, at)
         if found is not None:
@@ -340,7 +340,7 @@ class ParameterToolParser(StateParser):
     def _between(self, text: str, at: int) -> int:
         """Process text before a parameter or the end of the call. Other text ends the call too, and is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._inside.read(text, at)
         if found:
@@ -351,8 +351,8 @@ class ParameterToolParser(StateParser):
         return at
 
     def _in_name(self, text: str, at: int) -> int:
-        """Process a parameter's name, up to the word that ends it. Reads `text` from `at`; returns the position after
-        what it read.
+        """Process a parameter's name, up to the word that ends it. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         plain, at, word = self._name.read(text, at)
         self._word.append(plain)
@@ -367,7 +367,7 @@ class ParameterToolParser(StateParser):
         """Process text between a parameter's name and the word before its value. Without that word the value begins
         anyway.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._before_value.read(text, at)
         if found is None:
@@ -393,8 +393,8 @@ class ParameterToolParser(StateParser):
         return name.partition('"')[0], {"": None, "true": _STRING}.get(says_string, _NO_STRING)
 
     def _in_value(self, text: str, at: int) -> int:
-        """Process a value, up to a word that may end it. Reads `text` from `at`; returns the position after what it
-        read.
+        """Process a value, up to a word that may end it. Reads `text` from the index `at`; returns the index after the
+        last character read.
         """
         assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)
@@ -411,7 +411,7 @@ class ParameterToolParser(StateParser):
         """Process text after a word that ends the value if one of `may_follow` comes next, and is part of the value
         otherwise.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         assert self._arguments is not None
         at, found = self._after_end.read(text, at)

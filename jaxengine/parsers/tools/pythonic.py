@@ -149,7 +149,7 @@ class PythonicToolParser:
 
     def _read(self, char: str) -> bool:
         """Read the next character, `char`, in or after calls, and update the state. Return False if it is not allowed
-        there, so that the held text is no call.
+        there, so that the held text is not a call.
         """
         match self._state:
             case _State.NAME | _State.PARAMETER_NAME:
@@ -244,6 +244,6 @@ class PythonicToolParser:
         self._held, self._state, self._has_called = [], _State.AFTER_CALL, True
 
     def _release(self) -> None:
-        """Emit the held text, which is no call, as content, and enter the state for text outside of calls."""
+        """Emit the held text, which is not a call, as content, and enter the state for text outside of calls."""
         self._out.content("".join(self._held))
         self._held, self._state = [], self._elsewhere

@@ -51,8 +51,8 @@ class SectionWords:
     rest: str = ""
 
     def call(self, head: str, functions: Collection[str]) -> tuple[str, str | None] | None:
-        """Return (function, the model's id of the call or None) that the text `head` names; None if it is no head of a
-        call.
+        """Return (function, the model's id of the call or None) that the text `head` names; None if it is not a head of
+        a call.
 
         functions: names of the request's functions; another name in the usual form is returned too. The name in the
         head's usual form counts first, then any other part of it that is one of the functions.
@@ -166,8 +166,8 @@ class SectionToolParser(StateParser):
 
     def _content(self, text: str, at: int) -> int:
         """Process text outside of calls and sections: content, until an opening word. A section's closing word is
-        dropped if a section is open, and content otherwise. Reads `text` from `at`; returns the position after what it
-        read.
+        dropped if a section is open, and content otherwise. Reads `text` from the index `at`; returns the index after
+        the last character read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -184,7 +184,7 @@ class SectionToolParser(StateParser):
     def _section(self, text: str, at: int) -> int:
         """Process text after the word that begins a section. Unless a call follows, that word is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._next.read(text, at)
         if found:
@@ -200,8 +200,8 @@ class SectionToolParser(StateParser):
         self._held, self._head, self._room, self._state = held, [], _MAX_HEAD, self._in_head
 
     def _in_head(self, text: str, at: int) -> int:
-        """Process the head of a call; text that is no head, or is longer than _MAX_HEAD characters, is content. Reads
-        `text` from `at`; returns the position after what it read.
+        """Process the head of a call; text that is not a head, or is longer than _MAX_HEAD characters, is content.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._middle.read(text[at : at + self._room], 0)
         self._head.append(plain)
@@ -215,8 +215,8 @@ class SectionToolParser(StateParser):
 
     def _before_object(self, text: str, at: int) -> int:
         """Process text before the arguments: "{" starts the call, the end word makes a call with the arguments {},
-        other text makes everything since the opening word content. Reads `text` from `at`; returns the position after
-        what it read.
+        other text makes everything since the opening word content. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found is False:
@@ -236,7 +236,9 @@ class SectionToolParser(StateParser):
         return at
 
     def _arguments(self, text: str, at: int) -> int:
-        """Emit the arguments, JSON, as they arrive. Reads `text` from `at`; returns the position after what it read."""
+        """Emit the arguments, JSON, as they arrive. Reads `text` from the index `at`; returns the index after the last
+        character read.
+        """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
         if not right:
@@ -247,7 +249,7 @@ class SectionToolParser(StateParser):
 
     def _broken(self, text: str, at: int) -> int:
         """Process arguments that are not valid JSON: they continue until a word that ends or begins a call, or ends the
-        section. Reads `text` from `at`; returns the position after what it read.
+        section. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._out.arguments(plain)
@@ -257,7 +259,7 @@ class SectionToolParser(StateParser):
     def _after_arguments(self, text: str, at: int) -> int:
         """Process text between the arguments and the word after them. Text there, other than the fence, is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._held.append(plain)

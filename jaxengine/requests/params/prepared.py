@@ -33,7 +33,7 @@ class TextPrompt(TypedDict):
 class TokensPrompt(TypedDict):
     """A prompt as token ids of the model's vocabulary.
 
-    prompt: its text, if known, only for the output. Other keys: as of TextPrompt.
+    prompt: its text, if known, only for the output. Other keys: see TextPrompt.
     """
 
     prompt_token_ids: Sequence[int]
@@ -44,8 +44,8 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as embeddings, what the first layer gets of each token: an array [n, hidden_size], or a file of one or
-    its base64. Needs enable_prompt_embeds. cache_salt: as of TextPrompt.
+    """A prompt as embeddings, the inputs of the first layer: an array [n, hidden_size], or a file of one or its base64.
+    Needs enable_prompt_embeds. cache_salt: see TextPrompt.
     """
 
     prompt_embeds: Any

@@ -138,7 +138,7 @@ def _constant(rule: Any) -> str | None:
 
 
 def _followed(schema: Any, root: Any) -> dict[str, Any]:
-    """Return a schema, or the one its $ref points to in `root`; {} if that is no object. Raises _UnclearError for a
+    """Return a schema, or the one its $ref points to in `root`; {} if that is not an object. Raises _UnclearError for a
     reference that cannot be resolved.
     """
     found = _resolved(schema["$ref"], root) if isinstance(schema, dict) and "$ref" in schema else schema

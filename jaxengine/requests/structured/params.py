@@ -261,8 +261,8 @@ def _choices(value: Any) -> tuple[str, ...]:
 def _schema(value: Any) -> str:
     """Return a schema, given as JSON text or as a mapping, as JSON text.
 
-    Raises RequestError for invalid JSON, a value that is no schema, one above MAX_SCHEMA_BYTES or MAX_NESTING, or one
-    that refers to another file.
+    Raises RequestError for invalid JSON, a value that is not a schema, one above MAX_SCHEMA_BYTES or MAX_NESTING, or
+    one that refers to another file.
     """
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:

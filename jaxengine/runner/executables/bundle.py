@@ -53,7 +53,7 @@ class Bundle:
         """Open a folder, and read and verify its manifest.
 
         key_file: of the secret that it must be signed with; None trusts the folder by its owner (ShippedFiles). Raises
-        ConfigError for a folder that is no bundle, is damaged, of another format, or not trusted.
+        ConfigError for a folder that is not a bundle, is damaged, of another format, or not trusted.
         """
         self.path, self.cache_dir = path, cache_dir
         key = None if key_file is None else read_key("bundle_key_file", key_file)
@@ -188,7 +188,7 @@ class NewBundle:
         """Create the folder. key_file: of the secret to sign with; None to leave the bundle unsigned.
 
         The manifest and programs of an earlier bundle in it are deleted. Raises ConfigError for a folder that cannot be
-        written, or has files and is no bundle.
+        written, or has files and is not a bundle.
         """
         self.path, self.cache_dir = named_path("out", path), cache_dir
         self._key = None if key_file is None else read_key("bundle_key_file", key_file)

@@ -54,7 +54,7 @@ class ExecutableFiles:
 
         directory: None for the folder in JAXENGINE_CACHE_DIR or, if that is not set, the user's cache folder; "", in
         either, stores and finds nothing. If it names a folder of root's, new files go to the user's cache folder. A
-        folder that cannot be opened or made is no error: nothing is stored then (`can_keep`).
+        folder that cannot be opened or made is not an error: nothing is stored then (`can_keep`).
 
         Raises:
           ConfigError: others may write to the named folder, or it is a URL.
@@ -135,7 +135,7 @@ class ExecutableFiles:
 
 
 class ShippedFiles:
-    """Folder of files that were made elsewhere, from which this only reads."""
+    """Folder of files that another machine has written; this class only reads them."""
 
     def __init__(self, path: Path, *, by_owner: bool):
         """Open the folder.
@@ -161,7 +161,7 @@ class ShippedFiles:
 
     def read(self, name: str, most: int) -> bytes:
         """Return the bytes of a file. Raises OSError, also for a file of more than `most` bytes, and NotTrusted if it
-        is no regular file or, with by_owner, others may have written it.
+        is not a regular file or, with by_owner, others may have written it.
         """
         return self._folder.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, most, self._by_owner)
 
@@ -259,8 +259,8 @@ class _Folder(NamedTuple):
         """Return the bytes of a file in this folder; with a key, also set its modification time to now.
 
         flags: for os.open. most: largest allowed size in bytes; None for any. forbidden: permission bits that it must
-        not have. Raises OSError, also for a larger file, and NotTrusted if it is no regular file or, with by_owner, has
-        another owner or forbidden permissions.
+        not have. Raises OSError, also for a larger file, and NotTrusted if it is not a regular file or, with by_owner,
+        has another owner or forbidden permissions.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())

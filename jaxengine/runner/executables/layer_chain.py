@@ -119,7 +119,7 @@ def serialize(compiled: Executable) -> bytes:
 
 def serialized_bytes(compiled: Executable) -> tuple[int, int]:
     """Return (bytes of all programs when serialised, estimate of those bytes if the chain were one program). For a
-    program that is no chain both are equal. A program that cannot be serialised counts with its machine code, or 0.
+    program that is not a chain both are equal. A program that cannot be serialised counts with its machine code, or 0.
     """
     if not isinstance(compiled, InParts):
         return (size := _stored_size(compiled)), size

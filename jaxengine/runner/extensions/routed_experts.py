@@ -46,8 +46,8 @@ class RoutedExpertsExtension(DeviceExtension):
         return f", {self.description}"
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Return the abstract experts of tokens, [T, L * k] of each replica, in the form of `fetched_shape`; None in a
-        stage without experts.
+        """Return the abstract array of the tokens' experts, [T, L * k] of each replica, in the form of `fetched_shape`;
+        None in a stage without experts.
         """
         width = len(self._taps) * self.num_per_token
         return fetched_shape(self.shape, num_tokens, width, self.dtype) if width else None

@@ -96,7 +96,7 @@ class DraftsExtension(DeviceExtension):
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the tokens of all slots are kept on the device, for n-gram lookup or for a draft head."""
+        """Whether the devices store the tokens of all slots, for n-gram lookup or for a draft head."""
         return self.proposer is not None or self._is_read
 
     def tokens(self) -> Any:

@@ -61,7 +61,7 @@ class SparsePoolingExtension(PoolingExtension):
         return StepTokens(self.shape.hidden(num_tokens), self.shape.rows(num_tokens, np.int32))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with its StepTokens left under NAME."""
+        """Return the pass with its StepTokens left under NAME; padding tokens get the row `num_rows`."""
         assert step.hidden is not None
         row = jnp.where(step.is_token, step.token_row, self.num_rows).astype(jnp.int32)
         return step.leaving(NAME, StepTokens(step.hidden, row))
