@@ -215,7 +215,7 @@ def _name(number: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format ascending numbers as text: "3 to 7, 9" for 3, 4, 5, 6, 7 and 9."""
+    """Return ascending numbers as text with runs joined: "3 to 7, 9" for 3, 4, 5, 6, 7 and 9."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

@@ -317,7 +317,7 @@ class JaxengineRollout(_tunix.BaseRollout):
 
 
 def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> None:
-    """Replace the variable at `path` of a module."""
+    """Replace the variable at `path` of a module, in place. path: attribute names and, as ints, indices."""
     *outer, last = path
     owner: Any = module
     for key in outer:

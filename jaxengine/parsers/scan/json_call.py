@@ -76,8 +76,9 @@ class JsonCall:
         return at, progress
 
     def _read(self, char: str) -> Progress:
-        """Read one character of the object, and collect its name and arguments for `_send`. Return the progress after
-        it.
+        """Read one character of the object; return the progress after it. Name and arguments are collected for `_send`:
+        an object of arguments as written, null as {}, a string as its text, and with `bare` {} at the end of an object
+        without arguments.
         """
         scanner = self._scanner
         depth, in_string, in_key, begins_value = (

@@ -86,10 +86,10 @@ class JsonScanner:
         return at if plain is None else plain.end()
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
-        """Read `text` from the position `at` until the value is complete or the text ends.
+        """Read `text` from the index `at` until the value is complete or the text ends.
 
-        Returns (index after the last character read, whether that may begin a JSON value). False: the character at the
-        position is wrong; the scanner is of no use after it.
+        Returns (index after the last character read, whether all characters are allowed there). False: the character at
+        the index is wrong, and the scanner must not be used again.
         """
         while at < len(text) and not self.done:
             if (end := self.skip(text, at)) > at:
@@ -101,7 +101,9 @@ class JsonScanner:
         return at, True
 
     def read(self, char: str) -> bool:
-        """Read the next character `char`; return False if no JSON value continues like this."""
+        """Read the next character `char`, and update the state; return False if it is not allowed there, after which
+        the scanner must not be used again. A number or literal is checked when it ends.
+        """
         state = self._state
         if state is _State.STRING:
             if char == '"':
@@ -148,7 +150,7 @@ class JsonScanner:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """Read the first character of a value; return False if no value begins with it."""
+        """Read the first character of a value, and enter its state; return False if no value begins with it."""
         if char in _CLOSING:
             self._open.append(char)
             self._state = _State.FIRST_KEY if char == "{" else _State.FIRST_ITEM

@@ -113,7 +113,10 @@ class PythonScanner:
         return Reading.MORE if char.isspace() else self._structure(char)
 
     def _structure(self, char: str) -> Reading:
-        """Read a character that is neither white space nor within a string or scalar; WRONG if it cannot follow."""
+        """Read a character that is neither white space nor within a string or scalar: a bracket, comma, colon, or the
+        beginning of a value. Returns WRONG if it is not allowed there, DONE for the outermost closing bracket, else
+        MORE.
+        """
         state = self._state
         inner = self._open[-1] if self._open else None
         if inner is None or state is _State.VALUE:

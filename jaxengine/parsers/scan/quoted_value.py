@@ -71,7 +71,9 @@ class QuotedValue:
         return at, False
 
     def _structure(self, char: str) -> None:
-        """Read the character `char` outside of strings: update the state, and append to `json` what it begins or ends.
+        """Read the character `char` outside of strings: a bracket, a comma, the colon after a name, or part of a name
+        or bare value. What it begins or ends is appended to `json`. Text after a complete value is ignored up to a
+        comma or the closing bracket.
         """
         closes = bool(self._open) and char == _CLOSING[self._open[-1]]
         if closes or char == ",":

@@ -74,7 +74,9 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _is_of(text: str, types: frozenset[str]) -> bool:
-    """Whether a text is JSON of one of `types` other than string."""
+    """Whether a text is JSON of one of `types` other than string. An integer also counts as "number", and 1.0 as
+    "integer".
+    """
     try:
         # The values of numbers do not matter, and may exceed Python's limit of digits.
         value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=_no_constant)
@@ -95,7 +97,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _from_python(text: str) -> str:
-    """Return the JSON of a text that is a Python literal; "" for other texts."""
+    """Return the JSON of a text that is a single Python literal without white space at its ends; "" for other texts."""
     scanner = PythonScanner()
     for at, char in enumerate(text):
         reading = scanner.read(char)

@@ -67,7 +67,7 @@ class HarmonyToolParser:
         return self._out.finish()
 
     def _read(self, parts: list[Part]) -> None:
-        """Convert parts of the output to content or calls in `_out`."""
+        """Pass the parts of the output to `_begin`, `_add` and `_end`; text outside of messages is content."""
         for part in parts:
             if isinstance(part, Header):
                 self._begin(part)

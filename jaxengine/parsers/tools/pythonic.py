@@ -107,7 +107,9 @@ class PythonicToolParser:
         self._value = PythonScanner()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now; a call is sent when it is closed."""
+        """Read a piece of the output; return the events that are certain by now. A call is emitted when it is closed;
+        held text that turns out not to be a call becomes content.
+        """
         at = 0
         while at < len(text):
             if self._state is _State.CONTENT:

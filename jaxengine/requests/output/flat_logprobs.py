@@ -48,7 +48,9 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
 
     @classmethod
     def of(cls, positions: Iterable[Position]) -> FlatLogprobs[Position]:
-        """Return the flat form of a sequence of dicts; a FlatLogprobs is returned unchanged."""
+        """Return a sequence of dicts as FlatLogprobs; an empty dict or None becomes a position without entries. A
+        FlatLogprobs is returned unchanged.
+        """
         if isinstance(positions, FlatLogprobs):
             return positions
         known = [position or {} for position in positions]

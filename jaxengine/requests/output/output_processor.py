@@ -109,7 +109,9 @@ class _Sequence:
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """Return the output so far, or with DELTA only the part since the last call, and count its tokens as sent."""
+        """Return the output so far, or with DELTA only the part since the last call, and count its tokens as sent.
+        Logprobs, sampling mass, weight versions and rows of capabilities are included if the request has them.
+        """
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
         self.num_sent = len(self.token_ids)
         text = ""

@@ -46,7 +46,10 @@ class _Fitting:
         self._lenient = lenient
 
     def schema(self, schema: Any) -> Any:
-        """Return a rewritten copy of a subschema; other values than dicts are returned unchanged."""
+        """Return a copy of a subschema, rewritten with all its parts: formats and propertyNames are replaced or
+        dropped, branches of anyOf with unsupported patterns are dropped if others remain, and with `lenient` other
+        unsupported patterns too. A value other than a dict is returned unchanged.
+        """
         if not isinstance(schema, dict):
             return schema
         fitted = dict(schema)

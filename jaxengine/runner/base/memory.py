@@ -110,7 +110,9 @@ class MemoryPlan:
         return self.num_pages / self.pages_per_seq
 
     def table(self) -> str:
-        """Return the plan as text of several lines, in MiB by purpose, for people."""
+        """Return the plan as text of several lines, for people: MiB by purpose, then pages and how many longest
+        requests fit, and a note if the pool is sized by need.
+        """
         rows = [
             ("weights", self.weights),
             ("programs", self.programs),

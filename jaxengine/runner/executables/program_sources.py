@@ -103,7 +103,10 @@ def program_sources(root: Path, modules: Iterable[str], family: Path | None = No
 
 
 def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, _Source]:
-    """Return the content of each file of `program_sources`, whose arguments and errors this has, by path."""
+    """Return the content of each file of `program_sources`, by path: the modules that build programs, `modules`,
+    `family`, everything that these import, and the `__init__` files of all their packages. It has the arguments and
+    errors of `program_sources`.
+    """
     found: dict[Path, _Source] = {}
     own_file = functools.cache(functools.partial(_own_file, root))
     waiting = [path for name in (*_PROGRAMS, *modules) if (path := own_file(name))]

@@ -137,7 +137,9 @@ class CaptureExtension(DeviceExtension):
         return step.with_section(SECTION, Taps(tap for tap in self.own.every if tap.kind != FINAL_NORM))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with its Activations left under NAME; unchanged in a stage without taps."""
+        """Return the pass with the Activations at this stage's taps left under NAME, taps of one kind concatenated;
+        unchanged in a stage without taps.
+        """
         if not self.own.every:
             return step
         found: Taps = step.batch.sections[SECTION]

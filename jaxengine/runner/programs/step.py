@@ -142,8 +142,8 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         given: dict[str, Any],
         *hidden: jax.Array,
     ):
-        """Run one device's part of the forward pass: unpack the message, call the extensions and the model, and compute
-        logits.
+        """Run one device's part of the forward pass: unpack the message, call the extensions before and after the
+        model, and compute logits in a stage that samples.
         """
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):

@@ -257,7 +257,9 @@ class StepPrograms:
         return {each.name: kept for each in self.extensions if (kept := of(each)) is not None}
 
     def _state_partition(self) -> DeviceState:
-        """Return the state with a PartitionSpec in place of each array."""
+        """Return a DeviceState with a PartitionSpec in place of each array; without `tokens` and `sampling` in a stage
+        that does not sample.
+        """
         ranks: Any = RANKS
         vocab: Any = _RANKS_VOCAB
         slots, tokens = (
@@ -270,7 +272,9 @@ class StepPrograms:
         return DeviceState(slot_state, TokenState(ranks, vocab, tokens), sampling_state.partition(ranks, vocab))
 
     def _own_state(self) -> DeviceState:
-        """Return one device's part of the initial state."""
+        """Return one device's part of the initial state; without `tokens` and `sampling` in a stage that does not
+        sample.
+        """
         num_slots = self.shape.num_slots
         slots, tokens = (
             jax.tree.map(Kept.begin, self._sections(of))
