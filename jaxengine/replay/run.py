@@ -54,7 +54,8 @@ def run_step(stage: StageRunner, step: RecordedStep, platform: str) -> dict[str,
 
 
 def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise RecordError if arrays that belong together (_BY_PLACE) have different lengths, KeyError if one is missing.
+    """Raise RecordError if arrays that belong together (_BY_PLACE) have different lengths, KeyError if one is
+    missing.
     """
     for place, others in _BY_PLACE.items():
         if place not in arrays and place not in _ALWAYS:

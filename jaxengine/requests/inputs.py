@@ -93,7 +93,8 @@ class InputProcessor:
 
     @cached_property
     def _processors(self) -> list[type[LogitsProcessor]]:
-        """Classes of the engine's logits processors; imported once. Raises ConfigError for one that cannot be imported.
+        """Classes of the engine's logits processors; imported once. Raises ConfigError for one that cannot be
+        imported.
         """
         return processor_classes(self.config.logits_processors)
 

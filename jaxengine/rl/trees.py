@@ -56,7 +56,8 @@ def same(array: np.ndarray) -> np.ndarray:
 
 
 def in_first(array: np.ndarray) -> np.ndarray:
-    """Return an array [in, ...] as [out, in]; the axes after the first, such as heads and their dimensions, are joined.
+    """Return an array [in, ...] as [out, in]; the axes after the first, such as heads and their dimensions, are
+    joined.
     """
     return array.reshape(array.shape[0], -1).T
 

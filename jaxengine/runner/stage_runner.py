@@ -330,7 +330,8 @@ class StageRunner:
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     def _own_program(self, extension: str, name: str) -> Program:
-        """Return the Program of an extension, by the names of both. Raises KeyError or StopIteration for unknown names.
+        """Return the Program of an extension, by the names of both. Raises KeyError or StopIteration for
+        unknown names.
         """
         own = self.programs.extension(extension).programs(self.params)
         return next(program for program in own if program.name == name)

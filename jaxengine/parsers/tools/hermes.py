@@ -135,7 +135,8 @@ class HermesToolParser(StateParser):
         return at
 
     def _reject(self) -> None:
-        """Write an object that is not a call as content, with the opening word; nothing for one that has become a call.
+        """Write an object that is not a call as content, with the opening word; nothing for one that has become
+        a call.
         """
         if self._call.held:
             self._out.content(self._words[0] + self._opening.held[:-1] + self._call.held)

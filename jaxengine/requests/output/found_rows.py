@@ -59,6 +59,7 @@ class FoundRows:
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Return the parts as one array; a single part is returned without a copy. Raises ValueError if `parts` is empty.
+    """Return the parts as one array; a single part is returned without a copy. Raises ValueError if `parts` is
+    empty.
     """
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

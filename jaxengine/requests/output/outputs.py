@@ -109,7 +109,8 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class WeightSpan(NamedTuple):
-    """Output tokens from `start` to `end`, exclusive, of a request that one version of the engine's weights computed.
+    """Output tokens from `start` to `end`, exclusive, of a request that one version of the engine's weights
+    computed.
     """
 
     version: int | str

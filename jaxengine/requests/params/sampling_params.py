@@ -54,6 +54,7 @@ def _int(low: int, high: int, allowed: str) -> Rule:
     """Return a rule that accepts integers, but no bool, from `low` to `high`, and returns an int. allowed: description
     for the error; a value above `high` is reported as "at most" instead.
     """
+
     def check(name: str, value: Any) -> int:
         whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not integers here
         if not whole or not low <= int(value) <= high:
@@ -67,6 +68,7 @@ def _float(low: float, high: float, allowed: str) -> Rule:
     """Return a rule that accepts real numbers, but no bool or NaN, from `low` to `high`, and returns a float. allowed:
     description for the error.
     """
+
     def check(name: str, value: Any) -> float:
         # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
         inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
@@ -129,6 +131,7 @@ def _texts(at_most: int, max_chars: int) -> Rule:
     """Return a rule that accepts a string or a list of at most `at_most` non-empty strings with at most `max_chars`
     characters in total, and returns a tuple; () for None.
     """
+
     def check(name: str, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else () if value is None else value
         whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most

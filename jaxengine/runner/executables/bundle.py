@@ -229,7 +229,8 @@ class NewBundle:
         return self._programs[key][2] if key in self._programs else 0
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
-        """Write a program to a file named by its digest, and record it under `key`. name: for messages. Raises OSError.
+        """Write a program to a file named by its digest, and record it under `key`. name: for messages. Raises
+        OSError.
         """
         digest = hashlib.sha256(content).hexdigest()
         self._programs[key] = [name, digest, len(content)]

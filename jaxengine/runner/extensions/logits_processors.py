@@ -119,7 +119,8 @@ class SlotColumns(HostExtension):
 
 
 def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[str, Any], vocab: VocabColumns) -> Any:
-    """Call a processor and return its logits. Raises ValueError, while programs are traced, for a wrong shape or dtype.
+    """Call a processor and return its logits. Raises ValueError, while programs are traced, for a wrong shape
+    or dtype.
     """
     found = each.process(logits, columns, vocab)
     if getattr(found, "shape", None) != logits.shape or found.dtype != logits.dtype:

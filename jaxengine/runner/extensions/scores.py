@@ -42,7 +42,8 @@ class ScoresExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """The scoring epilogue, by name, for buckets that can have prompts; its size is the bucket's number of tokens.
+        """The scoring epilogue, by name, for buckets that can have prompts; its size is the bucket's number of
+        tokens.
         """
         own = Epilogue(
             make_score,
@@ -122,7 +123,8 @@ def make_score(spec: EpilogueSpec) -> Callable:
 
 
 def _targets(step: ForwardPass) -> jax.Array:
-    """Return i32[T]: the prompt token after each token, also across the end of the step's chunk; -1 if there is none.
+    """Return i32[T]: the prompt token after each token, also across the end of the step's chunk; -1 if there is
+    none.
     """
     batch, rows = step.batch, step.rows
     if batch.token_ids.shape == rows.slot.shape:  # one token a row

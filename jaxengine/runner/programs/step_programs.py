@@ -210,7 +210,8 @@ class StepPrograms:
         return sum(map(part_bytes, jax.tree.leaves(taken)))
 
     def state_changes(self) -> dict[str, Program]:
-        """Return the programs that change the state between steps, by name: (state, the change's arguments) -> state.
+        """Return the programs that change the state between steps, by name: (state, the change's arguments) ->
+        state.
         """
         changes = state_changes(self.vocab_size if self.shape.samples else None)
         for each in self.extensions:

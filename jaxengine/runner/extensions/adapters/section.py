@@ -164,7 +164,8 @@ class AdapterPools(HostExtension):
         self.runner.set_column(CHANGE, self._known, slots, adapters)
 
     def warm_up(self) -> None:
-        """Run every forward pass with adapters once, and wait: the first run is slower, on a CPU by as much as a step.
+        """Run every forward pass with adapters once, and wait: the first run is slower, on a CPU by as much as
+        a step.
         """
         lora = self.runner.stages[0].programs.model.build.lora
         forms = (ADAPTER, ADAPTER | FEW_ADAPTERS) if lora.may_group else (ADAPTER,)

@@ -84,7 +84,8 @@ class DraftsExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Choose the proposer, None with pipeline stages, and the number of sampler rows for grammar masks of drafts.
+        """Choose the proposer, None with pipeline stages, and the number of sampler rows for grammar masks of
+        drafts.
         """
         super().__init__(shape)
         chosen, config = shape.config.speculative_config, shape.config

@@ -31,7 +31,8 @@ class StepTokens(NamedTuple):
 
 
 class SparsePoolingExtension(PoolingExtension):
-    """Device extension of sparse pooling. Its prompts are computed whole in one step, so nothing stays between steps.
+    """Device extension of sparse pooling. Its prompts are computed whole in one step, so nothing stays between
+    steps.
     """
 
     description = "sparse pooling"
