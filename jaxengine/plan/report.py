@@ -94,8 +94,8 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
 
 
 def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
-    """Yield lines about pages and bytes of a token, windows, the longest context, sequences of `length` tokens at once,
-    and programs.
+    """Yield lines about the number and bytes of pages, bytes of a token, windows (if any), the longest context, how
+    many sequences of `length` tokens fit at once, and the number of programs.
     """
     config, ranks = plan.config, plan.layout.num_ranks
     replicas = f" in each of {ranks} replicas" if ranks > 1 else ""
@@ -220,5 +220,5 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
 
 
 def _mesh(layout: MeshLayout) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh by name."""
+    """Return the sizes of a mesh's axes by name: "data", "attn" and "model"."""
     return {"data": layout.data, "attn": layout.attn, "model": layout.model}

@@ -201,7 +201,9 @@ class _Run:
         return _put(whole, shape)
 
     def _states(self) -> Any:
-        """Return the recurrent states as a tree of device arrays, with the recorded rows, and zeros in all others."""
+        """Return the recurrent states as a tree of device arrays: the recorded rows, and zeros in all others. Raises
+        KeyError for a missing array, RecordError for one of another shape.
+        """
         leaves, tree = jax.tree.flatten(self._programs.state_shapes.slots.sections[_STATES])
         found = []
         for at, leaf in enumerate(leaves):

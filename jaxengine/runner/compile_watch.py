@@ -15,7 +15,7 @@ _registered = False
 
 
 class CompileWatch:
-    """Counter of compilations that run on a thread while it is inside `watch()`; `count` is their number.
+    """Counter of compilations that run on a thread while it is inside `watch()`; the attribute `count` is their number.
 
     An engine's thread is inside whenever it serves, so the count must stay 0 after start-up. Compilations by other
     engines or by the user's own code in the same process are not counted.

@@ -133,12 +133,12 @@ class ModelRunner:
 
     @property
     def num_compiled(self) -> int:
-        """Number of programs that start-up compiled."""
+        """Number of programs compiled so far, over all stages."""
         return sum(cache.num_compiled for stage in self.stages for cache in stage.caches)
 
     @property
     def num_loaded(self) -> int:
-        """Number of programs that start-up loaded from the cache of executables."""
+        """Number of programs loaded from the cache of executables so far, over all stages."""
         return sum(cache.num_loaded for stage in self.stages for cache in stage.caches)
 
     @property
@@ -187,13 +187,17 @@ class ModelRunner:
         return self._run_epilogue(name, self._size(name, pending.bucket), pending)
 
     def _size(self, name: str, bucket: Bucket) -> int:
-        """Return the compiled size (number of rows) of an epilogue that serves a bucket."""
+        """Return the compiled size (number of rows) of the epilogue `name` for a bucket, which it must serve
+        (asserted).
+        """
         size = self.epilogues[name].size_of(self.buckets, bucket)
         assert size is not None
         return size
 
     def _run_epilogue(self, name: str, size: int, pending: PendingStep) -> Any:
-        """Dispatch the epilogue `name`, compiled for `size` rows, in all processes; return its output."""
+        """Dispatch the epilogue `name`, compiled for `size` rows, in all processes; return its output, on the
+        devices.
+        """
         forwarded = pending.forwarded
         assert forwarded is not None
         return self._everywhere(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
@@ -300,7 +304,7 @@ class ModelRunner:
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """Return i32[V]: for each token twice its number of times in the output, plus one if it is in the prompt."""
+        """Return i32[V]: for each token 2 * (times in the output) + (1 if it is in the prompt)."""
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
         return counts

@@ -26,10 +26,10 @@ class Orders(Protocol):
     """
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
-        """Send an order; return a function that waits for the answer of every process.
+        """Send an order to every other process; return a function that waits for their answers and returns them.
 
-        name, arguments: the order and its plain JSON arguments; arrays: sent with it. Both calls raise ClusterError if
-        a process is lost.
+        name, arguments: the order and its plain JSON arguments; arrays: sent with it. This method and the returned
+        function raise ClusterError if a process is lost.
         """
         ...
 

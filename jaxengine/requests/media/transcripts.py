@@ -47,9 +47,9 @@ class Recording(NamedTuple):
     """A sound to be transcribed.
 
     Attributes:
-      frames: its spectrogram, f32[N, bins]; filled up with silence to a window if it is shorter.
+      frames: its spectrogram, f32[N, bins]; padded with silence to one window if it is shorter.
       seconds: its duration.
-      num_frames: frames of it without the silence.
+      num_frames: number of frames without the padding.
     """
 
     frames: np.ndarray
@@ -68,8 +68,8 @@ class Recording(NamedTuple):
 
 
 def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
-    """Return the processor of a model that transcribes. media: the model's, None for a text model. Raises RequestError
-    for another model.
+    """Return the processor of a Whisper model. media: the model's, None for a text model. Raises RequestError for a
+    model that is not a Whisper model.
     """
     processor = None if media is None else media.processor
     if not isinstance(processor, WhisperProcessor):

@@ -84,7 +84,7 @@ class IncrementalDetokenizer:
         return "".join(self._settled)
 
     def delta(self) -> str:
-        """Return the part of `text` added since the last call, and count it as returned."""
+        """Return the part of `text` that was added since the last call, and mark it as returned."""
         new = "".join(self._settled[self._num_taken :])
         self._num_taken = len(self._settled)
         return new

@@ -210,14 +210,14 @@ class RequestOutput:
       request_id: as given, or chosen when it was prepared.
       prompt: None if the request was given as token ids.
       prompt_token_ids: token ids of the prompt, placeholders of media included.
-      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it), and those up to
-        prompt_logprob_start; None unless requested.
+      prompt_logprobs: one entry per prompt token; None for the first, which nothing precedes, and for those up to
+        prompt_logprob_start. None as a whole unless requested.
       outputs: those of the `n` outputs that changed, by ascending index.
       finished: whether all `n` have finished.
       metrics: times of the request so far; None where they are not known.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
-      kv_transfer_params: by which another engine gets the pages of the prompt; None unless requested, and until it has
-        ended.
+      kv_transfer_params: parameters with which another engine fetches the pages of the prompt; None unless requested,
+        and until the request has ended.
     """
 
     request_id: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 
 class _Automaton:
-    """Knuth-Morris-Pratt automaton of one pattern: the number of its leading characters that end the
-    text read so far.
+    """Knuth-Morris-Pratt automaton of one pattern.
+
+    Its state `matched` is the length of the longest prefix of the pattern that ends the text read so far.
     """
 
     def __init__(self, pattern: str):
@@ -21,7 +22,9 @@ class _Automaton:
             self._fallback.append(self._after(self._fallback[-1], char))
 
     def _after(self, matched: int, char: str) -> int:
-        """Return how many characters are matched after `char`, when `matched` were before it."""
+        """Return the number of characters matched after reading `char`, if `matched` characters were matched before;
+        the state does not change.
+        """
         while matched and self.pattern[matched] != char:
             matched = self._fallback[matched]
         return matched + (self.pattern[matched] == char)
@@ -34,7 +37,7 @@ class _Automaton:
         return self.matched == len(self.pattern)
 
     def go_on(self) -> None:
-        """Continue the search after a match, whose end may begin the next one."""
+        """Continue the search after a complete match: its longest suffix that begins the pattern stays matched."""
         self.matched = self._fallback[self.matched]
 
 

@@ -237,8 +237,8 @@ class _Folder(NamedTuple):
         raise OSError(f"{self.path / _KEY} is no key, and none can be made there")
 
     def prune(self) -> None:
-        """Delete executables that no start has used for a month, which version changes leave behind, and temporary
-        files a day old. Other files stay, and so do those that cannot be deleted.
+        """Delete executables that no start has used for 30 days, as version changes leave them behind, and temporary
+        files older than a day. Other files stay, and files that cannot be deleted are ignored.
         """
         now = time.time()
         for name in os.listdir(self.descriptor):

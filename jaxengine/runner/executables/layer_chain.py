@@ -46,7 +46,8 @@ class Chain(NamedTuple):
       constants: indices of constant values, with the values.
       calls: in the order of execution.
       results: indices of the leaves of the result.
-      peak_bytes: the most memory of live values at once, without arguments and results that take an argument's place.
+      peak_bytes: the most bytes of live values at once, with temporaries, without arguments and without values that
+        take a donated argument's memory.
     """
 
     constants: tuple[tuple[int, np.ndarray], ...]

@@ -14,9 +14,9 @@ from jaxengine.runner.executables.layer_chain import Executable, serialized_byte
 class Foreseen(NamedTuple):
     """Memory estimate of a program, in bytes of one device."""
 
-    held: int  # what it will hold as long as it is loaded
-    held_as_whole: int  # what it would hold if it were not cut into parts (jaxengine.runner.executables.layer_chain)
-    workspace: int  # what it needs besides its arguments while it runs
+    held: int  # bytes that it will hold as long as it is loaded
+    held_as_whole: int  # the same if it were not cut into parts (jaxengine.runner.executables.layer_chain)
+    workspace: int  # bytes that it needs besides its arguments while it runs
 
 
 def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:

@@ -27,7 +27,7 @@ class HandedOn(NamedTuple):
 
     Attributes:
       hidden: [T, D], input of the next stage.
-      sections: what extensions leave, by name.
+      sections: arrays that extensions leave, by name.
     """
 
     hidden: jax.Array

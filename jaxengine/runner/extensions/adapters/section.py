@@ -141,7 +141,9 @@ class AdapterPools(HostExtension):
         return product_forms(models, platform_of(self.runner.device))
 
     def put(self, matrices: Matrices) -> list[list[jax.Array]]:
-        """Copy an adapter's matrices to the devices, wait for that, and return them for `write`. Thread-safe."""
+        """Copy an adapter's matrices to the devices, wait for that, and return one list of arrays for each stage, for
+        `write`. Thread-safe.
+        """
         return jax.block_until_ready([stage.extensions[NAME].put(matrices) for stage in self.runner.stages])
 
     def write(self, slot: int, values: list[list[jax.Array]]) -> None:

@@ -60,7 +60,7 @@ class GivenAdapter(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """Result of replacing an adapter."""
+    """Result of AdapterStore.replace."""
 
     old: Adapter | None  # that had the name; None for a new name
     new: Adapter  # that has the name now

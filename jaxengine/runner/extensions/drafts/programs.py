@@ -168,7 +168,7 @@ class HeadPrograms(DraftPrograms):
         return HeadWeights(list(own), list(model))
 
     def kept_shapes(self, num_pages: int) -> HeadState:
-        """Return the abstract HeadState: a pool of `num_pages` pages per replica, and the hidden state of each slot."""
+        """Return the abstract HeadState: a pool of `num_pages` pages per replica, and a hidden state for each slot."""
         return HeadState(super().kept_shapes(num_pages), self._hidden)
 
     def start(self, kept: HeadState) -> Program:

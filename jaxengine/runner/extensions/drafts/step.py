@@ -54,7 +54,9 @@ class DraftSpec:
         return self.bucket.width
 
     def unpack(self, slots: SlotState, last_token: jax.Array | None, message: jax.Array) -> ForwardPass:
-        """Expand a step's message into a ForwardPass whose batch has the page table of `group` alone."""
+        """Return a step's message, i32[1, size] or i32[size], as a ForwardPass whose batch has the page table of
+        `group` alone. slots, last_token: state before the step.
+        """
         spec = StepSpec(self.bucket, self.layout, self.page_size, (self.group,), self.layout.num_seqs, samples=False)
         return unpack(spec, slots, last_token, message.reshape(-1), {})
 
@@ -72,7 +74,7 @@ class Rows(NamedTuple):
       last_token: that token.
       page_table: i32[S, P], of the target's cache group that keeps all keys.
       num_rows: i32[], number of rows without padding.
-      forced: i32[S, W - 1], drafts that the message has, -1 for those that are to be made.
+      forced: i32[S, W - 1], drafts that the message has, -1 for drafts that the draft model proposes.
       flags: sampler features that some row of the step needs.
     """
 

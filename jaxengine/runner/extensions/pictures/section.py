@@ -121,7 +121,7 @@ class EncoderPool(StageExtension):
         self.rows: Any = None
 
     def allocate(self) -> None:
-        """Allocate the pool of embeddings, of zeros."""
+        """Compile or load the program that creates the pool of embeddings, and run it; the pool is zeros."""
         self.rows = self._stage.compiled(self._programs.pool())()
 
     def release(self) -> None:
