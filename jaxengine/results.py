@@ -45,15 +45,15 @@ def _cell(value: Any) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile by nearest rank: the smallest of `values`, which must not be empty, that at least a
-    fraction `share` (0 to 1) of them do not exceed.
+    """Return the percentile by nearest rank: the smallest of `values`, which must not be empty, such that at least a
+    fraction `share` (0 to 1) of the values are less than or equal to it.
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, core count, Python and package versions, for the JSON."""
+    """Return a description of this machine for JSON results: processor, core count, Python and package versions."""
     from importlib.metadata import version
     from os import cpu_count
 
@@ -74,6 +74,8 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:
-    """Write `result` and the machine's description to the file `path`; do nothing if `path` is None."""
+    """Write `result` with the machine's description under "machine" as JSON to the file `path`; do nothing if `path` is
+    None or "".
+    """
     if path:
         Path(path).write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

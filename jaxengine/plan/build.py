@@ -28,10 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build the bundle for args.chips in the folder args.out and print what it is. Returns 0.
+    """Build the bundle for args.chips in the folder args.out, and print its size and the options to start an engine
+    with. Returns 0.
 
-    Raises ConfigError for wrong arguments and options, a compiler that is not installed, and a model that does not fit,
-    and as an engine for a model that cannot be read.
+    Raises ConfigError for invalid arguments and options, a compiler that is not installed, and a model that does not
+    fit, and the errors of an engine start for a model that cannot be read.
     """
     chips, options = read_chips(args.chips), given_options(args, EngineConfig)
     key_file, bundle = options.pop("bundle_key_file", None), options.pop("bundle", None)
@@ -53,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, key_file: str | None) -> dict[str, int]:
-    """Compile what an engine with this config loads when it starts, and write the bundle, in place of an earlier one.
+    """Compile the programs that an engine with this config loads when it starts, and write the bundle, in place of an
+    earlier one.
 
-    devices: of the chips. out: folder of the bundle. key_file: of the secret to sign with; None for none. Returns
-    numbers of programs, bytes and KV pages. Raises ConfigError for options that no bundle has, chips of several hosts
-    and a model that does not fit, before anything is compiled where it can.
+    devices: those of the chips. out: folder of the bundle. key_file: file with the secret to sign with; None writes no
+    signature. Returns the numbers "programs", "bytes" and KV "pages". Raises ConfigError for options that a bundle does
+    not support, chips of several hosts and a model that does not fit, if possible before anything is compiled.
     """
     from jaxengine.plan.model import open_planned
     from jaxengine.plan.plan import Split, plan_split, platform_for
@@ -81,7 +83,7 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
         sizes = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
         split = Split(*sizes, config.enable_expert_parallel)
         refuse_unknown_code(model.source, model.resolved(**split.options))
-        plan_split(model, chips, split)  # what is wrong is said before an earlier bundle is replaced
+        plan_split(model, chips, split)  # raises errors before an earlier bundle is replaced
         compiler = _Stages(devices, bundle := NewBundle(out, key_file, config.compile_cache_dir))
         plan = plan_split(model, chips, split, compiler)
         if plan.memory is None:
@@ -91,7 +93,7 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
             warm_up(compiler.stages, plan.num_pages, bar.update)
         for stage in compiler.stages:
             stage.allocate()
-            _ = stage.workspace_bytes, stage.program_bytes  # numbers that the start asks for
+            _ = stage.workspace_bytes, stage.program_bytes  # compiles or stores the numbers that an engine start needs
         bundle.finish(about(model.source, plan.config, devices, built=True), plan.num_pages, __version__)
         return {"programs": bundle.num_programs, "bytes": bundle.num_bytes, "pages": plan.num_pages}
     finally:
@@ -99,27 +101,29 @@ def build(config: EngineConfig, chips: Chips, devices: Sequence[Any], out: str, 
 
 
 class _Stages:
-    """Stages of an engine whose programs go into a bundle; jaxengine.plan.plan.CompiledNeeds.
+    """Stages of an engine whose programs go into a bundle; implements jaxengine.plan.plan.CompiledNeeds.
 
     Attributes:
       stages: StageRunners of the split that was planned last.
     """
 
     def __init__(self, devices: Sequence[Any], bundle: Any):
-        """Hold the devices and the bundle, a NewBundle, for `needs`."""
+        """Store the devices and the bundle, a NewBundle, for `needs`."""
         self._devices, self._bundle = devices, bundle
         self.stages: list[Any] = []
 
     def meshes(self, layout: Any, split: Any) -> Sequence[Any]:
-        """Return the mesh of each stage over the devices. layout: of a stage; split: has the number of stages."""
+        """Return the mesh of each pipeline stage over the devices. layout: mesh layout of one stage; split: has the
+        number of stages.
+        """
         from jaxengine.sharding.mesh import make_mesh
         from jaxengine.sharding.stages import devices_of_stages
 
         return [make_mesh(layout, part) for part in devices_of_stages(self._devices, split.pipeline)]
 
     def needs(self, stages: Sequence[Any], config: ResolvedConfig) -> list[Any]:
-        """Make the runners of these stages, which `stages` then holds, compile the programs that determine their needs,
-        and return these, StageNeeds of each. config: resolved.
+        """Create runners of `stages`, store them in the attribute `stages`, compile the programs that determine their
+        memory needs into the bundle, and return the StageNeeds of each. config: the engine's, resolved.
         """
         from jaxengine.runner.stage_runner import foreseen_needs
         from jaxengine.runner.start.devices import shape_runner
@@ -129,9 +133,9 @@ class _Stages:
 
 
 def _split(chips: Chips, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with tensor_parallel_size, if it is not given, so that all chips are used.
+    """Return `options` with tensor_parallel_size added, if it is missing, so that all chips are used.
 
-    Raises ConfigError for sizes whose product is not their number.
+    Raises ConfigError if the product of the parallel sizes is not the number of chips.
     """
     names = ("data_parallel_size", "pipeline_parallel_size")
     others = 1
@@ -145,10 +149,10 @@ def _split(chips: Chips, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _devices(chips: Chips) -> Sequence[Any]:
-    """Return the devices of the chips: this machine's CPUs, or those that a compiler describes.
+    """Return the devices of the chips: this machine's CPUs, or devices that only a compiler describes.
 
-    Sets jax's platform to the CPU, and libtpu's environment for TPUs. Raises ConfigError for too many CPUs if jax runs
-    already, for a compiler that is not installed, and for chips that nothing here compiles for.
+    Sets jax's platform to the CPU, and libtpu's environment for TPUs. Raises ConfigError for more CPU devices than a
+    process has that uses jax already, for a compiler that is not installed, and for chips without a compile target.
     """
     import jax
 

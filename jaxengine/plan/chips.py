@@ -48,7 +48,7 @@ class Chips:
 
 
 def _of_target(name: str, target: str) -> Chip:
-    """Return the Chip, called `name`, of one of TARGETS."""
+    """Return a Chip with the name `name` and the figures of `target`, a name in TARGETS."""
     found = TARGETS[target]
     capability = "" if found.gpu is None else ".".join(map(str, found.gpu.capability))
     figures = found.hbm_bytes, found.hbm_bandwidth, found.flops
@@ -77,7 +77,7 @@ def read_chips(text: str) -> Chips:
     """Return the chips that a text names: `NAME` or `NAME:COUNT`, where COUNT is 1 if it is absent and NAME is one of
     CHIPS or a target of `jaxengine check`, in upper or lower case.
 
-    Raises ConfigError for another name, and for a count that is no whole number from 1 to MOST.
+    Raises ConfigError for another name, and for a count that is not a whole number from 1 to MOST.
     """
     name, _, count = text.strip().lower().partition(":")
     by_target = {chip.target: chip for chip in CHIPS.values() if chip.target}

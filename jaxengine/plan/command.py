@@ -45,10 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan for each set of chips in `args`, print the results and draw them in the --svg file. Returns 1 if the model
-    does not fit on one of them, else 0.
+    """Plan for each set of chips in `args`, print the results as text or JSON, and draw the memory in the --svg file,
+    if given. Returns 1 if the model does not fit on one of the sets, else 0.
 
-    Raises ConfigError for wrong arguments and options, and as an engine for a model that cannot be read; OSError.
+    Raises ConfigError for invalid arguments and options, the errors of an engine start for a model that cannot be read,
+    and OSError for a drawing that cannot be written.
     """
     from jaxengine.plan import report
     from jaxengine.plan.compiled import compiler_of
@@ -88,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(path: str, chips: object, count: int) -> str:
-    """Return the file of a drawing: `path` for one set of chips; of several (`count`), each has one named after it."""
+    """Return the path of a drawing: `path` if there is one set of chips (`count`), else `path` with "-" and the chips
+    inserted before the suffix.
+    """
     if count == 1:
         return path
     file = Path(path)
@@ -96,7 +99,7 @@ def _name(path: str, chips: object, count: int) -> str:
 
 
 def _price(text: str) -> float:
-    """Return a price, a number above 0. Raises ArgumentTypeError for other texts."""
+    """Parse a price, a finite number above 0. Raises ArgumentTypeError for other texts."""
     try:
         price = float(text)
     except ValueError:
@@ -107,6 +110,6 @@ def _price(text: str) -> float:
 
 
 def _progress(what: str) -> None:
-    """Show what is being done on the last line of stderr; nothing unless it is a terminal."""
+    """Print `what` over the last line of stderr, without a line break; nothing unless stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)

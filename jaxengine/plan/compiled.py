@@ -24,10 +24,11 @@ from jaxengine.sharding.stages import devices_of_stages
 
 
 def compiler_of(chips: Chips, model: str | None, options: Mapping[str, Any]) -> CompiledNeeds:
-    """Return the source of compiled needs for some chips. model, options: as given on the command line.
+    """Return the source of compiled memory needs for some chips: OnCpu or Elsewhere. model, options: as given on the
+    command line.
 
-    Raises ConfigError for chips whose compiler is not installed or that `jaxengine check` does not know, for None as
-    model except on CPUs, and as `OnCpu`.
+    Raises ConfigError for chips whose compiler is not installed or that `jaxengine check` does not know, for a `model`
+    of None except on CPUs, and for more CPU devices than OnCpu can get.
     """
     if chips.chip.platform == "cpu":
         return OnCpu(chips)
@@ -40,11 +41,13 @@ def compiler_of(chips: Chips, model: str | None, options: Mapping[str, Any]) -> 
 
 
 class OnCpu:
-    """CPU devices of this machine, for which programs are compiled as an engine does here: it loads them afterwards."""
+    """CompiledNeeds of CPU devices of this machine. Programs are compiled as an engine here compiles them, so that it
+    can load them from the cache afterwards.
+    """
 
     def __init__(self, chips: Chips):
-        """Have jax use the CPU and make chips.count devices of it, if it has not made any. Raises ConfigError for too
-        few.
+        """Set jax's platform to the CPU and its number of devices to chips.count, unless jax is initialised already.
+        Raises ConfigError if there are fewer devices.
         """
         try:
             jax.config.update("jax_platforms", "cpu")
@@ -58,35 +61,39 @@ class OnCpu:
             )
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
-        """Return the mesh of each stage over these devices, as `CompiledNeeds`."""
+        """Return the mesh of each stage over these devices. layout: mesh layout of one stage; split: has the number of
+        stages.
+        """
         return [make_mesh(layout, part) for part in devices_of_stages(self._devices[: split.size], split.pipeline)]
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
-        """Compile the programs that determine the needs of each stage, or load them from the cache, and return these,
-        as `CompiledNeeds`. Nothing is compiled where options fix the number of pages, unless with enforce_eager.
+        """Compile the programs that determine the memory needs of each stage, or load them from the cache, and return
+        the StageNeeds of each stage.
+
+        Nothing is compiled if options fix the number of pages, except with enforce_eager.
         """
         return foreseen_needs([shape_runner(stage, config.compile_cache_dir) for stage in stages], config)
 
 
 class Elsewhere:
-    """Chips that are not present, for which `jaxengine check` compiles: their compiler runs in a process of its own."""
+    """CompiledNeeds of chips that are not present but that `jaxengine check` compiles for. Their compiler runs in a
+    separate process.
+    """
 
     def __init__(self, target: Target, model: str, options: Mapping[str, Any]):
-        """Note what to compile. options: of the engine, as given; the model and parallel sizes among them do not
-        count.
-        """
+        """Store what to compile. options: engine options, as given; "model" and the parallel sizes are ignored."""
         self._target, self._model = target, model
         self._options = {name: value for name, value in options.items() if name not in ("model", *PARALLEL)}
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
-        """Return an abstract mesh for each stage, as `CompiledNeeds`."""
+        """Return an abstract mesh of `layout` for each of the split's stages."""
         return [abstract_mesh(layout)] * split.pipeline
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
-        """Compile in a process of the target's compiler, wait for it, and return the needs of each stage, as
-        `CompiledNeeds`.
+        """Compile in a separate process with the target's compiler, wait for it, and return the StageNeeds of each
+        stage.
 
-        Raises ConfigError if it refuses the model or fails.
+        Raises ConfigError if the process refuses the model or fails.
         """
         parallel = {name: getattr(config, name) for name in PARALLEL}
         options = {**self._options, **parallel, "max_model_len": config.max_model_len}

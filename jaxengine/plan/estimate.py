@@ -26,11 +26,11 @@ MIB = 1 << 20
 
 
 class _Compiler(NamedTuple):
-    """Sizes of our programs as one compiler makes them.
+    """Sizes of programs as one compiler makes them.
 
     Attributes:
       layer, expert_layer: bytes of code that a forward pass holds for a layer, without and with experts.
-      most_layers: layers of which a forward pass holds code; further ones share it.
+      most_layers: number of layers of which a forward pass holds code; further ones share it.
       sampler, score: bytes of code that an epilogue holds.
       rows: share of the inputs and outputs of a layer's products that a forward pass holds at once.
       logits: copies of its logits that a sampler needs.
@@ -58,10 +58,12 @@ _COMPILERS = {
 
 
 def estimated_needs(stage: StageArrays) -> StageNeeds:
-    """Estimate what the programs of a stage hold and need of one device, in bytes; the state of slots is exact.
+    """Estimate the memory that the programs of a stage take of one device, in bytes, as StageNeeds(held, workspace,
+    extensions' memory).
 
-    Held is code: of each bucket by layers, of each epilogue, of the draft model and of encoders. Needed is the largest
-    forward pass, the slots, the largest epilogue with its inputs, and the largest encoder.
+    Held is code: of each bucket by layers, of each epilogue, of the draft model and of encoders. The workspace is the
+    sum of the largest forward pass, the slots' state (exact), the largest epilogue with its inputs, and the largest
+    encoder.
     """
     programs = stage.programs
     how = _COMPILERS[backend_of(programs.platform)]
@@ -88,16 +90,16 @@ def estimated_needs(stage: StageArrays) -> StageNeeds:
 
 
 def _share_of_code(stage: StageArrays, how: _Compiler) -> float:
-    """Return the share of a large layer's code that a stage's layers have, up to 1: on TPUs small ones are unrolled
-    less. how: the compiler.
+    """Return the share, up to 1, of a large layer's code that a layer of the stage has: on TPUs small layers are
+    unrolled less. how: the compiler.
     """
     size = stage.sizes(0).weights / max(1, len(stage.programs.model.stage.layers))
     return min(1.0, math.sqrt(size / how.large)) if how.large else 1.0
 
 
 def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
-    """Return the bytes that the largest forward pass needs while it runs: rows of one layer's products, and its results
-    for epilogues. model: that of the stage, or its draft model. how: the compiler.
+    """Return the bytes that the largest forward pass needs while it runs: inputs and outputs of one layer's products,
+    and the results that it leaves for epilogues. model: the stage's, or its draft model. how: the compiler.
     """
     programs = stage.programs
     bucket = max(programs.packer.buckets)
@@ -108,8 +110,8 @@ def _forward_workspace(stage: StageArrays, model: Any, how: _Compiler) -> float:
 
 
 def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler) -> float:
-    """Return the bytes that an epilogue needs while it runs: copies of its logits. name, size: of the epilogue. how:
-    the compiler.
+    """Return the bytes that an epilogue needs while it runs: float32 copies of its logits, or of one block of prompt
+    rows. name, size: of the epilogue. how: the compiler.
     """
     own = stage.programs.epilogues[name]
     if "logits" in own.arguments:
@@ -120,9 +122,10 @@ def _epilogue_workspace(stage: StageArrays, name: str, size: int, how: _Compiler
 
 
 def _tower_rows(stage: StageArrays, part: str) -> tuple[float, int]:
-    """Return (bytes of the inputs and outputs of the products of a tower's layer for one patch, number of its layers).
+    """Return (bytes of one image patch in the products of a layer of an encoder tower: 4 times the input and output of
+    the widest product; number of its layers, at least 1).
 
-    stage: with the model. part: name of the model's attribute that is the tower.
+    stage: has the model. part: name of the model's attribute that is the tower.
     """
     model, widest, layers = stage.programs.model, 0, set()
     for param in declared_params(model):

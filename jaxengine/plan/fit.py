@@ -22,10 +22,11 @@ from jaxengine.runner.base.memory import device_memory
 
 logger = logging.getLogger(__name__)
 
-# A context with which a model is of use. Fewer sequences and smaller steps are chosen before a shorter one.
+# Context length, in tokens, below which a model is of little use. Fewer sequences and smaller steps are chosen before
+# a shorter one.
 LEAST_LENGTH = 4096
 _LEAST_TOKENS = 64
-# Devices by what jax calls them. The first that matches counts.
+# Patterns of jax's `device_kind` for each chip. The first that matches counts.
 _KINDS = {
     "v5e": r"TPU v5 ?(lite|e)",
     "v6e": r"TPU v6 ?(lite|e)",
@@ -45,14 +46,13 @@ _KINDS = {
 
 
 def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any = None) -> EngineConfig:
-    """Return the config with sizes in place of what it leaves open, which are logged, and without `fit`.
+    """Return the config without `fit` and with sizes for the options that it leaves open, and log these.
 
-    The first of these that fits is taken: the best split with the whole context, or with LEAST_LENGTH tokens of it;
-    the same with half as many sequences and tokens a step, and so on; then the longest context that fits. A length
-    that is left open becomes "auto": the engine itself finds the longest that fits.
-
+    Candidates are tried in this order, and the first that fits is taken: the best split with the whole context, or with
+    LEAST_LENGTH tokens of it; the same with half as many sequences and tokens a step, and so on; then the longest
+    context that fits. A max_model_len that is left open becomes "auto": the engine itself finds the longest that fits.
     Has jax's client take its share of CUDA cards (`claim_card`). devices: candidates; None for `jax.devices()`. mesh:
-    of the user, which must be None.
+    the user's mesh, which must be None.
 
     Raises:
       ConfigError: nothing fits, the model cannot be read, or a mesh is given.
@@ -74,10 +74,10 @@ def fitted(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Any
 
 
 def chips_of(devices: Sequence[Any]) -> Chips:
-    """Return the devices, at least one, as chips to plan for, with the memory that they report; all are taken to be
-    like the first.
+    """Return the devices, at least one, as Chips with the memory that the first one reports; all are taken to be like
+    the first.
 
-    A kind that is not known has no bandwidth: its splits are ordered by how many sequences they hold.
+    A GPU or TPU of an unknown kind has bandwidth 0 and flops 0: its splits are ordered by how many sequences they hold.
     """
     first = devices[0]
     if first.platform == "cpu":
@@ -92,8 +92,9 @@ def chips_of(devices: Sequence[Any]) -> Chips:
 
 
 def _choose(model: PlannedModel, chips: Chips) -> dict[str, Any]:
-    """Return the options of the first sizes that fit, as `fitted` says: of the split, and numbers of sequences and
-    tokens. Raises the first ConfigError of a split if none fits.
+    """Return the first options that fit, in the order that `fitted` documents: parallel sizes, and numbers of sequences
+    and tokens if reduced. Without a fit at LEAST_LENGTH, the options with the longest context. Raises the first
+    ConfigError of a split if none fits.
     """
     given = {name: value for name in PARALLEL if (value := getattr(model.config, name)) not in (1, False)}
     enough = min(LEAST_LENGTH, model.source.config.max_position_embeddings)
@@ -122,14 +123,17 @@ def _length(ranked: Ranked) -> int:
 
 
 def _holds_weights(ranked: Ranked) -> bool:
-    """Whether the weights of a split leave room on its devices, in each stage; False if it could not be planned."""
+    """Whether the weights of a split take less than the budget of a device in every stage; False if it could not be
+    planned.
+    """
     plan = ranked.plan
     return plan is not None and all(stage.sizes(0).weights < plan.budget for stage in plan.stages)
 
 
 def _smaller(model: PlannedModel) -> Iterator[dict[str, int]]:
-    """Yield no options, then half of the model's default numbers of sequences and of tokens of a step, if they are left
-    open, and so on down to 1 and _LEAST_TOKENS. Raises ConfigError for options that contradict each other.
+    """Yield {}, then options with half of the model's default max_num_seqs and max_num_batched_tokens, and so on down
+    to 1 and _LEAST_TOKENS. Options that the user gave are not yielded. Raises ConfigError for options that contradict
+    each other.
     """
     yield {}
     usual = model.resolved(max_model_len=min(LEAST_LENGTH, model.source.config.max_position_embeddings))

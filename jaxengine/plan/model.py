@@ -29,7 +29,7 @@ class PlannedModel:
 
     Attributes:
       source: its configuration and files.
-      config: settled, parallel sizes aside.
+      config: the engine's options, settled for the model except for parallel sizes.
       platform: default options of the chips.
       items: by modality, (embeddings, patches) of the largest item.
       file_bytes: size of its weight files; 0 if they are not here.
@@ -44,24 +44,23 @@ class PlannedModel:
     note: str
 
     def resolved(self, **parallel: int | bool) -> ResolvedConfig:
-        """Return the config with these parallel options or max_model_len, and all defaults. Raises ConfigError for
-        values that are invalid or do not divide the model.
+        """Return the config with all defaults and the options `parallel` (parallel sizes, max_model_len) replaced.
+        Raises ConfigError for values that are invalid or do not divide the model.
         """
         return replace(self.config, **parallel).resolved(self.source.config, self.platform, self.items)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the model's files."""
         self.source.close()
 
 
 def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
-    """Open the model that a config names, as an engine does; a name may also be a shape that `jaxengine check` knows.
+    """Open the model that config.model names, as an engine does, or a shape that `jaxengine check` knows.
 
-    Of a hub id only the configuration and the tokenizer are downloaded, a GGUF file of the hub is downloaded whole.
-
-    Raises ConfigError, ModelConfigError or ModelFileError as an engine, and ModelFileError for weights that an engine
-    would find wrong or missing, as far as the headers of the files show it. platform: default options of the chips. The
-    caller closes the result.
+    Of a hub id only the configuration and the tokenizer are downloaded; a GGUF file of the hub is downloaded whole.
+    platform: default options of the chips. The caller closes the result. Raises the engine's ConfigError,
+    ModelConfigError and ModelFileError, also for weights that are wrong or missing as far as the headers of the files
+    show it.
     """
     name = config.model
     if name is not None and name.lower() in SHAPES and not Path(name).exists():
@@ -84,9 +83,11 @@ def open_planned(config: EngineConfig, platform: Platform) -> PlannedModel:
 
 
 def _check_weights(source: ModelSource, dtype: str) -> None:
-    """Raise ModelFileError for weights of `source` that are not the model's, as far as headers show: names, shapes and,
-    except in GGUF files, types. A model that cannot be built raises nothing here. dtype: of the model. A folder in
-    device layout is not looked into.
+    """Raise ModelFileError for weights of `source` that do not match the model, as far as headers show: names, shapes
+    and, except in GGUF files, types.
+
+    dtype: of the model. A model that cannot be built raises nothing here. A folder in device layout, and a source
+    without weights, are not checked.
     """
     if source.weights is None or isinstance(source.weights, Path):
         return
@@ -98,8 +99,8 @@ def _check_weights(source: ModelSource, dtype: str) -> None:
 
 
 def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedModel:
-    """Return the PlannedModel of a published shape, which has no files. name: one of SHAPES. config, platform: as of
-    `open_planned`. Raises ConfigError for options that contradict it.
+    """Return the PlannedModel of the published shape `name`, one of SHAPES, which has no files. config, platform:
+    arguments of `open_planned`. Raises ConfigError for options that contradict it.
     """
     shape = model_config(name, config.quantization, keep_tables=platform.keeps_tables)
     shape = as_it_sees(shape, config)
@@ -111,5 +112,5 @@ def _open_shape(name: str, config: EngineConfig, platform: Platform) -> PlannedM
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the weight files of a folder, or the path itself if it is a file."""
+    """Return the weight files in a folder, or [path] if it is a file."""
     return [path] if path.is_file() else [file for pattern in _WEIGHTS for file in path.glob(pattern)]

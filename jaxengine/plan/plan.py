@@ -34,13 +34,13 @@ from jaxengine.sharding.layout import MeshLayout
 
 # The options of a split.
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
-# What of a plan is no array.
+# Purposes of a plan's memory that are not arrays.
 PROGRAMS, TEMPORARIES, PROCESS = "programs", "temporaries", "process"
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is split: tensor, pipeline and data parallel sizes, and whether experts are whole."""
+    """Split of a model over devices: tensor, pipeline and data parallel sizes, and whether expert parallelism is on."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -54,22 +54,22 @@ class Split:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Engine options, by name, that split a model so."""
+        """Engine options of this split by name: the three parallel sizes and enable_expert_parallel."""
         sizes = {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
         return {**sizes, "data_parallel_size": self.data, "enable_expert_parallel": self.experts}
 
     @property
     def flags(self) -> str:
-        """Flags of the command line that request this split; "" for one device."""
+        """Flags of the command line that request this split, without sizes of 1; "" for one device."""
         sizes = (("-tp", self.tensor), ("-pp", self.pipeline), ("-dp", self.data))
         return " ".join([*(f"{flag} {size}" for flag, size in sizes if size > 1), *(["-ep"] if self.experts else [])])
 
 
 class CompiledNeeds(Protocol):
-    """Source of the memory that programs take of a device, by their compiler."""
+    """Source of the memory that programs take of a device, as their compiler reports it."""
 
     def meshes(self, layout: MeshLayout, split: Split) -> Sequence[Any]:
-        """Return the mesh of each stage. layout: of one stage; split: has the number of stages."""
+        """Return the mesh of each pipeline stage. layout: mesh layout of one stage; split: has the number of stages."""
         ...
 
     def needs(self, stages: Sequence[SplitStage], config: ResolvedConfig) -> list[StageNeeds]:
@@ -84,11 +84,11 @@ class SplitPlan:
     """Plan of a model on chips, split in one way.
 
     Attributes:
-      chips, split: what was planned for.
+      chips, split: the devices and the split that were planned.
       layout: mesh of one stage.
-      config: resolved.
+      config: the engine's, resolved.
       stages: arrays of each pipeline stage.
-      needs: what the programs of each stage take.
+      needs: memory that the programs of each stage take.
       estimated: `needs` were estimated, not compiled.
       memory: the plan of the stage with the least room; None if it does not fit, and then `error` says why.
     """
@@ -105,39 +105,39 @@ class SplitPlan:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Windows of the cache groups."""
+        """Attention window of each KV cache group, in tokens; None for full attention."""
         return self.stages[0].programs.windows
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page on one device, of the stage with the largest."""
+        """Bytes of one page on one device, of the stage with the largest pages."""
         return max(stage.sizes(0).page_bytes for stage in self.stages)
 
     @property
     def page_bytes_of_all(self) -> int:
-        """Bytes of one page of a sequence on all devices that have a part of it."""
+        """Bytes of one page of a sequence, summed over all devices of a replica that store a part of it."""
         return self.layout.model * sum(stage.sizes(0).page_bytes for stage in self.stages)
 
     @cached_property
     def tightest(self) -> int:
-        """Index of the stage that holds the most."""
+        """Index of the stage whose devices hold the most bytes."""
         return max(range(len(self.stages)), key=lambda stage: sum(self._held(stage).values()))
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of one device of the tightest stage by purpose, the rest under LEFT; they add up to what the
-        engine may use. The rest is negative if it does not fit.
+        """Return the bytes on one device of the tightest stage by purpose, with the rest of the budget under LEFT; they
+        add up to the budget. The rest is negative if the model does not fit.
         """
         held = self._held(self.tightest)
         return {**held, LEFT: self.budget - sum(held.values())}
 
     @property
     def total(self) -> int:
-        """Bytes of memory of a device."""
+        """Bytes of memory of one device."""
         return device_bytes(self.config, self.chips)[0]
 
     @property
     def num_programs(self) -> int:
-        """Programs that start-up compiles, of all stages."""
+        """Number of programs that start-up compiles, over all stages."""
         steps = [stage.programs for stage in self.stages]
         own = sum(len(each.programs(stage.params)) for stage in self.stages for each in stage.programs.extensions)
         return own + sum(len(list(each.packer.buckets)) + len(each.epilogue_sizes()) for each in steps)
@@ -148,7 +148,9 @@ class SplitPlan:
         return plan_budget(self.config, self.chips)
 
     def _held(self, index: int) -> dict[str, int]:
-        """Bytes of one device of the stage `index` by purpose, without what is left; none of 0 bytes."""
+        """Return the bytes on one device of the stage `index` by purpose, without purposes of 0 bytes and without the
+        rest of the budget.
+        """
         stage, needs = self.stages[index], self.needs[index]
         arrays = stage.bytes_of(0 if self.memory is None else self.memory.num_pages)
         slots = sum(arrays.get(purpose, 0) for purpose in SLOTS_AND_SAMPLING)
@@ -160,7 +162,7 @@ class SplitPlan:
 
     @property
     def num_pages(self) -> int:
-        """Pages of a replica; 0 if it does not fit."""
+        """Number of KV pages of a replica; 0 if the model does not fit."""
         return 0 if self.memory is None else self.memory.num_pages
 
     def pages_of(self, num_tokens: int) -> int:
@@ -168,37 +170,44 @@ class SplitPlan:
         return most_pages_of(self.config.scheduler_config(1, windows=self.windows), num_tokens)
 
     def sequences_of(self, num_tokens: int) -> int:
-        """Return the most sequences of `num_tokens` tokens that run at once, on all replicas; limited by slots, too."""
+        """Return how many sequences of `num_tokens` tokens can run at once, over all replicas, limited by pages and by
+        max_num_seqs.
+        """
         own = min(self.config.max_num_seqs, self.num_pages // self.pages_of(num_tokens))
         return own * self.layout.num_ranks
 
     def pages_for_sequences(self, num_tokens: int) -> int:
-        """Return the number of sequences of `num_tokens` tokens whose pages fit, on all replicas, with as many slots as
-        it takes.
+        """Return how many sequences of `num_tokens` tokens the pages of all replicas hold, without the limit of
+        max_num_seqs.
         """
         return self.num_pages // self.pages_of(num_tokens) * self.layout.num_ranks
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the pages hold, at most the model's context; 0 if it does not fit."""
+        """Largest number of tokens of a sequence that the pages hold, at most the model's context; 0 if the model does
+        not fit.
+        """
         most = self.stages[0].programs.model.config.max_position_embeddings
         return longest_fit(self.config, self.num_pages, self.windows, most)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token on all devices, in layers that keep all tokens and in windows alike."""
+        """Bytes of keys and values of one token, summed over all devices of a replica. Layers with a window count like
+        those that keep all tokens.
+        """
         return self.page_bytes_of_all * len(self.windows) // self.config.block_size
 
 
 def plan_budget(config: ResolvedConfig, chips: Chips) -> int:
-    """Return the bytes of a device that an engine with this config plans for, on one of these chips."""
+    """Return the bytes of one of these chips that an engine with this config may use."""
     return budget_of(config, *device_bytes(config, chips))
 
 
 def device_bytes(config: ResolvedConfig, chips: Chips) -> tuple[int, int | None]:
-    """Return (bytes of one device, how many of them jax's client reserves for an engine that is the first in its
-    process to use the device). A CPU device has an equal part of this machine's memory. config: for
-    gpu_memory_utilization. The second is None for other than CUDA devices, where it reserves none.
+    """Return (bytes of one device, how many of them jax's client reserves). The second applies to an engine that is the
+    first in its process to use the device; it is None except on CUDA devices.
+
+    A CPU device has an equal part of this machine's memory. config: its gpu_memory_utilization is used.
     """
     chip = chips.chip
     if chip.platform == "cpu":
@@ -209,15 +218,15 @@ def device_bytes(config: ResolvedConfig, chips: Chips) -> tuple[int, int | None]
 
 
 def platform_for(chip: Chip) -> Platform:
-    """Return the default options of a chip, which depend on the kernels that an engine runs on it."""
+    """Return the default options for a chip, those of the platform whose kernels an engine runs on it."""
     return PLATFORMS[platform_of(SimpleNamespace(platform=chip.platform, compute_capability=chip.compute_capability))]
 
 
 def plan_split(model: PlannedModel, chips: Chips, split: Split, compiled: CompiledNeeds | None = None) -> SplitPlan:
-    """Plan a model on chips, split in one way; if it does not fit, the plan says so.
+    """Return the plan of a model on chips, split in one way. A plan that does not fit has an `error`.
 
-    With max_model_len "auto" it is the longest that fits. compiled: what programs take, by their compiler; None for an
-    estimate.
+    With max_model_len "auto" the plan has the longest context that fits. compiled: source of the programs' memory from
+    their compiler; None estimates it.
 
     Raises:
       ConfigError: the model cannot be split so, or options contradict each other.
@@ -231,9 +240,11 @@ def plan_split(model: PlannedModel, chips: Chips, split: Split, compiled: Compil
 def _plan_length(
     model: PlannedModel, chips: Chips, split: Split, compiled: CompiledNeeds | None, length: dict[str, int]
 ) -> SplitPlan:
-    """Return what `plan_split` does, without a search for the length. compiled: as there. length: max_model_len as an
-    option; empty for the config's. Raises ConfigError for options that are invalid or do not divide the model; that
-    pages do not fit is part of the result.
+    """Return the plan of a split with one max_model_len. length: {"max_model_len": tokens}, or {} for the config's.
+    compiled: source of compiled memory needs, or None.
+
+    Raises ConfigError for options that are invalid or do not divide the model. Pages that do not fit raise nothing: the
+    plan's `memory` is then None and `error` is set.
     """
     config = model.resolved(**split.options, **length)
     layout = config.mesh_layout(model.source.config)
@@ -260,9 +271,8 @@ def _plan_length(
 
 
 def _overfull(memory: MemoryPlan, total: int) -> ConfigError | None:
-    """Return the error of a plan whose pages are given and too many for the device; None if it fits.
-
-    total: bytes of the device.
+    """Return a ConfigError if the planned bytes exceed `total`, the bytes of the device, as they may with a given
+    number of pages; else None.
     """
     if memory.planned <= total:
         return None

@@ -21,7 +21,8 @@ _GIB, _MIB = 2**30, 2**20
 def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> Any:
     """Return the plans of a model on chips as JSON values: the best split in full, all splits as rows.
 
-    ranked, length, price: as of `text`; rates and costs only where they are known.
+    ranked: plans of splits, the best first. length: tokens of a sequence to count. price: price of one device for an
+    hour; None for no costs. Speeds and costs are included only where they are known.
     """
     best = ranked[0]
     return {
@@ -39,8 +40,8 @@ def as_json(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length:
 def text(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None) -> str:
     """Return the plans of a model on chips as lines of text for people.
 
-    ranked: plans of splits, the best first. length: tokens of a sequence to count. price: of a device's hour; None for
-    no costs.
+    ranked: plans of splits, the best first. length: tokens of a sequence to count. price: price of one device for an
+    hour; None for no costs.
     """
     return "\n".join(_lines(model, chips, ranked, length, price))
 
@@ -48,8 +49,9 @@ def text(model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: in
 def _lines(
     model: PlannedModel, chips: Chips, ranked: Sequence[Ranked], length: int, price: float | None
 ) -> Iterator[str]:
-    """Yield the lines of `text`, whose operands these are: whether the best split fits, or why not; kernels that are
-    missing; its memory, capacity and speed; weights on disk and the note; a table of all splits if there are several.
+    """Yield the lines of `text`, from the same arguments: whether the best split fits, or why not; kernels that are
+    missing; its memory, capacity and speed; bytes of the weight files and the note; a table of all splits if there are
+    several.
     """
     best = ranked[0]
     flags = f" with {best.split.flags}" if best.split.flags else ""
@@ -92,8 +94,8 @@ def _memory_lines(plan: SplitPlan) -> Iterator[str]:
 
 
 def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
-    """Yield lines about pages and bytes of a token, windows, the longest context, sequences of `length` tokens at once,
-    and programs.
+    """Yield lines about the number and bytes of pages, bytes of a token, windows (if any), the longest context, how
+    many sequences of `length` tokens fit at once, and the number of programs.
     """
     config, ranks = plan.config, plan.layout.num_ranks
     replicas = f" in each of {ranks} replicas" if ranks > 1 else ""
@@ -111,8 +113,8 @@ def _capacity_lines(plan: SplitPlan, length: int) -> Iterator[str]:
 
 
 def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float | None) -> Iterator[str]:
-    """Yield lines about the upper bounds by the roofline: tokens a second decoded and of prompts, milliseconds a token,
-    bytes and operations of a step; with a price also the least cost of a million tokens. None without a speed.
+    """Yield lines about the roofline's upper bounds: decoded and prompt tokens a second, milliseconds a token, bytes
+    and operations of a step. With a price also the least cost of a million tokens. Nothing if `speed` is None.
     """
     if speed is None:
         return
@@ -135,8 +137,9 @@ def _speed_lines(plan: SplitPlan, speed: Speed | None, length: int, price: float
 
 
 def _table_lines(ranked: Sequence[Ranked], length: int) -> Iterator[str]:
-    """Yield a table of the first MOST_ROWS splits: sizes, weights and room for pages in GiB, longest context, sequences
-    of `length` tokens and decoded tokens a second; or that they do not fit, or the error of one that cannot be planned.
+    """Yield a table of the first MOST_ROWS splits: parallel sizes, weights and room for pages in GiB, longest context,
+    sequences of `length` tokens and decoded tokens a second. A split that does not fit has "does not fit" for the last
+    three, one that cannot be planned has its error. Further rows are only counted; a legend is last.
     """
     heads = "".join(f"{name:>11}" for name in ("weights", "left", "longest", "sequences", "decode/s"))
     yield f"  {'tp':>4}{'pp':>4}{'dp':>4}  {'ep':<4}{heads}"
@@ -163,7 +166,9 @@ def _short(each: Ranked) -> str:
 
 
 def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
-    """Return one split as a row of JSON values; without figures if it could not be planned."""
+    """Return one split as a row of JSON values, without figures if it could not be planned, without counts and speeds
+    if it does not fit.
+    """
     row = {**each.split.options, "fits": each.fits, "error": None if each.error is None else str(each.error)}
     if (plan := each.plan) is None:
         return row
@@ -179,8 +184,8 @@ def _json_of_row(each: Ranked, length: int) -> dict[str, Any]:
 
 def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: int, price: float | None) -> Any:
     """Return the plan of the best split in full, as JSON values: options, mesh, bytes by purpose and stage, pages,
-    longest context, sequences of `length` tokens and, where known, speed and costs. price: of a device's hour; None for
-    no costs.
+    longest context, sequences of `length` tokens and, where known, speed and costs. price: price of one device for an
+    hour; None for no costs.
     """
     config = plan.config
     found: dict[str, Any] = {
@@ -215,5 +220,5 @@ def _json_of_plan(plan: SplitPlan, speed: Speed | None, chips: Chips, length: in
 
 
 def _mesh(layout: MeshLayout) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh by name."""
+    """Return the sizes of a mesh's axes by name: "data", "attn" and "model"."""
     return {"data": layout.data, "attn": layout.attn, "model": layout.model}

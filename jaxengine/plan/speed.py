@@ -17,13 +17,13 @@ _HOUR, _MILLION = 3600, 1_000_000
 
 @dataclass(frozen=True)
 class Speed:
-    """Upper bounds of a plan.
+    """Upper bounds of a plan's speed.
 
     Attributes:
-      sequences: of all replicas, that decode at once.
+      sequences: number that decode at once, over all replicas.
       decode, prefill: tokens a second of all devices.
-      step_bytes, step_flops: of one decode step, on the device with the most of either.
-      token_seconds: from one token of a sequence to the next, at least.
+      step_bytes, step_flops: of one decode step, each on the stage's device where it is largest.
+      token_seconds: least time from one token of a sequence to the next.
     """
 
     sequences: int
@@ -35,11 +35,11 @@ class Speed:
 
 
 def speed_of(plan: SplitPlan, length: int) -> Speed | None:
-    """Return the bounds of a plan that fits, with as many sequences of `length` tokens as fit, or one where not even
-    one does.
+    """Return the upper bounds of a plan that fits, with as many sequences of `length` tokens as can run, at least one a
+    replica.
 
-    Prompts are counted as the largest mixed steps. None where the chip's figures are not known, and for a model that
-    generates nothing.
+    Prompts are counted as the largest mixed steps. None if the chip's bandwidth is not known, or the model does not
+    generate.
     """
     chip = plan.chips.chip
     if not chip.bandwidth or plan.config.runner != "generate":
@@ -61,13 +61,15 @@ def speed_of(plan: SplitPlan, length: int) -> Speed | None:
 
 
 def cost_of(tokens_per_second: float, price_per_hour: float, count: int) -> float:
-    """Return the price of a million tokens. price_per_hour: of one device; count: number of devices."""
+    """Return the price of a million tokens. price_per_hour: of one device; count: number of devices, which yield
+    tokens_per_second together.
+    """
     return price_per_hour * count / (tokens_per_second * _HOUR) * _MILLION
 
 
 def _work(plan: SplitPlan, stage: int, bucket: Bucket, context: int) -> Work:
-    """Return the least work of a step of a bucket on one device of the stage `stage`. context: keys of each sequence of
-    a decode.
+    """Return the least work of a step of `bucket` on one device of the stage with the index `stage`. context: number of
+    keys that each decoding sequence reads.
     """
     config, model = plan.config, plan.stages[stage].programs.model
     return step_work(model, bucket, config.kv_cache_dtype, config.dtype, context)

@@ -21,7 +21,7 @@ class Ranked:
 
     Attributes:
       plan: None if the model cannot be split so.
-      speed: bounds; None where they are not known, and for a plan that does not fit.
+      speed: upper bounds; None where they are not known, and for a plan that does not fit.
       error: reason why the model cannot be split so, or does not fit; None if an engine would start.
     """
 
@@ -37,11 +37,12 @@ class Ranked:
 
 
 def possible_splits(count: int, given: Mapping[str, object], *, has_experts: bool, drafts: bool) -> Iterator[Split]:
-    """Yield the splits that use all `count` devices and agree with the engine options that are given.
+    """Yield the splits that use all `count` devices and agree with the engine options in `given`.
 
-    With all three sizes given, only that split, which may use fewer devices. given: engine options by name; sizes that
-    it lacks, or that are None, are free. has_experts: the model has experts, which may then be whole. drafts: the draft
-    method has weights, which allows no pipeline.
+    With all three sizes given, only that split is yielded, which may use fewer devices. given: engine options by name;
+    sizes that it lacks, or that are None, are free. has_experts: the model has experts, so that splits with expert
+    parallelism are yielded too. drafts: the draft method has weights; then no pipeline is yielded unless its size is
+    given.
     """
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     wanted = [given.get(name) for name in names]
@@ -66,13 +67,12 @@ def rank_splits(
     progress: Callable[[str], None] = lambda what: None,
     compiled: CompiledNeeds | None = None,
 ) -> list[Ranked]:
-    """Plan every split of the model over the chips, as of `possible_splits`, and return at least one; those that fit
-    come first, by speed, then by how many sequences they hold.
+    """Plan every split that `possible_splits` yields, and return at least one. Those that fit come first, by speed,
+    then by how many sequences they hold.
 
-    length: tokens of a sequence. progress(what) is called before each is planned. compiled: as of `plan_split`.
-
-    Raises ConfigError where the given sizes are not those of so many devices; what else is wrong with a split is its
-    `error`.
+    length: tokens of a sequence. progress(what) is called before each split is planned. compiled: source of compiled
+    memory needs; None estimates them. Raises ConfigError if the given sizes do not match the number of devices. Any
+    other ConfigError becomes the `error` of its split.
     """
     config = model.source.config
     drafting = model.config.speculative_config is not None and model.config.speculative_config.has_model
@@ -91,7 +91,7 @@ def rank_splits(
 
 
 def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compiled: CompiledNeeds | None) -> Ranked:
-    """Plan one split; a ConfigError of `plan_split` becomes its error."""
+    """Plan one split; a ConfigError of `plan_split` is returned as its error."""
     try:
         plan = plan_split(model, chips, split, compiled)
     except ConfigError as error:
@@ -100,8 +100,9 @@ def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compil
 
 
 def _order(one: Ranked) -> tuple[object, ...]:
-    """Return the sorting key of a split, the best first: those that fit, by speed and by sequences of 1,024 tokens,
-    then those that lack memory, by how much, then those that cannot be split so.
+    """Return the sorting key of a split, the best first: those that fit, by decoding speed rounded to two digits, then
+    by sequences of 1,024 tokens; then those that lack memory, by how much; then those that cannot be split so. Smaller
+    pipelines come first among equals.
     """
     if one.plan is None:
         return 2, 0, 0, one.split.pipeline

@@ -72,16 +72,14 @@ class StepFolder:
             raise
 
     def close(self) -> None:
-        """Stop recording and let another engine record to the folder, whose lock this gives up. A second call does
-        nothing.
-        """
+        """Release the folder's lock, so that another engine can record to it. A second call does nothing."""
         self._unlock()
 
     def weights(self, version: Any, checksums: Mapping[str, str]) -> int:
-        """Record in `engine.json` which weights the next steps use, unless it lists them already; return their index
-        there.
+        """Return the index, in the list of `engine.json`, of the weights that the next steps use; append them there and
+        rewrite the file if they are missing.
 
-        version: of the weights; checksums: by weight name. Raises OSError if it cannot be written.
+        version: of the weights; checksums: by weight name. Raises OSError if the file cannot be written.
         """
         entry = {"version": version, "checksums": dict(checksums)}
         if entry not in self._about["weights"]:
@@ -90,11 +88,11 @@ class StepFolder:
         return self._about["weights"].index(entry)
 
     def write(self, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int | None:
-        """Write a step and return its number; None, with nothing written, if its arrays alone exceed the folder's
-        limit.
+        """Write a step, delete the oldest ones as the limits require, and return the step's number. If the arrays alone
+        exceed the limit of bytes, nothing is written, num_too_large grows and the result is None.
 
         about: plain JSON values; arrays: with dtypes that step_file.py lists. Raises KeyError for another dtype, and
-        OSError; then no step was added, but old ones may have been deleted to make room.
+        OSError; then no step was added, but old ones may have been deleted.
         """
         size = num_bytes(arrays)
         if size > self._max_bytes:
@@ -113,7 +111,7 @@ class StepFolder:
         return number
 
     def _write_about(self) -> None:
-        """Write `engine.json`. Raises OSError."""
+        """Write the description to `engine.json`, in place of an earlier file. Raises OSError."""
         write_whole(self.path / ENGINE_FILE, iter([json.dumps(self._about, indent=1).encode()]))
 
 
@@ -148,8 +146,8 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def find_step(folder: Path, number: int | None) -> RecordedStep:
-    """Read a step of a folder; number None reads the last one. Raises RecordError as `read_step`, and if there is no
-    such step; its message names the steps that exist.
+    """Read the step `number` of a folder; None reads the last one. Raises RecordError if the file is invalid
+    (`read_step`), or if there is no such step; the message then names the steps that exist.
     """
     files = step_files(folder)
     if not files:
@@ -162,7 +160,7 @@ def find_step(folder: Path, number: int | None) -> RecordedStep:
 
 
 def _has_others(folder: Path) -> bool:
-    """Return whether a folder has files other than the lock file and unfinished ones, which may exist before
+    """Return whether a folder has files other than the lock file and unfinished ones. Only those may exist before
     `engine.json` does.
     """
     return any(file.name != LOCK_FILE and not _UNFINISHED.fullmatch(file.name) for file in folder.iterdir())
@@ -185,9 +183,9 @@ def _locked(folder: Path) -> int:
 
 
 def _continued(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Return `about` with the weights that the folder's `engine.json` lists, if it has any.
+    """Return `about` with the weights that the folder's `engine.json` lists, if there is one.
 
-    Raises RecordError if the folder's steps are of another engine, whose other entries differ, and as `read_about`.
+    Raises RecordError if that file describes another engine, or cannot be read (`read_about`).
     """
     if not _has_others(folder):
         return about
@@ -217,7 +215,7 @@ def _name(number: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format ascending numbers as text: "3 to 7, 9" for 3, 4, 5, 6, 7 and 9."""
+    """Return ascending numbers as text with runs joined: "3 to 7, 9" for 3, 4, 5, 6, 7 and 9."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

@@ -83,14 +83,15 @@ def digest_of(name: str, array: np.ndarray) -> Any:
 
 
 def num_bytes(arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the bytes of all arrays of a step together; its file takes some hundred more for each."""
+    """Return the total bytes of the arrays of a step. Its file takes some hundred bytes more for each array."""
     return sum(array.nbytes for array in arrays.values())
 
 
 def write_step(path: Path, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
-    """Write a step to the file `path`, completely or not at all, over an earlier one; return the size of the file in
-    bytes. about: description, plain JSON values. Raises KeyError for an array of a dtype that _DTYPES lacks, and
-    OSError.
+    """Write a step to the file `path`, completely or not at all, in place of an earlier one; return the size of the
+    file in bytes.
+
+    about: description, plain JSON values. Raises KeyError for an array of a dtype that _DTYPES lacks, and OSError.
     """
     return write_whole(path, _chunks(about, {name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
@@ -142,10 +143,8 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def _owned(path: str, flags: int) -> int:
-    """Open the file at `path`, as `opener` of `open`, for its owner alone to read and write, as records hold what users
-    sent.
-
-    flags: as of os.open. Returns the descriptor.
+    """Open the file at `path` with the mode 0o600, as records hold what users sent; an `opener` for `open`. flags: as
+    of os.open. Returns the descriptor.
     """
     return os.open(path, flags, 0o600)
 

@@ -15,7 +15,7 @@ class TraceRequest:
 
     Attributes:
       arrival: seconds since the trace began.
-      num_prompt, num_output: tokens.
+      num_prompt, num_output: numbers of tokens.
       max_tokens: the caller's limit; None: num_output, as the request ended by it.
       hash_ids: ids of its blocks, of prompt and output together, as far as the trace has them. Equal ids stand for
         equal tokens up to the end of the block.
@@ -29,7 +29,7 @@ class TraceRequest:
 
     @property
     def limit(self) -> int:
-        """Number of tokens that the request may get."""
+        """Largest number of output tokens that the request may get: max_tokens, or num_output if that is None."""
         return self.num_output if self.max_tokens is None else self.max_tokens
 
 
@@ -39,7 +39,9 @@ def header_line(block_size: int) -> str:
 
 
 def request_line(request: TraceRequest) -> str:
-    """Return the line of a request, with its end of line; max_tokens is left out if it is None."""
+    """Return the JSON line of a request, with its end of line; arrival is rounded to microseconds, max_tokens left out
+    if None.
+    """
     line: dict[str, Any] = {"arrival": round(request.arrival, 6)}
     line |= {"prompt_tokens": request.num_prompt, "output_tokens": request.num_output}
     if request.max_tokens is not None:

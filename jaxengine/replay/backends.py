@@ -32,10 +32,9 @@ class Backend(NamedTuple):
     device: str | None
 
     def devices(self, count: int) -> Sequence[Any]:
-        """Return the first `count` devices.
+        """Return the first `count` devices of the backend's kind.
 
-        Raises RecordError if there are fewer, and for backend "native" if they are of another platform than the
-        recorded one.
+        Raises RecordError if there are fewer, and for the backend "native" if their platform is not the recorded one.
         """
         found = jax.devices(self.device)
         if self.device is None and platform_of(found[0]) != self.platform:
@@ -71,9 +70,8 @@ def choose_backend(name: str, recorded: str, kernels: str | None = None) -> Back
 
 
 def prepare_devices(backend: str, count: int) -> None:
-    """Make `count` CPU devices, unless the backend is "native"; has no effect once jax has initialised its devices.
-
-    Otherwise jax is set to the CPU platform.
+    """Set jax to the CPU platform with `count` devices, unless the backend is "native". Has no effect once jax has
+    initialised its devices.
     """
     if backend == NATIVE:
         return

@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the step that `args` name again and print the findings; return the exit status: 0 same results, 1 different,
-    2 for a RecordError, which is printed to standard error.
+    """Run the step that `args` name again and print the findings. Return the exit status: 0 for equal results, 1 for
+    different ones, 2 for a RecordError, which is printed to standard error.
 
-    Raises ConfigError and ModelFileError as `replay` does.
+    Raises ConfigError and ModelFileError for a model that cannot be opened.
     """
     from jaxengine.records.step_file import RecordError
     from jaxengine.replay.backends import prepare_devices

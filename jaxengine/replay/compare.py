@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxengine.scheduler.base.token_params import LOGPROBS
 
-# Of the largest magnitude of an array, what other kernels of the same numbers may differ by.
+# Allowed difference between kernels by the model's dtype, as a share of an array's largest magnitude.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 _PAGES = "after/pages"
 
@@ -22,7 +22,8 @@ class Difference(NamedTuple):
       is_same: all bits are equal.
       is_within: no number differs by more than the tolerance.
       largest: the largest difference; `where`: its index; `recorded`, `found`: the two values there.
-      count: how many numbers differ. place: what `where` is in, such as a page and its replica; empty if not known.
+      count: how many numbers differ. place: description of where `where` is, such as a page and its replica; "" if
+        not known.
     """
 
     name: str
@@ -63,13 +64,14 @@ def compared(
 ) -> Iterator[Difference]:
     """Yield a Difference for each result of a step, in the order of the forward pass.
 
-    Results that one side lacks are left out; logits must be there: KeyError if not.
+    Results that one side lacks are left out, except that missing logits raise KeyError.
 
     Args:
-      arrays: of the record, from which the place of each result follows.
+      arrays: the record's, which say which page, layer and row each result belongs to.
       wanted, found: results as recorded, and those of the replay.
       kv_dtype: dtype of the numbers in pages. state_layers: the layer of each array of recurrent states.
-      features: of the step; without LOGPROBS the sampler's scores mean nothing. is_sampled: bool[rows], of the logits.
+      features: feature bits of the step; without LOGPROBS the sampler's scores are not compared.
+      is_sampled: bool[rows], which rows of the logits were sampled.
       tolerance: allowed difference, as a share of an array's largest magnitude.
     """
     layers, states = arrays[f"{_PAGES}/layer"], list(state_layers)
@@ -101,10 +103,11 @@ def compared(
 def _sampled(
     arrays: Mapping[str, np.ndarray], both: Mapping[str, Any], features: int, is_sampled: np.ndarray, tolerance: float
 ) -> Iterator[Difference]:
-    """Yield Differences of the sampler's results for rows that sample; of scores only if a request asks for logprobs.
+    """Yield Differences of the sampler's results for rows that sample: of token ids, and if a request asks for logprobs
+    also of scores.
 
-    both: (recorded, found) of each result by name. is_sampled: bool[rows]. arrays: of the record. features, tolerance:
-    as of `compared`.
+    both: (recorded, found) of each result by name. is_sampled: bool[rows]. arrays: the record's. features: feature bits
+    of the step. tolerance: share of an array's largest magnitude.
     """
     rows = arrays["rows/rank"][is_sampled], arrays["rows/row"][is_sampled]
     for name, pair in both.items():
@@ -115,11 +118,10 @@ def _sampled(
 
 
 def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Difference:
-    """Compare a recorded array with the one found; arrays of different shapes or dtypes never count as within
-    tolerance.
+    """Compare a recorded array with the one found.
 
-    is_within is True if all bits are equal. pair: (recorded, found). tolerance: share of the largest finite recorded
-    magnitude; integers and booleans must be equal.
+    is_within is True if all bits are equal, and False for different shapes or dtypes. pair: (recorded, found).
+    tolerance: share of the largest finite recorded magnitude; integers and booleans must be equal.
     """
     recorded, found = pair
     shape, dtype = recorded.shape, str(recorded.dtype)
@@ -132,7 +134,7 @@ def _difference(name: str, pair: Sequence[np.ndarray], tolerance: float) -> Diff
     wide, own = one.astype(np.float64), other.astype(np.float64)
     with np.errstate(invalid="ignore"):
         apart = np.abs(own - wide)
-    # Equal infinities do not differ, and numbers that are none do, by more than any.
+    # Equal infinities and two NaNs do not differ; a NaN on one side differs by infinity.
     apart = np.where((wide == own) | (np.isnan(wide) & np.isnan(own)), 0, np.where(np.isnan(apart), np.inf, apart))
     where = np.unravel_index(int(apart.argmax()), apart.shape)
     largest, finite = float(apart[where]), np.abs(wide[np.isfinite(wide)])

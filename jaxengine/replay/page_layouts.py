@@ -10,17 +10,17 @@ from jaxengine.models.kernel_rows import TOKEN_ROWS
 
 
 def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any) -> np.ndarray:
-    """Convert pages [n, ...] from layout `source` to layout `target`, bit for bit.
+    """Convert pages [n, ...] from the layout `source` to the layout `target`, bit for bit.
 
-    HEAD_TILES and HEAD_TILES_AS_BITS differ only in the dtype. spec: KVSpec of one device's pool.
-    like: shape and dtype of the target's pool on all devices, [P, ...].
+    HEAD_TILES and HEAD_TILES_AS_BITS differ only in the dtype. spec: KVSpec of one device's pool. like: array with the
+    dtype and shape [P, ...] of the target's pool over all devices. Raises ValueError if sizes do not match.
     """
     if (source == TOKEN_ROWS) == (target == TOKEN_ROWS):
         return _as(pages, like.dtype)
     num, size, width = len(pages), spec.page_size, spec.token_width
     if source == TOKEN_ROWS:
         heads = like.shape[1]
-        parts = heads // spec.num_kv_heads  # each device's heads end with what fills up a lane tile
+        parts = heads // spec.num_kv_heads  # each device's heads end with padding to a lane tile
         rows = pages.reshape(num, size, parts, -1)[..., : spec.num_kv_heads * width].reshape(num, size, heads, width)
         keys, values = rows[..., : spec.key_width], rows[..., spec.key_width :]
         tiles = [each.transpose(0, 2, 1, 3).reshape(num, heads, -1) for each in (keys, values)]
@@ -36,6 +36,8 @@ def converted(pages: np.ndarray, source: str, target: str, spec: Any, like: Any)
 
 
 def _as(pages: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return pages in C order as numbers of `dtype`, bit for bit. Raises ValueError if the sizes do not match."""
+    """Return pages in C order, reinterpreted as numbers of `dtype`, bit for bit. Raises ValueError if the sizes do not
+    match.
+    """
     pages = np.ascontiguousarray(pages)
     return pages if pages.dtype == dtype else pages.view(dtype)

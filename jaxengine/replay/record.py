@@ -11,7 +11,7 @@ from jaxengine.records.step_file import RecordedStep, RecordError
 from jaxengine.replay.compare import TOLERANCES
 
 _MAX = 2**31 - 1
-# Of each part of engine.json, numbers with their limit, and texts, for which it is 0.
+# Required fields of parts of engine.json: the upper limit of a number, 0 for a text.
 _NEEDED = {
     "options": {"tensor_parallel_size": 1024, "data_parallel_size": 1024, "dtype": 0},
     "model": {"architecture": 0, "layers": _MAX, "hidden_size": _MAX, "vocab_size": _MAX, "digest": 0},
@@ -19,8 +19,8 @@ _NEEDED = {
 
 
 def read_engine(folder: Path) -> dict[str, Any]:
-    """Read `engine.json` of a folder. Raises RecordError as `read_about` does, and if a value that a replay needs is
-    missing or wrong.
+    """Return the content of a folder's `engine.json`. Raises RecordError if it cannot be read (`read_about`), or if a
+    value that a replay needs is missing or invalid.
     """
     about = read_about(folder)
     for part, needed in _NEEDED.items():
@@ -40,7 +40,7 @@ def read_engine(folder: Path) -> dict[str, Any]:
 
 def read_recorded(folder: Path, number: int | None) -> RecordedStep:
     """Read the step `number` of a folder, None for the last one. Raises RecordError for one that is missing, cannot be
-    read, or does not say its number, its weights and its bucket.
+    read, or lacks its number, the index of its weights or its bucket.
     """
     step = find_step(folder, number)
     about = step.about if isinstance(step.about, Mapping) else {}
@@ -52,7 +52,7 @@ def read_recorded(folder: Path, number: int | None) -> RecordedStep:
 
 
 def _wrong(folder: Path, name: str, value: Any, allowed: str) -> RecordError:
-    """Return the RecordError, which the caller raises, of a wrong value in engine.json, shown in at most 40
+    """Return a RecordError, which the caller raises, about an invalid value in engine.json; the value is cut to 40
     characters.
     """
     shown = repr(value)

@@ -40,7 +40,9 @@ class Report(NamedTuple):
 
 
 class _Ran(NamedTuple):
-    """A step that was run again: its results, names of the weights that differ from the record's, and the stage."""
+    """A step that was run again: its results by the record's names, names of the weights that differ from the record's,
+    and the stage.
+    """
 
     found: dict[str, np.ndarray]
     weights: list[str]
@@ -58,8 +60,8 @@ def replay(
     plugins: Sequence[str] = (),
     compile_cache_dir: str | None = None,
 ) -> Report:
-    """Run a step that record_steps wrote again and compare its results with the recorded ones. A step whose file was
-    changed is not run.
+    """Run a step that record_steps wrote again, and compare its weights and results with the recorded ones. If the file
+    has been changed (digests), the step is not run and the report says so.
 
     Args:
       folder: of the recorded steps.
@@ -99,9 +101,9 @@ def replay(
 
 
 def _run(about: Mapping[str, Any], step: RecordedStep, backend: Backend, *, layers: bool, **options: Any) -> _Ran:
-    """Open the step's model on a backend and run the step. about, layers, options: as of open_stage.
+    """Load the step's model for a backend, and run the step. about, layers, options: arguments of open_stage.
 
-    Raises RecordError for a step that cannot be run here, and as open_stage.
+    Raises RecordError for a step that cannot be run here, and the errors of open_stage.
     """
     try:
         with backend.context():
@@ -115,10 +117,10 @@ def _run(about: Mapping[str, Any], step: RecordedStep, backend: Backend, *, laye
 
 
 def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, tolerance: float) -> list[Difference]:
-    """Compare all results of a replayed step, in order.
+    """Return the Differences of all results of a replayed step, in the order of the forward pass.
 
-    wanted: results to compare with, under the record's names. ran: the replay. tolerance: as in `compared`. Raises
-    RecordError for a record whose rows or sampled tokens have other shapes.
+    wanted: results to compare with, under the record's names. ran: the replay. tolerance: share of an array's largest
+    magnitude. Raises RecordError for a record whose rows or sampled tokens have other shapes.
     """
     programs = ran.stage.programs
     layout, arrays = programs.packer.layouts[_bucket_of(ran.stage, step)], step.arrays
@@ -149,11 +151,11 @@ def _compare(step: RecordedStep, wanted: Mapping[str, np.ndarray], ran: _Ran, to
 def _between(
     about: Mapping[str, Any], step: RecordedStep, chosen: Backend, tolerance: float, **options: Any
 ) -> list[str]:
-    """Run the step with the recorded platform's kernels and with the chosen ones, both here, and say where they first
-    differ.
+    """Run the step here with the recorded platform's kernels and with the chosen ones, and return lines of text about
+    where they first differ, hidden states of all layers included.
 
-    about: content of engine.json. options: of `_run`. Returns lines of text; none if the recorded platform's kernels
-    cannot run here. All layers' hidden states are compared.
+    about: content of engine.json. options: keyword arguments of `_run`. [] if the recorded platform's kernels cannot
+    run here.
     """
     own = CPU if about["platform"] == "cpu" else INTERPRET if about["platform"] in INTERPRETED else None
     if own is None:
@@ -183,8 +185,8 @@ def _summary(differences: Sequence[Difference], tolerance: float) -> list[str]:
 
 
 def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRunner) -> list[str]:
-    """Return the names of weights of `stage` whose checksums differ from the record's; if the names differ, those only
-    one side has.
+    """Return the names of weights of `stage` whose checksums differ from the record's. If the two sets of names differ,
+    returns the names that only one of them has.
 
     about: content of engine.json. Raises RecordError if it has no checksums of the step's weights.
     """
@@ -199,8 +201,8 @@ def _other_weights(about: Mapping[str, Any], step: RecordedStep, stage: StageRun
 
 
 def _bucket_of(stage: StageRunner, step: RecordedStep) -> Any:
-    """Return the stage's bucket of a recorded step. Raises StopIteration if it has none; `run_step` has then raised
-    before.
+    """Return the stage's bucket with the sizes of a recorded step. Raises StopIteration if it has none; `run_step`
+    raises RecordError before.
     """
     tokens, seqs, width, sections = step.about["bucket"]
     buckets = stage.programs.packer.buckets

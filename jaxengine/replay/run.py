@@ -23,7 +23,7 @@ from jaxengine.scheduler.batches.buckets import Bucket
 
 _RECORDING, _STATES = "recording", "states"
 _ALWAYS = ("pages/rank", "after/pages/rank", "rows/rank")
-# Arrays with an entry for each replica of a place, and those that belong to it.
+# Arrays of replica indices, and for each the arrays that must have as many entries.
 _BY_PLACE = {
     "pages/rank": ("pages/layer", "pages/page", "pages/data"),
     "after/pages/rank": ("after/pages/layer", "after/pages/page", "after/pages/data"),
@@ -39,10 +39,10 @@ _BY_PLACE = {
 
 
 def run_step(stage: StageRunner, step: RecordedStep, platform: str) -> dict[str, np.ndarray]:
-    """Run a step and return its results under the names that the record uses.
+    """Run a step on the devices, and return its results under the names that the record uses.
 
-    platform: the one in whose layout pages were recorded. Raises RecordError for a step that this engine does not have,
-    and for arrays that do not fit together.
+    platform: the one in whose layout pages were recorded. Raises RecordError for a step whose bucket or shapes this
+    engine does not have, and for arrays that are missing or do not fit together.
     """
     try:
         _check_lengths(step.arrays)
@@ -54,7 +54,9 @@ def run_step(stage: StageRunner, step: RecordedStep, platform: str) -> dict[str,
 
 
 def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise RecordError if arrays that have an entry for each place differ in length, KeyError if one is missing."""
+    """Raise RecordError if arrays that belong together (_BY_PLACE) have different lengths, KeyError if one is
+    missing.
+    """
     for place, others in _BY_PLACE.items():
         if place not in arrays and place not in _ALWAYS:
             continue
@@ -68,10 +70,10 @@ class _Run:
     """One run of a recorded step on a stage."""
 
     def __init__(self, stage: StageRunner, step: RecordedStep, platform: str):
-        """Take a step, whose pages get new numbers.
+        """Prepare the run of `step` on `stage`: find its bucket, and number its pages anew.
 
-        platform: the one in whose layout pages were recorded. Raises RecordError if the stage has no bucket of this
-        kind, KeyError for missing arrays.
+        platform: the one in whose layout pages were recorded. Raises RecordError if the stage has no such bucket,
+        KeyError for missing arrays.
         """
         self._stage, self._programs, self._arrays = stage, stage.programs, step.arrays
         self._layout = layout_of(platform)
@@ -114,7 +116,9 @@ class _Run:
         return found | {f"sampled/{name}": np.asarray(array) for name, array in sampled._asdict().items()}
 
     def _page_numbers(self) -> list[dict[int, int]]:
-        """Return, for each replica, a dict from recorded page numbers to new ones."""
+        """Return, for each replica, a dict from recorded page numbers to new ones, which count from 1 in the order of
+        the record.
+        """
         found: list[dict[int, int]] = [{} for _ in range(self._num_ranks)]
         for rank, page in zip(self._arrays["pages/rank"].tolist(), self._arrays["pages/page"].tolist(), strict=True):
             found[rank].setdefault(page, 1 + len(found[rank]))
@@ -136,7 +140,8 @@ class _Run:
 
     def _state(self) -> DeviceState:
         """Return the device state that the step starts from: page tables, token counts, recurrent states, and the
-        sampling state as it was just before sampling. Raises as `results` does.
+        sampling state as it was just before sampling. Raises RecordError for arrays of other shapes or dtypes, KeyError
+        for missing ones.
         """
         shapes, arrays = self._programs.state_shapes, self._arrays
         assert shapes.tokens is not None and shapes.sampling is not None
@@ -187,9 +192,8 @@ class _Run:
         return table
 
     def _long(self, name: str, shape: Any, fill: int) -> jax.Array:
-        """Return an array with the recorded long rows in the step's slots, and `fill` in all others.
-
-        name: of the array in the record. shape: of the whole array.
+        """Return a device array with the recorded rows of `sampling/<name>` in the slots of the step, and `fill` in all
+        other rows. shape: shape, dtype and sharding of the whole array.
         """
         whole = np.full(shape.shape, fill, shape.dtype)
         own = whole.reshape(self._num_ranks, -1, shape.shape[-1])
@@ -197,7 +201,9 @@ class _Run:
         return _put(whole, shape)
 
     def _states(self) -> Any:
-        """Return the recurrent states as a tree of device arrays, with the recorded rows, and zeros in all others."""
+        """Return the recurrent states as a tree of device arrays: the recorded rows, and zeros in all others. Raises
+        KeyError for a missing array, RecordError for one of another shape.
+        """
         leaves, tree = jax.tree.flatten(self._programs.state_shapes.slots.sections[_STATES])
         found = []
         for at, leaf in enumerate(leaves):
@@ -208,8 +214,8 @@ class _Run:
         return jax.tree.unflatten(tree, found)
 
     def _states_after(self, slots: Any) -> dict[str, np.ndarray]:
-        """Return the rows that the record has of the states after the step, from `slots`, the slots' state, by the
-        record's names; {} without states.
+        """Return the rows of recurrent states that the record has, as they are after the step, by the record's names.
+        slots: the slots' state after the step. {} for a model without recurrent states.
         """
         if _STATES not in slots.sections:
             return {}
@@ -261,7 +267,7 @@ class _Run:
 
 
 def _put(array: np.ndarray, like: Any) -> jax.Array:
-    """Put an array on the devices with the sharding of `like`. Raises RecordError as `_check`."""
+    """Put an array on the devices with the sharding of `like`. Raises RecordError if it has another shape or dtype."""
     _check(array, like)
     return jax.device_put(array, like.sharding)
 

@@ -15,7 +15,7 @@ from jaxengine.runner.recorded_engine import model_digest
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.start.devices import open_stages
 
-# Of `engine.json`, what its model is.
+# Fields of `engine.json` that describe its model.
 _MODEL = ("architecture", "layers", "hidden_size", "vocab_size")
 
 
@@ -28,13 +28,13 @@ def open_stage(
     plugins: Sequence[str] = (),
     compile_cache_dir: str | None = None,
 ) -> StageRunner:
-    """Load the model of a record, ready to compile its steps; call it within the backend's context.
+    """Load the model of a record into a StageRunner that can compile its steps. Call it within the backend's context.
 
-    about: content of engine.json. model: model to load instead of the recorded one. layers: have forward passes return
+    about: content of engine.json. model: model to load instead of the recorded one. layers: make forward passes return
     the hidden states after each layer. plugins, compile_cache_dir: as the engine's options.
 
-    Raises RecordError if the model is not the recorded one, for options or a platform that this version does not have,
-    and as `Backend.devices`; ConfigError and ModelFileError for a model that cannot be opened.
+    Raises RecordError if the model's configuration is not the recorded one, for options or a platform that this version
+    does not have, and for missing devices; ConfigError and ModelFileError for a model that cannot be opened.
     """
     options = {**about["options"], "plugins": tuple(plugins), "skip_tokenizer_init": True, "disable_log_stats": True}
     options |= {"record_steps": "replay" if layers else None, "record_steps_detail": "layers" if layers else "tokens"}
@@ -61,7 +61,7 @@ def open_stage(
             f"{_sizes(own.architecture, own.num_layers, own.hidden_size, own.vocab_size)}, with "
             f"configuration {digest[:8]} in place of {str(recorded['digest'])[:8]}; give the steps' model by --model"
         )
-    # Of the recorded platform are the shapes of steps, of the backend kernels and layouts.
+    # The recorded platform determines the shapes of steps, the backend determines kernels and layouts.
     platform = replace(platform, name=backend.platform)
     (stage,) = open_stages(source, config, platform, devices, None, progress=lambda done, total, what: None)
     return stage

@@ -42,9 +42,9 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
-        """Raise RequestError for values that are not allowed, or not with these engine options.
+        """Raise RequestError for values that are invalid, or not allowed with these engine options.
 
-        max_logprobs: the engine's resolved option, of which a beam needs two; not -1.
+        max_logprobs: the engine's resolved option, not -1; a beam needs two logprobs.
         """
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
@@ -67,8 +67,8 @@ class BeamSearchParams:
             raise RequestError(problem, param="use_beam_search")
 
     def token_params(self) -> SamplingParams:
-        """Return the sampling parameters of a request for one token after a beam, with the 2 * beam_width likeliest
-        tokens as its logprobs.
+        """Return the sampling parameters of a request for one token after a beam, with logprobs of the 2 * beam_width
+        likeliest tokens.
         """
         # With temperature 0, processed logprobs would only contain the best token.
         temperature = float(self.temperature) or 1.0
@@ -91,7 +91,7 @@ class BeamSearchSequence:
       logprobs: of the output, see CompletionOutput.logprobs.
       cum_logprob: sum of the output's log-probabilities.
       text: of prompt and output; None without a tokenizer, and before the search has ended.
-      finish_reason: "stop" at an end-of-sequence token, else "length".
+      finish_reason: "stop" after an end-of-sequence token, else "length"; None while the search continues the beam.
       stop_reason: always None, as vLLM has the field.
     """
 
@@ -111,8 +111,8 @@ class BeamSearchOutput:
 
 
 def candidates(output: RequestOutput) -> PositionLogprobs:
-    """Return the next tokens of a beam with logprobs, from the output of its request. Raises RequestError if it has
-    none.
+    """Return the logprobs of the tokens that may follow a beam, from the output of its one-token request. Raises
+    RequestError if it has none.
     """
     (completion,) = output.outputs
     if not completion.logprobs:
@@ -122,9 +122,7 @@ def candidates(output: RequestOutput) -> PositionLogprobs:
 
 
 class BeamSearch:
-    """Beam search from one prompt. Call `advance` with the candidates of each of `prompts` until there are no more
-    prompts.
-    """
+    """Beam search from one prompt. Call `advance` with the candidates of each of `prompts` until `prompts` is empty."""
 
     def __init__(
         self,
@@ -145,13 +143,14 @@ class BeamSearch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of the beams to continue; [] once the search is over."""
+        """Token ids of the beams to continue; [] once the search is over."""
         return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
 
     def advance(self, found: Sequence[PositionLogprobs]) -> None:
-        """Extend the beams by one token. found: logprobs of the next token of each of `prompts`, in their order. A beam
-        with an end-of-sequence token ends, unless ignore_eos. Keeps the beam_width best of the running and of the ended
-        beams. Raises ValueError for another number of them.
+        """Extend the beams by one token. found: logprobs of the next token of each of `prompts`, in their order.
+
+        A beam with an end-of-sequence token ends, unless ignore_eos. Keeps the beam_width best running beams and the
+        beam_width best ended ones. Raises ValueError if `found` has another length than the beams.
         """
         grown = []
         for beam, position in zip(self._beams, found, strict=True):
@@ -171,10 +170,10 @@ class BeamSearch:
         self._num_left = self._num_left - 1 if self._beams else 0
 
     def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Return the best sequences, at most beam_width, both those that ended and those that reached the limit, whose
-        finish_reason it sets to "length".
+        """Return the best sequences, at most beam_width, of those that ended and those that reached the limit. Sets the
+        finish_reason of the latter to "length".
 
-        tokenizer: makes their text; None leaves that None.
+        tokenizer: writes each sequence's `text`, prompt included; None leaves it None.
         """
         for beam in self._beams:
             beam.finish_reason = "length"
@@ -185,18 +184,24 @@ class BeamSearch:
         return BeamSearchOutput(best)
 
     def output_token_ids(self, beam: BeamSearchSequence) -> list[int]:
-        """Return a beam's tokens after the prompt, without the end-of-sequence token unless it is to be included."""
+        """Return a beam's tokens after the prompt, without an ending end-of-sequence token unless
+        include_stop_str_in_output.
+        """
         return self._shown(beam, self._num_prompt)
 
     def _shown(self, beam: BeamSearchSequence, first: int) -> list[int]:
-        """Return a beam's tokens from number `first` on, without an end-of-sequence token that is to be left out."""
+        """Return a beam's tokens from index `first` on, without an ending end-of-sequence token unless
+        include_stop_str_in_output.
+        """
         ended = beam.finish_reason == "stop" and not self._params.include_stop_str_in_output
         return beam.tokens[first : len(beam.tokens) - ended]
 
     def _score(self, beam: BeamSearchSequence) -> float:
-        """Return a number that orders beams as cum_logprob / length ** length_penalty does: log length times the
-        penalty, minus log(-cum_logprob). Infinity for a log-probability of 0. The quotient itself leaves the range of a
-        float for long prompts.
+        """Return a number that orders beams like cum_logprob / length ** length_penalty: length_penalty * log(length) -
+        log(-cum_logprob); infinity for a cum_logprob of 0.
+
+        The length does not count a last end-of-sequence token. The quotient itself would leave the range of a float for
+        long prompts.
         """
         length = len(beam.tokens) - (beam.tokens[-1] in self._eos)
         if not length or beam.cum_logprob >= 0:
@@ -205,5 +210,5 @@ class BeamSearch:
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return the RequestError about parameter `name`."""
+    """Return a RequestError, which the caller raises, about an invalid value of the parameter `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

@@ -23,10 +23,11 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 
 @dataclass(frozen=True)
 class CompletionLogprobs(Sequence[np.ndarray]):
-    """Log-probabilities of the tokens of n completions; item i is a view of those of completion i, f32[its length].
+    """Log-probabilities of the tokens of n completions; item i is a view f32[number of tokens] of the values of
+    completion i.
 
     Attributes:
-      values: f32[N], those of all completions one after the other.
+      values: f32[N], the values of all completions one after the other.
       cu_lens: i64[n + 1], ascending from 0 to N; completion i has values[cu_lens[i] : cu_lens[i + 1]].
     """
 
@@ -50,11 +51,11 @@ class CompletionLogprobs(Sequence[np.ndarray]):
 
 
 class KnownCompletions:
-    """Completions whose log-probabilities are to be computed.
+    """Completions whose log-probabilities are to be computed, and the requests that compute them.
 
     Attributes:
-      rows: indexes of the completions that have tokens; the others need no request.
-      prompts, params: of the request of each of `rows`.
+      rows: indices of the completions that have tokens; the others need no request.
+      prompts, params: prompt and sampling parameters of the request for each of `rows`.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class KnownCompletions:
         *,
         decode: bool = False,
     ):
-        """Make the requests. prompts: as for `generate`, without images. completions: token ids of the completion of
-        each prompt. decode: decode them token by token, which needs enable_trace_replay.
+        """Check the arguments and build the requests. prompts: as for `generate`, without images. completions: token
+        ids of the completion of each prompt. decode: decode them token by token, which needs enable_trace_replay.
 
         Raises RequestError, also for a pooling model, media, arguments of different lengths, decode without
-        enable_trace_replay, a completion that exceeds max_model_len, and for an engine that reports logits.
+        enable_trace_replay, a completion that exceeds max_model_len, and an engine whose logprobs_mode reports logits.
         """
         if decode and not inputs.config.enable_trace_replay:
             raise RequestError("decode needs an engine that was started with enable_trace_replay", param="decode")
@@ -95,8 +96,8 @@ class KnownCompletions:
             self._add(index, prompts[index], inputs)
 
     def _add(self, index: int, prompt: Prompt, inputs: InputProcessor) -> None:
-        """Append the request of completion `index`, which has tokens, after `prompt`, to prompts and params. Raises
-        RequestError for media, or beyond max_model_len.
+        """Append the request for completion `index`, which has tokens, and its `prompt` to `prompts` and `params`.
+        Raises RequestError for media, and for a prompt and completion that exceed max_model_len together.
         """
         if has_media(prompt):
             raise RequestError("get_logprobs takes prompts of text or tokens, not images", param="multi_modal_data")
@@ -120,8 +121,8 @@ class KnownCompletions:
         self._first.append(len(prompt_ids))
 
     def result(self, outputs: Sequence[RequestOutput]) -> CompletionLogprobs:
-        """Return the log-probabilities, of completions without tokens too. outputs: of the requests, in the order of
-        `rows`. Raises RequestError if one of them ended early.
+        """Return the log-probabilities of all completions, also of those without tokens. outputs: results of the
+        requests, in the order of `rows`. Raises RequestError if a request ended early.
         """
         lengths = [len(own) for own in self._own]
         cu_lens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
@@ -141,7 +142,7 @@ class KnownCompletions:
 
 
 def _token_ids(index: int, completion: Any, inputs: InputProcessor) -> list[int]:
-    """Return a completion as a list, which may be empty. index: its number, for the message.
+    """Return a completion as a list of ints, which may be empty. index: number of the completion, for error messages.
 
     Raises RequestError unless it is a list of ids of the model's vocabulary.
     """

@@ -55,7 +55,7 @@ class InputProcessor:
     """Preparation of requests for an engine with this config and model.
 
     Attributes:
-      config, model_config, tokenizer: of the engine; tokenizer None with skip_tokenizer_init.
+      config, model_config, tokenizer: the engine's; tokenizer None with skip_tokenizer_init.
       generation_defaults: the model's default sampling parameters.
       pooling: how a pooling model computes its answers; None for a generating model.
       media: preparation of images and videos; None for a text model.
@@ -73,10 +73,8 @@ class InputProcessor:
         media: MediaInputs | None = None,
         control_vectors: Mapping[str, ControlVector] | None = None,
     ):
-        """Store the parts. origin: number of this process among those that prepare requests for the engine; makes their
-        seeds differ.
-
-        control_vectors: steering vectors that requests may name, by name; None for none.
+        """Store the parts. origin: number of this process among those that prepare requests for the engine, which makes
+        their random seeds differ. control_vectors: steering vectors that requests may refer to, by name; None for none.
         """
         self.config = config
         self.model_config = model_config
@@ -90,18 +88,20 @@ class InputProcessor:
 
     @cached_property
     def _structured_defaults(self) -> tuple[str, ...]:
-        """Return the switches of structured_outputs_config that hold for every request; kept."""
+        """Switches of structured_outputs_config that apply to every request; computed once."""
         return self.config.structured_outputs_config.chosen
 
     @cached_property
     def _processors(self) -> list[type[LogitsProcessor]]:
-        """Return the classes of the engine's logits processors; kept. Raises ConfigError for one that cannot be
+        """Classes of the engine's logits processors; imported once. Raises ConfigError for one that cannot be
         imported.
         """
         return processor_classes(self.config.logits_processors)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return vLLM's defaults, overridden as the options generation_config and override_generation_config say."""
+        """Return new SamplingParams with the model's defaults, vLLM's where it has none (options generation_config and
+        override_generation_config).
+        """
         return SamplingParams(**self.generation_defaults)
 
     def require_tokenizer(self) -> Tokenizer:
@@ -112,7 +112,7 @@ class InputProcessor:
 
     @cached_property
     def media_reader(self) -> MediaReader:
-        """Return the reader of images and videos in conversations."""
+        """Reader of images and videos in conversations; one without a processor for a text model."""
         return MediaReader(None, self.config) if self.media is None else self.media.reader
 
     def chat_prompt(
@@ -130,8 +130,8 @@ class InputProcessor:
         """Return the prompt of a conversation, for `prepare`: its text, token ids and any images and videos.
 
         messages, multi_modal_data: from `media_reader.read`. mm_processor_kwargs: for the media. The other arguments
-        are Tokenizer.apply_chat_template's. chat_template: None for the engine's option, or else the model's. Raises
-        RequestError, also without a tokenizer; OverloadedError if too many templates are being rendered.
+        are those of Tokenizer.apply_chat_template. chat_template: None for the engine's option, or else the model's.
+        Raises RequestError, also without a tokenizer; OverloadedError if too many templates are being rendered.
         """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
@@ -156,12 +156,12 @@ class InputProcessor:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> PreparedRequest:
-        """Check a request, tokenize its text and return it prepared. Takes long for images that `make_ready` has not
-        processed.
+        """Check a request, tokenize its text, count the request, and return it prepared. Slow for images that
+        `make_ready` has not processed.
 
-        Counts the request, once it is checked. prompt: embeddings too, with enable_prompt_embeds. request_id: None for
-        the number of the request; with n > 1 each of the n requests has its own, NUMBER_ID. options: None for the
-        defaults.
+        prompt: may be embeddings, with enable_prompt_embeds. params: PoolingParams for a pooling model. request_id:
+        None for the number of the request; with n > 1 the engine's requests have the ids NUMBER_ID. options: None for
+        the defaults.
 
         Raises:
           RequestError: names the field, its value and what is allowed; also for the wrong kind of parameters or model.
@@ -215,7 +215,9 @@ class InputProcessor:
             raise RequestError(problem, param="model")
 
     def require_pooling(self) -> PoolingModel:
-        """Return how the pooling model computes its answers. Raises RequestError for a generating model."""
+        """Return the PoolingModel, which describes how answers are computed. Raises RequestError for a generating
+        model.
+        """
         if self.pooling is None:
             problem = "this model generates text; start it with runner='pooling' for embeddings, labels and scores"
             raise RequestError(problem, param="model")
@@ -224,9 +226,11 @@ class InputProcessor:
     def _prepare_pooling(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
     ) -> PreparedRequest:
-        """Check a request to a pooling model, tokenize it, count it and return it prepared, as `prepare` does for
-        others; `params` of the result is then a PoolingRecipe. Raises RequestError, also for a generating model and a
-        prompt that is still longer than max_model_len after it was cut.
+        """Check a request to a pooling model, tokenize and truncate its prompt, count the request, and return it
+        prepared; `params` of the result is a PoolingRecipe.
+
+        Raises RequestError, also for a generating model and for a prompt that is longer than max_model_len after
+        truncation.
         """
         model, longest = self.require_pooling(), self.config.max_model_len
         recipe = params.recipe(model)
@@ -260,11 +264,11 @@ class InputProcessor:
         return self._num_requests
 
     def read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
-        """Return (text, token ids, cache salt) of a prompt, text and salt None if it has none. Raises RequestError for
-        other forms, unknown keys, empty text, text without a tokenizer, and as _check_token_ids and verify_salt do. Ids
-        that `make_ready` made are not checked.
+        """Return (text, token ids, cache salt) of a prompt, with None for a text or salt that it lacks.
 
-        prefix: prepended to the text before it is tokenized; not to a prompt that has token ids.
+        prefix: prepended to a text before it is tokenized; ignored for a prompt that has token ids. Ids that
+        `make_ready` made are not checked. Raises RequestError for other forms, unknown keys, empty text, text without a
+        tokenizer, invalid token ids and an invalid cache salt.
         """
         salt = None
         if isinstance(prompt, Mapping):
@@ -295,10 +299,11 @@ class InputProcessor:
         return prompt, self.tokenizer.encode(prefix + prompt), salt
 
     def make_ready(self, prompt: Prompt) -> Prompt:
-        """Return a prompt with its images and videos preprocessed for the tower, for `prepare`; unchanged without any.
-        Embeddings become placeholders and their Media.
+        """Return a prompt with its images and videos preprocessed for the encoder tower, for `prepare`; embeddings
+        become placeholder tokens and their Media. A prompt without either is returned unchanged.
 
-        Takes long if there are any: do not call it on an event loop. Raises RequestError, also for a text model.
+        Slow for media: do not call it on an event loop. Raises RequestError, also for media in a prompt for a text
+        model.
         """
         if isinstance(prompt, Mapping) and prompt.get(PROMPT_EMBEDS) is not None and READY not in prompt:
             from jaxengine.requests.media.prompt_embeds import embeds_prompt
@@ -317,8 +322,8 @@ class InputProcessor:
         return self.media.made_ready(prompt, text, token_ids)
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
-        """Return token ids as a list of ints. Raises RequestError for other values, an empty list, and ids outside the
-        vocabulary.
+        """Return token ids as a list of ints. Raises RequestError for values that are no sequence of ints, an empty
+        list, and ids outside the vocabulary.
         """
         vocab_size = self.model_config.vocab_size
         if isinstance(token_ids, np.ndarray):
@@ -344,9 +349,11 @@ class InputProcessor:
     def _request_fields(
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> dict[str, Any]:
-        """Return fields of scheduler.Request that the n requests made of one caller's request share, apart from its
-        options'. token_ids: of the prompt; bad_words: their token ids. Raises RequestError as
-        SamplingParams.token_params and steering_vectors.steered do.
+        """Return fields of scheduler.Request that all n requests for one caller's request share, except those of its
+        options.
+
+        token_ids: the prompt's; bad_words: token ids of params.bad_words. Raises RequestError for parameters that
+        TokenParams cannot express or steering that the engine does not support.
         """
         room = self.config.max_model_len - len(token_ids)
         if (trace := params.trace_decode_token_ids) is not None:
@@ -369,21 +376,21 @@ class InputProcessor:
         }
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return all ids that end an output, of the tokenizer and of the model."""
+        """Return the ids that end an output, first the tokenizer's, then the model's, each once."""
         ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
-        """Return the seed, 64 bits, of output `number` of the request counted as `index`: it differs per request and
-        output, and is equal in every run with the same engine seed.
+        """Return the 64-bit seed of output `number` of the request counted as `index`: a hash of these, the engine's
+        seed and `origin`, so that every run with the same engine seed draws the same seeds.
         """
         origin = f"/{self._origin}" if self._origin else ""
         digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Return token ids of each of params.bad_words ([] for none), at the start of a text and after a space, unless
-        the latter ends with the former.
+        """Return the token ids of each of params.bad_words, as tokenized at the start of a text, and as after a space
+        unless that ends with the former. [] without bad words.
 
         vLLM drops the latter if it has a different number of tokens, which would allow the word after a space. Raises
         RequestError for a blank word, and for too many tokens.
@@ -405,15 +412,15 @@ class InputProcessor:
         return sequences
 
     def _tokenize_words(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of words around reasoning; none if the model cannot write them."""
+        """Return the token ids of `text`, words around reasoning; () if an id is beyond the model's vocabulary."""
         assert self.tokenizer is not None
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return tuple(ids) if max(ids, default=0) < self.model_config.vocab_size else ()
 
 
 def _option_fields(options: RequestOptions) -> dict[str, Any]:
-    """Return fields of scheduler.Request that come from the options. deadline: in seconds of time.monotonic, infinite
-    without a timeout.
+    """Return fields of scheduler.Request that come from the options. Its deadline is in seconds of time.monotonic,
+    infinite without a timeout.
     """
     return {
         "priority": options.priority,
@@ -426,7 +433,9 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
 
 
 def make_processor(inputs: InputProcessor) -> Processor:
-    """Return a new output processor for requests that `inputs` prepares."""
+    """Return a new output processor for requests that `inputs` prepares: a PoolingProcessor for a pooling model, else
+    an OutputProcessor.
+    """
     return (
         OutputProcessor(inputs.tokenizer, inputs.config.stream_interval)
         if inputs.pooling is None
@@ -435,8 +444,8 @@ def make_processor(inputs: InputProcessor) -> Processor:
 
 
 def follows_every_step(params: SamplingParams) -> bool:
-    """Whether the request's tokens are needed as they are generated: for a stream, stop strings, repetitions or
-    logprobs.
+    """Whether the request's tokens are needed as they are generated: for a stream, stop strings, repetition detection
+    or logprobs.
     """
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
     return streamed or ends_by_output(params) or params.num_logprobs is not None
@@ -448,11 +457,11 @@ def ends_by_output(params: SamplingParams) -> bool:
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
-    """Return the InputProcessor for an engine of this model; needs no device. Reads the tokenizer and the media
-    processor. origin: see InputProcessor.
+    """Return the InputProcessor for an engine of this model; reads the tokenizer and the media processor, and needs no
+    device. origin: see InputProcessor.
 
     Raises ConfigError for default sampling parameters that cannot be used, ModelFileError for an invalid tokenizer or
-    media processor, ModelConfigError for an invalid configuration of the latter.
+    media processor, ModelConfigError for an invalid configuration of the media processor.
     """
     try:
         SamplingParams(**source.generation_defaults)

@@ -33,6 +33,7 @@ async def with_media(
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load and preprocess the media of a chat prompt of token ids; return the prompt with them and their placeholders.
+    Without media, returns a copy of the prompt.
 
     parts: from `inputs.media_reader.collect`. options: mm_processor_kwargs, which a text model refuses. Raises
     RequestError, and OverloadedError if too many parts are waiting.

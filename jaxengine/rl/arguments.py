@@ -51,9 +51,11 @@ def checked(
     positions: Any,
     routed_experts: Any = None,
 ) -> Arguments:
-    """Check the arguments of `jaxengine.rl.forward` and return them as jax arrays. Positions that are None stay so,
-    unless a row is longer than the learned vectors of positions: then they are counted in each segment. Raises
-    ValueError as it does.
+    """Check the arguments of `jaxengine.rl.forward` and return them as jax arrays.
+
+    Positions that are None stay None, unless a row is longer than the model's learned position embeddings: then they
+    count from 0 in each segment. Raises ValueError for arguments whose structure, shape, dtype or range does not fit,
+    and for a model without such a forward pass.
     """
     check_unpaged(model)
     _check_params(model, params)
@@ -88,7 +90,7 @@ def checked(
 
 def _check_params(model: CausalLM, params: Any) -> None:
     """Raise ValueError for params whose structure or shapes differ from the model's, or that are not floats where the
-    model's are.
+    model's are floats.
     """
     expected = nnx.state(model)
     if jax.tree.structure(params) != jax.tree.structure(expected):
@@ -104,8 +106,8 @@ def _check_params(model: CausalLM, params: Any) -> None:
 
 
 def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return the shape of routed_experts for tokens of this shape, and how many experts there are. Raises ValueError
-    for a model without experts.
+    """Return (shape of routed_experts for tokens of this shape, number of routed experts). Raises ValueError for a
+    model without experts.
     """
     experts = model.config.experts
     if experts is None:
@@ -114,28 +116,28 @@ def _experts_shape(model: CausalLM, shape: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def _expert_layers(model: CausalLM) -> list[int]:
-    """Return the numbers of the layers with experts, of a model that has some."""
+    """Return the numbers of the layers with experts, ascending. The model must have experts (asserted)."""
     assert model.config.experts is not None
     return [layer for layer in range(model.config.num_layers) if layer not in model.config.experts.dense_layers]
 
 
 def _by_layer(model: CausalLM, experts: jax.Array) -> dict[int, jax.Array]:
-    """Split experts [B, T, L, k], L the layers with experts, into [B * T, k] by layer number. model: one with
-    experts.
+    """Return experts [B, T, L, k], L the number of layers with experts, as arrays [B * T, k] by layer number. The model
+    must have experts.
     """
     rows = experts.reshape(-1, *experts.shape[2:])
     return {layer: rows[:, number] for number, layer in enumerate(_expert_layers(model))}
 
 
 def _num_positions(model: CausalLM) -> int | None:
-    """Return how many positions have learned vectors; None for a model that computes them."""
+    """Return the number of learned position embeddings; None for a model without them."""
     form = model.config.declared
     return None if form is None or form.positions is None else model.config.max_position_embeddings
 
 
 def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """Return the index of each token in its segment, int32[B, T]. segment_ids: as of `forward`; None if each row is one
-    segment. shape: [B, T].
+    """Return the index of each token in its segment, int32[B, T]. segment_ids: int32[B, T], of which equal neighbours
+    are a segment; None if each row is one segment. shape: [B, T].
     """
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     if segment_ids is None:
@@ -145,8 +147,8 @@ def _counted(segment_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array
 
 
 def _check_axes(arguments: dict[str, Any]) -> None:
-    """Raise ValueError, with the argument's name, if an array in `arguments`, trees by name, is over explicit mesh
-    axes: XLA must decide how the arrays between layers are split.
+    """Raise ValueError, with the argument's name, if an array in `arguments` (trees by name) is sharded over explicit
+    mesh axes, as XLA must choose the sharding of arrays between layers.
     """
     for name, tree in arguments.items():
         for leaf in jax.tree.leaves(tree):
@@ -156,8 +158,8 @@ def _check_axes(arguments: dict[str, Any]) -> None:
 
 
 def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> Any:
-    """Return integers as a numpy or jax array of their own dtype. Raises ValueError for other values. name: of the
-    argument; shape: the shape that they must have, None for any [B, T] that is not empty.
+    """Return integers as a numpy or jax array of their own dtype. Raises ValueError for other dtypes or shapes. name:
+    of the argument, for the error; shape: required shape, None for any [B, T] that is not empty.
     """
     values = values if isinstance(values, jax.Array) else np.asarray(values)
     expected = "[B, T] with B, T >= 1" if shape is None else list(shape)
@@ -168,11 +170,12 @@ def _integers(name: str, values: Any, shape: tuple[int, ...] | None) -> Any:
 
 
 def _in_range(name: str, values: Any, least: int, below: int, segment_ids: Any) -> jax.Array | None:
-    """Check values int[B, T, ...], at least `least` and below `below`; None if they can be read, and all fit.
+    """Check that values int[B, T, ...] are at least `least` and below `below`. Padding, where segment_ids are negative,
+    always fits.
 
-    Values that cannot be read, as jax traces them or other processes have them, are checked on the device: returns
-    bool[B, T], whether all those of a token fit. Padding, where segment_ids are negative, always fits. Raises
-    ValueError, with the argument's name, for the first value that is read and does not fit.
+    Values that this process can read are checked at once: returns None, or raises ValueError, with the argument's name,
+    for the first value that does not fit. Traced values, and those of other processes, are checked on the device:
+    returns bool[B, T], whether all values of a token fit.
     """
     is_concrete = not any(isinstance(each, jax.core.Tracer) for each in (values, segment_ids))
     if is_concrete and getattr(values, "is_fully_addressable", True):

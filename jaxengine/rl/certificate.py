@@ -22,7 +22,7 @@ class Agreement:
 
     Attributes:
       mismatches: number of float32 values whose bits differ.
-      largest: the largest difference; NaN where either side is no number.
+      largest: the largest absolute difference; NaN if either side has a NaN.
     """
 
     mismatches: int
@@ -30,7 +30,7 @@ class Agreement:
 
     @classmethod
     def of(cls, one: np.ndarray, other: np.ndarray) -> Agreement:
-        """Compare two float32 arrays of one shape. Of empty ones the largest difference is 0."""
+        """Compare two float32 arrays of one shape. The largest difference of empty arrays is 0."""
         differing = int((one.view(np.int32) != other.view(np.int32)).sum())
         return cls(differing, float(np.abs(one - other).max(initial=0.0)))
 
@@ -94,18 +94,19 @@ def certify(
 ) -> Certificate:
     """Generate with an engine, and compare the log-probabilities of its tokens with those of two recomputations.
 
-    The trainer's forward pass is `log_probs`, exact where the engine has rl_exact, on rows padded to the longest.
+    The trainer's forward pass is `log_probs`, with exact=True if the engine has rl_exact, on rows padded to the
+    longest.
 
     Args:
       llm: a jaxengine.LLM that reports raw_logprobs.
-      model: of the trainer, as `jaxengine.open_model` gives it, or its module together with `params`.
-      prompts: token ids of each.
+      model: the trainer's, as returned by `jaxengine.open_model`, or its module together with `params`.
+      prompts: token ids of each prompt.
       params: weights of the trainer, an `nnx.State`; by default those of `model`.
       sampling_params: of each request, by default 16 tokens of temperature 1, with a seed for each prompt. One
         completion of a prompt is compared.
 
-    Raises ValueError if there are no prompts or one is empty, and for a model without weights; else as `generate`,
-    `get_logprobs` and `log_probs` do.
+    Raises ValueError if there are no prompts or one is empty, and for a model without weights, and the errors of
+    `generate`, `get_logprobs` and `log_probs`.
     """
     module = getattr(model, "module", model)
     params = getattr(model, "params", None) if params is None else params
@@ -142,7 +143,7 @@ def certify(
 
 
 def _joined(values: Any) -> np.ndarray:
-    """Return the numbers of several sequences, of which there is at least one, as one array f32[N]."""
+    """Concatenate the numbers of several sequences, at least one, to one array f32[N]."""
     return np.concatenate([np.asarray(own, np.float32) for own in values])
 
 
@@ -151,7 +152,7 @@ def _trained(
 ) -> np.ndarray:
     """Compute log-probabilities f32[N] of the tokens of all completions, concatenated, by the trainer's forward pass.
 
-    module, params: model and weights. prompts: token ids before each completion. exact: as of `jaxengine.rl.forward`.
+    module, params: model and weights. prompts: token ids before each completion. exact: argument of `log_probs`.
     """
     rows = [[*prompt, *own] for prompt, own in zip(prompts, completions, strict=True)]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
@@ -163,7 +164,7 @@ def _trained(
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of a certificate; the device is this process's first."""
+    """Return the versions of jaxengine, jax and jaxlib, and the platform and kind of this process's first device."""
     device = jax.devices()[0]
     return {
         "jaxengine": __version__,

@@ -73,11 +73,11 @@ def log_probs(
     exact: bool = False,
     routed_experts: ArrayLike | None = None,
 ) -> jax.Array:
-    """Return the log-probability float32[B, T] of each token after those before it in its segment.
+    """Return the log-probability float32[B, T] of each token given those before it in its segment.
 
-    The first token of each segment, and padding, have 0. With `exact` they have the bits that an engine with rl_exact
-    reports (raw_logprobs) and that its `get_logprobs` returns. Operands, NaN for values out of range, and errors are
-    `forward`'s.
+    The first token of each segment, and padding, have 0. With `exact` the values have the bits that an engine with
+    rl_exact reports (raw_logprobs) and that its `get_logprobs` returns. The arguments and errors are those of
+    `forward`, and so is NaN for traced values out of range.
     """
     given = _checked_for(exact, model, params, tokens, segment_ids, positions, routed_experts)
     logits = _forward(model, params, given, remat, exact)
@@ -93,8 +93,8 @@ def hidden_states(
 ) -> jax.Array:
     """Return the hidden states between layers, [B, T, layers + 1, D] in the model's dtype.
 
-    Numbered as transformers numbers `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is
-    taken after the final norm. Operands, NaN for values out of range, and errors are `forward`'s.
+    Numbered as in transformers' `hidden_states`: 0 is the embeddings, n is the output of layer n, and the last is taken
+    after the final norm. The arguments and errors are those of `forward`, and so is NaN for traced values out of range.
     """
     given = checked(model, params, tokens, segment_ids, positions)
     states = _states(nnx.split(model)[0], params, given.tokens, given.segment_ids, given.positions)
@@ -102,10 +102,10 @@ def hidden_states(
 
 
 def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> Arguments:
-    """Check the arguments of `forward`, `tokens` and those after it in its order, and return them as `checked` does.
+    """Check `tokens` and the arguments after it in the order of `forward`, and return the checked Arguments.
 
-    Raises ValueError as `checked`; with `exact` also for routed_experts, and as `check_exact` if the bits cannot be
-    equal.
+    Raises the ValueErrors of `checked`. With `exact`, also for routed_experts and where the bits cannot be equal
+    (`check_exact`).
     """
     given = checked(model, params, *arguments)
     if exact:
@@ -116,8 +116,8 @@ def _checked_for(exact: bool, model: CausalLM, params: Any, *arguments: Any) -> 
 
 
 def _forward(model: CausalLM, params: Any, given: Arguments, remat: bool, exact: bool) -> jax.Array:
-    """Compute the logits float32[B, T, V] of checked arguments, `given`; NaN for tokens that do not fit. remat, exact:
-    as of `forward`.
+    """Compute the logits float32[B, T, V] of the checked arguments `given`; NaN for tokens that do not fit. remat,
+    exact: arguments of `forward`.
     """
     graph, own = nnx.split(model)[0], (given.tokens, given.segment_ids, given.positions)
     if exact:
@@ -139,7 +139,7 @@ def _logits(
     """Compute logits f32[B, T, V] of checked arguments.
 
     graph: of the model, from `nnx.split`. experts: int32[B * T, k] by layer number, to be replayed; None for the
-    router's. Other operands are as of `forward`.
+    router's choice. Other operands are arguments of `forward`.
     """
     sections: dict[str, Any] = {"recompute": Recompute()} if remat else {}
     if experts is not None:
@@ -157,18 +157,18 @@ def _exact_logits(
     *,
     remat: bool,
 ) -> jax.Array:
-    """Compute logits f32[B, T, V] in the engine's exact form, with the derivatives of `_logits`; arguments as of
-    `_logits`.
+    """Compute logits f32[B, T, V] in the engine's exact form, with the derivatives of the plain forward pass
+    (`_logits`). graph: of the model, from `nnx.split`. Other operands are arguments of `forward`.
     """
 
     @jax.custom_jvp
     def logits_of(params: Any, given: tuple[Any, ...]) -> jax.Array:
-        """Compute the logits in the exact form; its derivative is `tangent`."""
+        """Compute the logits in the exact form; `tangent` defines its derivative."""
         return run_exact(nnx.merge(graph, params), *given)
 
     @logits_of.defjvp
     def tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        """Return (logits, their derivative by `params` alone, of the plain forward pass)."""
+        """Return (exact logits, tangent of the plain forward pass's logits, by `params` alone)."""
         params, given = primals
         _, of_logits = jax.jvp(lambda params: _logits(graph, params, *given, remat=remat), (params,), tangents[:1])
         return logits_of(params, given), of_logits
@@ -197,8 +197,9 @@ def _token_log_probs(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Arra
 def _states(
     graph: Any, params: Any, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
 ) -> jax.Array:
-    """Compute the hidden states of `hidden_states` from checked arguments. graph: of the model, from `nnx.split`. Other
-    operands are as of `forward`.
+    """Compute hidden states [B, T, layers + 1, D] from checked arguments: the embeddings, the outputs of all layers but
+    the last, and the final norm's output. graph: of the model, from `nnx.split`. Other operands are arguments of
+    `forward`.
     """
     model = nnx.merge(graph, params)
     counts = range(model.config.num_layers)

@@ -67,25 +67,27 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
     axis_mapping: Mapping[str, str] = {}
 
     def __init__(self, llm: LLM, *, model_name: str | None = None):
-        """Take an engine. model_name: reported in completions and as the policy's identity; None: the engine's model.
-
-        Raises RequestError if the engine has no tokenizer.
+        """Store the engine and its tokenizer. model_name: reported in completions and as the policy's identity; None:
+        the engine's model. Raises RequestError if the engine has no tokenizer.
         """
         self._llm = llm
         self.tokenizer = llm.get_tokenizer()
         self.model_name = model_name or str(llm.core.config.model)
 
     def start_server(self, model: Any) -> None:
-        """Give the engine the weights of a Levanter model; None leaves its own. Raises as `reload_model`."""
+        """Replace the engine's weights by those of a Levanter model; None changes nothing. Raises the errors of
+        `reload_model`.
+        """
         if model is not None:
             self.reload_model(model, None)
 
     def reload_model(self, model: Any, state_dict: Mapping[str, Any] | None) -> Any:
         """Replace the engine's weights between two steps, all of them or none; return `model`.
 
-        state_dict: of a Levanter model, on hosts or devices; None to take it of `model`. Running requests are computed
-        again from their first token. Raises WeightUpdateError for tensors that are missing, unknown or of a wrong
-        shape, such as those of a trainer that has changed the size of the vocabulary; ValueError without weights.
+        state_dict: of a Levanter model, on hosts or devices; None to take it from `model`. Running requests are
+        computed again from their first token. Raises WeightUpdateError for tensors that are missing, unknown or of a
+        wrong shape, such as those of a trainer that has changed the size of the vocabulary; ValueError if both
+        arguments are None.
         """
         if not state_dict:
             if model is None:
@@ -114,11 +116,11 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         system_prompt: str | None = None,
     ) -> list[Any]:
         """Answer each prompt `n` times; return a ChatCompletion for each prompt, whose choices also have
-        prompt_token_ids and response_token_ids.
+        prompt_token_ids and response_token_ids. Blocks until all answers are complete.
 
-        prompts: messages of a user, or conversations. decoding: a DecodingConfig, all fields of which are respected.
-        Raises ValueError for log-probabilities that the engine does not report, RuntimeError for an answer that was
-        aborted or failed; else as `LLM.chat`.
+        prompts: messages of a user, or conversations. decoding: a DecodingConfig. Raises ValueError for
+        log-probabilities that the engine does not report, RuntimeError for an answer that was aborted or failed, and
+        the errors of `LLM.chat`.
         """
         params = self._params(decoding, n)
         if not prompts:
@@ -136,8 +138,8 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return np.array(inputs.chat_prompt(conversation, media)["prompt_token_ids"], np.int32)
 
     def tokenize_prompt(self, prompt: str, choice: Any = None, system_prompt: str | None = None) -> np.ndarray:
-        """Return the token ids int32[tokens] that a choice was generated from; without one, those of the prompt, a
-        message of a user, after a system prompt if there is one.
+        """Return the token ids int32[tokens] of the prompt from which `choice` was generated. Without a choice, those
+        of `prompt` as a user's message, after a system prompt if there is one.
         """
         if choice is not None:
             return np.array(choice.prompt_token_ids, np.int32)
@@ -152,11 +154,12 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return hasattr(_types, "TokenizedRolloutBatchResult")
 
     def generate_token_rollouts(self, batch: Any) -> Any:
-        """Answer a TokenizedRolloutBatchRequest; return a TokenizedRolloutBatchResult.
+        """Answer a TokenizedRolloutBatchRequest; return a TokenizedRolloutBatchResult. Blocks until all answers are
+        complete.
 
-        A generation that was aborted or failed is one of its failures. A rollout's metadata have weight_versions, of
-        the weights that made its tokens: (version, start, end) each. Waits for all answers. Raises ValueError for
-        log-probabilities that the engine does not report; else as `LLM.generate`.
+        A generation that was aborted or failed is one of its failures. A rollout's metadata have weight_versions:
+        (version, start, end) of the weights that computed its tokens. Raises ValueError for log-probabilities that the
+        engine does not report, and the errors of `LLM.generate`.
         """
         began = time.monotonic()
         prompts = [{"prompt_token_ids": [*request.prompt_token_ids]} for request in batch.requests]
@@ -180,11 +183,11 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         )
 
     def _params(self, decoding: Any, n: int) -> SamplingParams:
-        """Return the parameters of `n` answers that a DecodingConfig names; fields that are None or that SamplingParams
-        lacks are left out.
+        """Return the SamplingParams of `n` answers with the fields of a DecodingConfig; fields that are None or that
+        SamplingParams lacks are ignored.
 
-        Raises ValueError for log-probabilities that the engine does not report at this temperature, RequestError as
-        SamplingParams.
+        Raises ValueError for log-probabilities that the engine does not report at this temperature, RequestError for
+        invalid values.
         """
         check_logprobs(self._llm.core.config.logprobs_mode, decoding.temperature)
         given = {_RENAMED.get(each.name, each.name): getattr(decoding, each.name) for each in fields(decoding)}
@@ -193,10 +196,11 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return SamplingParams(n=n, logprobs=0, **own)
 
     def _token_params(self, sampling: Any, n: int) -> SamplingParams:
-        """Return the parameters of `n` answers, without text, that TokenSamplingParameters name; fields that are None
-        are left out.
+        """Return the SamplingParams of `n` answers, without text, with the fields of TokenSamplingParameters that are
+        not None.
 
-        Raises as `_params`.
+        Raises ValueError for log-probabilities that the engine does not report at this temperature, RequestError for
+        invalid values.
         """
         check_logprobs(self._llm.core.config.logprobs_mode, sampling.temperature)
         names = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed")
@@ -205,7 +209,9 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
 
     @staticmethod
     def _conversation(prompt: str | Sequence[Mapping[str, Any]], system_prompt: str | None) -> list[Mapping[str, Any]]:
-        """Return the messages of a prompt. Raises ValueError for a conversation together with a system prompt."""
+        """Return the messages of a prompt: a conversation as a list, or a text as a user's message after the system
+        prompt, if any. Raises ValueError for a conversation together with a system prompt.
+        """
         if not isinstance(prompt, str):
             if system_prompt is not None:
                 raise ValueError(f"system_prompt must be None for conversations, got {system_prompt!r}")
@@ -214,9 +220,7 @@ class JaxengineInferenceContext(_base.BaseInferenceContext):
         return [*system, {"role": "user", "content": prompt}]
 
     def _completion(self, output: RequestOutput) -> Any:
-        """Return the ChatCompletion of the answers to a prompt, all those of `output`. Raises RuntimeError for one that
-        was aborted or failed.
-        """
+        """Return the ChatCompletion of all answers to a prompt. Raises RuntimeError if one was aborted or failed."""
         check_whole(output.outputs)
         prompt, answers = output.prompt_token_ids, [len(each.token_ids) for each in output.outputs]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(answers)}
@@ -255,8 +259,8 @@ def _rollout(request: Any, answer: CompletionOutput) -> Any:
     """Return the TokenizedRollout of an answer to `request`, a TokenizedRolloutRequest. The answer ended with "stop" or
     "length".
 
-    Its reason is LENGTH, EOS_TOKEN or, with a stop_reason, STOP; stop_token_id is its last token if it stopped. Masks
-    are False for the prompt and True for the answer. Its metadata have weight_versions.
+    Its finish reason is LENGTH; for "stop" it is EOS_TOKEN, or STOP with a stop_reason, and stop_token_id is the last
+    token. Masks are False for the prompt and True for the answer. Its metadata have weight_versions.
     """
     tokens, reasons = tuple(answer.token_ids), _types.TokenRolloutFinishReason
     stopped = answer.finish_reason == "stop"

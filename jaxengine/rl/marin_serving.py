@@ -50,7 +50,7 @@ class JaxengineBackend:
 
     Attributes:
       name: of the backend, for marin.
-      startup_timeout_seconds: after which a server that is not ready is ended.
+      startup_timeout_seconds: time after which a server that is not ready is ended.
       extra_args: further words of the command line.
     """
 
@@ -60,12 +60,12 @@ class JaxengineBackend:
 
     @contextlib.contextmanager
     def serve(self, spec: Any) -> Iterator[ServedModel]:
-        """Serve `spec`, a ModelSpec, while the context is open; yields the server once it is ready, on a free port of
-        localhost.
+        """Start a server for `spec`, a ModelSpec, on a free port of localhost; yield it once it is ready, and end it
+        when the context closes, which may take twice _END_SECONDS.
 
-        The chips are divided among replicas of tensor_parallel_size each. Raises ValueError if that is not possible,
-        RuntimeError if the server ends or is not ready in time. At the end of the context the server is ended, which
-        may take _END_SECONDS. The server's standard output is logged; its errors go to this process's stderr.
+        The chips are divided among replicas of tensor_parallel_size each. The server's standard output is logged; its
+        errors go to this process's stderr. Raises ValueError if tensor_parallel_size does not divide num_chips,
+        RuntimeError if the server ends or is not ready in time.
         """
         replicas, rest = divmod(spec.num_chips, spec.tensor_parallel_size)
         if rest or not replicas:
@@ -90,10 +90,10 @@ class JaxengineBackend:
 
 
 class _Output(threading.Thread):
-    """Thread that reads a server's standard output: it is logged, and its URL is kept."""
+    """Thread that reads and logs a server's standard output, and stores the URL in it."""
 
     def __init__(self, process: subprocess.Popen[str]):
-        """Start to read. process: its stdout is a pipe."""
+        """Start the thread. process: its stdout is a text pipe."""
         super().__init__(name="jaxengine-serve", daemon=True)
         self._process = process
         self._url: str | None = None
@@ -113,8 +113,8 @@ class _Output(threading.Thread):
         self._decided.set()
 
     def url(self, seconds: float) -> str:
-        """Wait `seconds` at most until the server is ready; return its URL. Raises RuntimeError if it ends or is not
-        ready in time.
+        """Wait at most `seconds` until the server is ready; return its URL. Raises RuntimeError if the server ends or
+        is not ready in time.
         """
         if not self._decided.wait(seconds):
             raise RuntimeError(f"the server was not ready within {seconds} s")
@@ -124,7 +124,7 @@ class _Output(threading.Thread):
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a server and wait: it drains, and is killed if that takes more than _END_SECONDS."""
+    """Send SIGTERM to a server and wait up to _END_SECONDS for its end; then kill it without waiting."""
     process.terminate()
     try:
         process.wait(_END_SECONDS)

@@ -83,10 +83,10 @@ class _Family:
     """Names and layouts in which MaxText stores a family.
 
     Attributes:
-      layer: names within a layer, with Hugging Face's and how an array is transposed.
+      layer: by MaxText's name within a layer, (Hugging Face's name, function that converts the array's shape).
       query_scaled: the query kernel is divided by the square root of the head dimension.
-      norm_offset: number that norms have in addition to those of Hugging Face.
-      embedding_scaled: embeddings are multiplied by the square root of the hidden size in this dtype; None: they are
+      norm_offset: number that MaxText's norms have in addition to those of Hugging Face.
+      embedding_scaled: dtype in which embeddings are multiplied by the square root of the hidden size; None: they are
         not.
       paired: a layer of MaxText is two of Hugging Face, a local one and a global one.
     """
@@ -133,13 +133,13 @@ def named_tensors(
     """Return an iterator over (Hugging Face name, array) of MaxText's parameters, for `update_weights`.
 
     Args:
-      params: nested mappings, an nnx.State or an nnx.Module; the outer keys "params" and "base" may be there.
+      params: nested mappings, an nnx.State or an nnx.Module; outer keys "params" and "base" are removed.
       config: the fields of the Hugging Face model's config.json, or the folder with it.
       scan_axis: the axis of scanned arrays that counts layers, MaxText's `param_scan_axis`.
 
-    An array is converted, in host memory, when the iterator comes to it. Raises ValueError for an unknown family or
-    names, OSError for a folder without config.json; the iterator raises ValueError for an array that has another number
-    of layers than `config`.
+    Arrays are converted one by one, in host memory, as the iterator reaches them. Raises ValueError for an unknown
+    family or unknown names, OSError for a folder without config.json; the iterator raises ValueError for an array whose
+    number of layers differs from `config`.
     """
     outer = config if isinstance(config, Mapping) else json.loads((Path(config) / "config.json").read_text())
     text = outer.get("text_config", outer)
@@ -156,12 +156,12 @@ def named_tensors(
 
 @dataclass(frozen=True)
 class _Model:
-    """A family with a model's shape.
+    """A family with the shape of one model.
 
     Attributes:
       family: names and layouts.
       config: fields of the Hugging Face model's config.json, of its text model if it has several.
-      prefix: of the Hugging Face names.
+      prefix: prefix of the Hugging Face names.
     """
 
     family: _Family
@@ -181,9 +181,9 @@ class _Model:
     def location(self, name: str) -> _Location | None:
         """Return the location of a tensor by its MaxText name; None for an unknown name.
 
-        Names outside the layers have none. "layers_N" is one layer; scanned layers are all, or every GEMMA3_PERIOD-th
-        from N on in Gemma 3's blocks, whose remainder follows them. In a paired family the local layer is 2n, the
-        global one 2n + 1.
+        Tensors outside the layers have no layer numbers. "layers_N" is one layer. Scanned layers are all layers, or in
+        Gemma 3's blocks every GEMMA3_PERIOD-th from N on, and the remaining layers follow the blocks. In a paired
+        family the local layer is 2n, the global one 2n + 1.
         """
         if name in _TOP:
             return _Location(name)
@@ -207,10 +207,11 @@ class _Model:
         return found if found.name in self.family.layer else None
 
     def tensors(self, arrays: Mapping[str, Any], scan_axis: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield Hugging Face names and arrays: one for each layer and expert, converted on the host as it is reached.
-        arrays: by MaxText's names, all of which are known.
+        """Yield Hugging Face names and arrays, one for each layer and expert, converted on the host as they are
+        reached.
 
-        scan_axis and errors: as of `named_tensors`.
+        arrays: by MaxText's names, all of which must be known. scan_axis: axis of scanned arrays that counts layers.
+        Raises ValueError for an array with another number of layers.
         """
         for name, array in arrays.items():
             location, host = self.location(name), on_host(array)
@@ -231,7 +232,7 @@ class _Model:
 
     def _top(self, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
         """Return the Hugging Face name and array of a tensor outside the layers, whose MaxText name is in _TOP. Rows
-        that pad the vocabulary are left out, and the family's scales undone.
+        that pad the vocabulary are left out, and the family's embedding scale and norm offset are undone.
         """
         family, size = self.family, int(self.config["vocab_size"])
         hf_name = _TOP[name] if name == "decoder.logits_dense.kernel" else self.prefix + _TOP[name]
@@ -244,10 +245,11 @@ class _Model:
         return hf_name, array
 
     def _turned(self, name: str, turn: Turn) -> Turn:
-        """Return the function that converts an array of a layer, not changing it: it undoes the family's scales and
-        order of rope dimensions, then applies `turn`.
+        """Return a function that converts an array of a layer without changing it in place: it undoes the family's
+        query scale and order of rope dimensions, then applies `turn`.
 
-        name: within a layer, or that of the last norm. For a norm with an offset, only the offset is subtracted.
+        name: within a layer, or that of the last norm. For a norm in a family with an offset, the function only
+        subtracts the offset.
         """
         if name.endswith("norm.scale") and self.family.norm_offset:
             return in_float32(lambda values: values - np.float32(self.family.norm_offset))
@@ -269,8 +271,8 @@ class _Model:
 
     @property
     def _rope_is_interleaved(self) -> bool:
-        """Whether rope rotates neighbouring elements: MaxText does so for Llama 3.1 and later, by their
-        kind of rope.
+        """Whether rope rotates neighbouring elements, as MaxText does for Llama 3.1 and later; recognised by rope type
+        "llama3".
         """
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type"))
@@ -278,8 +280,8 @@ class _Model:
 
 
 def _by_layer(name: str, array: np.ndarray, axis: int, count: int) -> np.ndarray:
-    """Return a scanned array with its layers, which are on `axis`, as first axis. name: for the error. Raises
-    ValueError unless there are `count` of them.
+    """Return a scanned array with its layer axis `axis` moved to the front. name: for the error. Raises ValueError
+    unless that axis has `count` layers.
     """
     if array.ndim <= axis or array.shape[axis] != count:
         raise ValueError(f"{name} must have {count} layers along axis {axis}, got shape {array.shape}")

@@ -49,8 +49,7 @@ class OpenModel:
         """Return logits f32[T, V] of token ids [T], or f32[B, T, V] of [B, T]: at each position those of the next
         token.
 
-        Raises ValueError for ids that the vocabulary does not have, no tokens, other shapes, and numbers that are no
-        integers.
+        Raises ValueError for ids outside the vocabulary, no tokens, other shapes, and numbers that are not integers.
         """
         rows, is_one = self._rows(tokens)
         logits = forward(self.module, self.params, rows)
@@ -61,15 +60,16 @@ class OpenModel:
         model's dtype.
 
         Numbered as in transformers: 0 is the embeddings, n is the output of layer n, and the last is taken after the
-        final norm. Raises as `forward` does.
+        final norm. Raises ValueError for ids outside the vocabulary, no tokens, other shapes, and numbers that are no
+        integers.
         """
         rows, is_one = self._rows(tokens)
         states = hidden_states(self.module, self.params, rows)
         return states[0] if is_one else states
 
     def _rows(self, tokens: Tokens) -> tuple[jax.Array, bool]:
-        """Return tokens as i32[B, T], and whether they were given as one sequence, [T]. Raises ValueError as `forward`
-        does.
+        """Return tokens as i32[B, T], and whether they were given as one sequence, [T]. Raises ValueError for ids
+        outside the vocabulary, no tokens, other shapes, and numbers that are not integers.
         """
         found = np.asarray(tokens)
         if found.ndim not in (1, 2) or found.size == 0 or not np.issubdtype(found.dtype, np.integer):
@@ -81,12 +81,12 @@ class OpenModel:
 
 
 def open_model(model: str | PathLike[str] | None = None, *, dtype: str = "float32") -> OpenModel:
-    """Open a model with its weights: a Hugging Face folder, a GGUF file or a hub id; None for the embedded one.
+    """Open a model with its weights: a Hugging Face folder, a GGUF file or a hub id; None for the embedded one. The
+    weights are on the default device.
 
-    dtype: of weights and activations, "float32" or "bfloat16".
-
-    Raises ConfigError, ModelConfigError and ModelFileError as LLM does; ConfigError also for another dtype, and for a
-    folder in device layout, whose weights are cut for an engine's devices.
+    dtype: of weights and activations, "float32" or "bfloat16". Raises ConfigError, ModelConfigError and ModelFileError
+    as an engine does for a model that it cannot load; ConfigError also for another dtype, and for a folder in device
+    layout, whose weights are cut for an engine's devices.
     """
     if dtype not in DTYPES:
         raise ConfigError("dtype", dtype, " or ".join(DTYPES))

@@ -10,8 +10,8 @@ from jaxengine.requests.output.outputs import CompletionOutput
 
 
 def check_logprobs(mode: str, temperature: float) -> None:
-    """Raise ValueError if an engine of this logprobs_mode does not report the log-probabilities that sampling at this
-    temperature has: logits modes never do, raw_logprobs only at 0 and 1.
+    """Raise ValueError if an engine with this logprobs_mode does not report the log-probabilities of the distribution
+    that it samples from at this temperature: the logits modes never do, raw_logprobs only at 0 and 1.
     """
     if not mode.endswith("logprobs"):
         text = "start the engine with logprobs_mode='raw_logprobs' or 'processed_logprobs'"
@@ -22,7 +22,9 @@ def check_logprobs(mode: str, temperature: float) -> None:
 
 
 def check_whole(answers: Iterable[CompletionOutput]) -> None:
-    """Raise RuntimeError if one of the answers was aborted or failed: only "stop" and "length" are whole."""
+    """Raise RuntimeError if one of the answers has another finish_reason than "stop" and "length", which means that it
+    was aborted or failed.
+    """
     for each in answers:
         if each.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"an answer ended with {each.finish_reason} ({each.stop_reason})")

@@ -13,19 +13,19 @@ MAX_SHOWN = 10
 
 
 def named_arrays(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, array) for each array of `tree`, nested mappings, sequences and variables, under its path joined by
-    dots; None is left out.
+    """Yield (name, array) for each array of `tree`, nested mappings, sequences and variables. The name is its path
+    joined by dots; None is left out.
 
-    An `nnx.Module` stands for its parameters, a box of flax.linen for its value.
+    An `nnx.Module` is replaced by its parameters, a box of flax.linen by its value.
     """
     yield from _walk(nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree, ())
 
 
 def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of a tree, under names that begin with `path`, joined by dots.
+    """Yield (name, array) for each array of a tree. Names begin with `path` and are joined by dots.
 
-    Variables and boxes of flax.linen stand for their values; sequences are named by index; None is no array; anything
-    else is one.
+    Variables and boxes of flax.linen are replaced by their values; items of sequences are named by index; None is
+    skipped; any other value is yielded as an array.
     """
     if isinstance(tree, nnx.Variable):
         tree = tree.get_value()
@@ -42,7 +42,9 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_unknown(names: Iterable[str], is_known: Callable[[str], bool], kind: str) -> None:
-    """Raise ValueError, with the first ones, if there are unknown names. kind: whose names are known, for its text."""
+    """Raise ValueError, with the first MAX_SHOWN of them, if `is_known` is false for some names. kind: description of
+    the known names, for the error.
+    """
     if unknown := [name for name in names if not is_known(name)]:
         more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
         raise ValueError(f"params has names that are not {kind}: {', '.join(unknown[:MAX_SHOWN])}{more}")
@@ -54,12 +56,16 @@ def same(array: np.ndarray) -> np.ndarray:
 
 
 def in_first(array: np.ndarray) -> np.ndarray:
-    """Return an array [in, ...] as [out, in]; heads and their dimensions are joined."""
+    """Return an array [in, ...] as [out, in]; the axes after the first, such as heads and their dimensions, are
+    joined.
+    """
     return array.reshape(array.shape[0], -1).T
 
 
 def out_last(array: np.ndarray) -> np.ndarray:
-    """Return an array [..., out] as [out, in]; heads and their dimensions are joined."""
+    """Return an array [..., out] as [out, in]; the axes before the last, such as heads and their dimensions, are
+    joined.
+    """
     return array.reshape(-1, array.shape[-1]).T
 
 
@@ -69,5 +75,7 @@ def flat(array: np.ndarray) -> np.ndarray:
 
 
 def in_float32(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Wrap a function of arrays so that it computes in float32 and returns the dtype of its argument."""
+    """Return a function that applies `function` to its argument in float32, and converts the result to the argument's
+    dtype.
+    """
     return lambda array: function(array.astype(np.float32)).astype(array.dtype)

@@ -53,8 +53,8 @@ class TunixModel(nnx.Module):
     def __init__(
         self, module: CausalLM, *, is_trained: Callable[[tuple[Any, ...]], bool] | None = None, remat: bool = False
     ):
-        """Wrap a module. is_trained: whether the weight at a path, such as ("layers", 3, "mlp", ...), is trained; None
-        for all. The others become Frozen.
+        """Wrap a module. is_trained: returns whether the weight at a path, such as ("layers", 3, "mlp", ...), is
+        trained; None trains all. Weights that are not trained become Frozen in a copy of the module's structure.
 
         remat: compute each layer again for its gradient. Raises ValueError for a model without such a forward pass, and
         if no weight is trained.
@@ -113,18 +113,19 @@ class JaxengineRollout(_tunix.BaseRollout):
         llm: LLM,
         mapping: Mapping[str, Renamed] | None = None,
     ):
-        """Take the engine, and give it the weights of `rollout_actor`.
+        """Store the engine, and replace its weights by those of `rollout_actor`.
 
         Args:
           rollout_actor: a TunixModel; or a model whose parameters have the names of Tunix's own Llama 3, Qwen and Gemma
             models, or those of `mapping`. None leaves the engine's weights as they are.
           tokenizer: with encode, decode, bos_id, eos_id and pad_id, as Tunix's TokenizerAdapter.
           mesh: the mesh that Tunix's `with` statements use; None for none.
-          rollout_config: read by each call of `generate`; here it is checked.
+          rollout_config: a RolloutConfig, which is only checked here; `generate` gets its own.
           llm: the engine.
           mapping: from parameters' paths, joined by dots, to Hugging Face names, as of `LLM.update_weights`.
 
-        Raises ValueError for a RolloutConfig that the engine does not support, WeightUpdateError for weights.
+        Raises ValueError for a RolloutConfig that the engine does not support, WeightUpdateError for weights that it
+        lacks or that do not fit.
         """
         self._llm, self._tokenizer, self._mapping = llm, tokenizer, mapping
         self.mesh = mesh
@@ -142,13 +143,13 @@ class JaxengineRollout(_tunix.BaseRollout):
 
     def generate(self, prompts: str | list[str], rollout_config: Any, **kwargs: Any) -> Any:
         """Answer each prompt once, with a RolloutConfig's parameters; return a RolloutOutput. A text is one prompt.
+        Blocks until all answers are complete.
 
-        kwargs: fields of SamplingParams, which override those of the config. With a seed each prompt of each call draws
-        its own numbers, and the same calls give the same answers. Tokens have no padding, and end with the token that
-        ended them.
-
-        Stores the temperature for `get_per_token_logps`. Raises ValueError for a config that the engine does not
-        support, RuntimeError for an answer that was aborted or failed; else as `LLM.generate`.
+        kwargs: fields of SamplingParams, which override those of the config. With a seed, each prompt of each call has
+        its own seed, and repeating the same calls on a new object gives the same answers. Tokens of answers have no
+        padding, and end with the token that ended the answer. Stores the temperature for `get_per_token_logps`. Raises
+        ValueError for a config that the engine does not support, RuntimeError for an answer that was aborted or failed,
+        and the errors of `LLM.generate`.
         """
         self._check(rollout_config)
         call = next(self._calls)
@@ -168,11 +169,12 @@ class JaxengineRollout(_tunix.BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **_: Any) -> jax.Array:
-        """Return the log-probabilities float32[B, C] of completions [B, C], by the engine's programs; 0 for padding.
+        """Return the log-probabilities float32[B, C] of completions [B, C], computed by the engine; 0 for padding.
+        Blocks until they are computed.
 
-        prompt_tokens: [B, P], padded on the left; completions are padded on the right. Where pad_id ends answers too,
-        their last token counts as padding. Waits for the engine. Raises ValueError where the temperature of the last
-        rollout is neither 0 nor 1: these are of temperature 1.
+        prompt_tokens: [B, P], padded on the left; completions are padded on the right. If pad_id also ends answers,
+        their last token counts as padding. Raises ValueError if the temperature of the last rollout is neither 0 nor 1,
+        as these log-probabilities have temperature 1.
         """
         if self._temperature not in (None, 0.0, 1.0):
             text = "log-probabilities of completions are of temperature 1: set it to 1, or num_iterations to 1"
@@ -188,11 +190,11 @@ class JaxengineRollout(_tunix.BaseRollout):
         return jnp.asarray(found)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Replace the engine's weights by the trained ones: all of them or, with WeightUpdateError, none.
+        """Replace the engine's weights by the trained ones, all of them or, with WeightUpdateError, none.
 
-        params: of the kind of model that `__init__` was given, an nnx.State. Arrays that the engine would use as its
-        own are copied, as a trainer may donate them later. Raises ValueError for LoRA parameters (`filter_types` has
-        their type), and for a TunixModel for other weights than the trained ones.
+        params: an nnx.State of the kind of model that `__init__` was given. The arrays of a TunixModel are copied, as a
+        trainer may donate them later. Raises ValueError for LoRA parameters (`filter_types` has their type), and for a
+        TunixModel if `params` has other weights than the trained ones.
         """
         if any(isinstance(kind, type) and issubclass(kind, nnx.LoRAParam) for kind in filter_types or ()):
             raise ValueError("LoRA parameters are not taken: merge them into the weights, or train all weights")
@@ -207,9 +209,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         self._update(params["module"], strict=False)
 
     def pad_id(self) -> int:
-        """Return the id of the token that pads; as in Tunix's adapter the one that ends answers, if there is no other.
-
-        Raises ValueError as `eos_id` if there is neither.
+        """Return the id of the padding token; eos_id if the tokenizer has none, as in Tunix's adapter. Raises
+        ValueError if it has neither.
         """
         pad = _token(self._tokenizer, "pad_id")
         return self.eos_id() if pad < 0 else pad
@@ -227,9 +228,9 @@ class JaxengineRollout(_tunix.BaseRollout):
         """
 
     def _update(self, params: Any, strict: bool) -> None:
-        """Replace the engine's weights by those of `params`, an nnx.State. Those of a TunixModel are copied. Raises as
-        `LLM.update_weights`. strict: whether all must be there; used for those of a TunixModel alone, as those of other
-        models must always be complete.
+        """Replace the engine's weights by those of `params`, an nnx.State; those of a TunixModel are copied first.
+        strict: whether all weights must be present; only used for a TunixModel, as other models must always be
+        complete. Raises the errors of `LLM.update_weights`.
         """
         # Tunix forbids transfers on a CPU, where the engine checks that the numbers are finite.
         with jax.transfer_guard("allow"):
@@ -241,11 +242,11 @@ class JaxengineRollout(_tunix.BaseRollout):
                 self._llm.update_weights(named_tensors(params))
 
     def _check(self, config: Any) -> None:
-        """Raise ValueError for settings of `config`, a RolloutConfig, that the engine does not support; otherwise store
-        its temperature.
+        """Store the temperature of `config`, a RolloutConfig. Raises ValueError, and stores nothing, for settings that
+        the engine does not support.
 
-        Not supported are options of vLLM's engine, log-probabilities at this temperature, other parallel sizes than the
-        engine's (-1 is allowed), a mapping, and as many tokens to generate as max_model_len.
+        These are options of vLLM's engine, log-probabilities that the engine does not report at this temperature,
+        parallel sizes other than -1 and the engine's, a mapping, and max_tokens_to_generate of at least max_model_len.
         """
         engine = self._llm.core.config
         for name in ("rollout_vllm_lora_config", "rollout_vllm_sampling_kwargs"):
@@ -266,8 +267,8 @@ class JaxengineRollout(_tunix.BaseRollout):
         self._temperature = float(config.temperature)
 
     def _params(self, config: Any, more: Mapping[str, Any], call: int, index: int) -> SamplingParams:
-        """Return the sampling parameters of the prompt `index` of the call numbered `call`, which with `config.seed`
-        decide its seed.
+        """Return the sampling parameters of the prompt with the number `index` in the call with the number `call`;
+        their seed is a hash of these and `config.seed`, None without one.
 
         more: fields that replace those of the config. Raises RequestError for an invalid one.
         """
@@ -289,19 +290,21 @@ class JaxengineRollout(_tunix.BaseRollout):
         return SamplingParams(**fields | dict(more))
 
     def _ends(self, config: Any) -> list[int]:
-        """Return the tokens that end an answer: those of `config`, a RolloutConfig, or the tokenizer's if it has
-        none.
+        """Return the ids of the tokens that end an answer: eos_tokens of `config`, a RolloutConfig, or the tokenizer's
+        eos_id if it has none.
         """
         return [int(token) for token in config.eos_tokens or [self.eos_id()]]
 
     def _without_end(self, answer: Any, config: Any) -> list[int]:
-        """Return the token ids of an answer without the one that ended it, if any. config: as of `_ends`."""
+        """Return the token ids of an answer without a last token that ended it. config: a RolloutConfig, which
+        determines these tokens.
+        """
         ids = [*answer.token_ids]
         return ids[:-1] if ids and answer.finish_reason == "stop" and ids[-1] in self._ends(config) else ids
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
-        """Return the token ids of `prompt`, a text, with one begin-of-text token, as Tunix's samplers do; if the
-        tokenizer has one; ids are returned unchanged.
+        """Return the token ids of `prompt`, a text, with exactly one begin-of-text token in front if the tokenizer has
+        one, as Tunix's samplers do; a sequence of ids is returned as a list, unchanged.
         """
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
@@ -314,7 +317,7 @@ class JaxengineRollout(_tunix.BaseRollout):
 
 
 def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> None:
-    """Replace the variable at `path` of a module."""
+    """Replace the variable at `path` of a module, in place. path: attribute names and, as ints, indices."""
     *outer, last = path
     owner: Any = module
     for key in outer:
@@ -326,8 +329,8 @@ def _put(module: nnx.Module, path: tuple[Any, ...], variable: nnx.Variable) -> N
 
 
 def _token(tokenizer: Any, name: str) -> int:
-    """Return the id of a special token of a tokenizer, called `name`, which has it as a method or as an attribute; -1
-    if that is None.
+    """Return the id of a tokenizer's special token. name: of the tokenizer's method or attribute; -1 if its value is
+    None. Raises AttributeError if there is no such attribute.
     """
     value: Any = getattr(tokenizer, name)
     found: Any = value() if callable(value) else value
@@ -335,14 +338,14 @@ def _token(tokenizer: Any, name: str) -> int:
 
 
 def _length(row: np.ndarray, pad: int) -> int:
-    """Return the number of tokens before the padding at the end of a row, the tokens `pad`; 0 if all are."""
+    """Return the number of tokens of a row without the padding tokens `pad` at its end; 0 if all are padding."""
     used = np.flatnonzero(row != pad)
     return int(used[-1]) + 1 if used.size else 0
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
-    """Return prompts int32[B, width], padded with `pad` on the left. If one is longer, the width is the next power of
-    two of the longest, as in Tunix's own engines.
+    """Return prompts int32[B, width], padded with `pad` on the left. If a prompt is longer than `width`, the width is
+    the smallest power of two that the longest fits, as in Tunix's own engines.
     """
     longest = max(map(len, prompts), default=0)
     if longest > width:
@@ -354,6 +357,6 @@ def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.n
 
 
 def _key_data(seed: Any) -> Any:
-    """Return the numbers of a seed: an int, an array, or a key of jax.random."""
+    """Return the numbers of a seed: an int or array unchanged, the data of a jax.random key."""
     is_key = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(seed) if is_key else seed

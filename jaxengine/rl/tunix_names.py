@@ -13,7 +13,7 @@ from jaxengine.rl.trees import flat, in_first, named_arrays, out_last, refuse_un
 
 Turn = Callable[[np.ndarray], np.ndarray]
 
-# Names outside the layers, with Hugging Face's and how an array is transposed.
+# Names outside the layers, with Hugging Face's name and the function that converts the array's shape.
 _TOP: dict[str, tuple[str, Turn]] = {
     "embedder.input_embedding": ("model.embed_tokens.weight", same),
     "final_norm.w": ("model.norm.weight", same),
@@ -27,8 +27,8 @@ def _heads_first(array: np.ndarray) -> np.ndarray:
     return array.transpose(0, 2, 1).reshape(-1, array.shape[1])
 
 
-# Names within a layer, with Hugging Face's and how an array is transposed. An array with several has them on its first
-# axis.
+# Names within a layer, with Hugging Face's names and the function that converts each array's shape. An array for
+# several names is split along its first axis.
 _LAYER: dict[str, tuple[tuple[str, ...], Turn]] = {
     "attn.q_proj.w": (("self_attn.q_proj.weight",), in_first),
     "attn.k_proj.w": (("self_attn.k_proj.weight",), in_first),
@@ -68,8 +68,8 @@ _OF_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 def named_tensors(params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Return an iterator over (Hugging Face name, array) of the parameters of one of Tunix's models.
 
-    params: an nnx.State, an nnx.Module, or nested mappings. An array is converted, in host memory, when the iterator
-    comes to it. Raises ValueError for unknown names.
+    params: an nnx.State, an nnx.Module, or nested mappings. Arrays are converted one by one, in host memory, as the
+    iterator reaches them. Raises ValueError for unknown names.
     """
     arrays = dict(named_arrays(params))
     refuse_unknown(arrays, _is_known, "those of Tunix's Llama 3, Qwen 2, Qwen 3, Gemma and Gemma 3")
@@ -83,10 +83,10 @@ def _is_known(name: str) -> bool:
 
 
 def _tensors(arrays: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the Hugging Face names and arrays of arrays by Tunix's names, all of which are known.
+    """Yield (Hugging Face name, array) for `arrays` by Tunix's names, all of which must be known.
 
-    Arrays of all experts, and of joined projections, are split along their first axis; each is copied to the host when
-    it is reached.
+    Arrays of all experts, and of joined projections, are split along their first axis; each array is copied to the host
+    when it is reached.
     """
     for name, array in arrays.items():
         host, match = on_host(array), _OF_LAYER.fullmatch(name)

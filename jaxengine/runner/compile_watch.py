@@ -15,20 +15,22 @@ _registered = False
 
 
 class CompileWatch:
-    """Counter of compilations that run on a thread while it is inside `watch()`; `count` is their number.
+    """Counter of compilations that run on a thread while it is inside `watch()`; the attribute `count` is their number.
 
     An engine's thread is inside whenever it serves, so the count must stay 0 after start-up. Compilations by other
     engines or by the user's own code in the same process are not counted.
     """
 
     def __init__(self) -> None:
-        """Begin at 0, and have jax report compilations."""
+        """Set the count to 0, and register a listener of jax's compilation events, once per process."""
         self.count = 0
         _listen()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Context in which this thread's compilations are counted, by this watch and not by one of a context around."""
+        """Count this thread's compilations inside the context in this watch. In nested contexts only the innermost
+        watch counts.
+        """
         outer = getattr(_active, "watch", None)
         _active.watch = self
         try:
@@ -47,7 +49,9 @@ def _listen() -> None:
 
 
 def _count(event: str, duration_secs: float, **_: str | int | float) -> None:
-    """Count a compilation for the watch that this thread is in, if any: jax's listener."""
+    """Increment the count of the watch that this thread is in, if any, for a compilation event; other events are
+    ignored. A listener of jax.
+    """
     watch = getattr(_active, "watch", None)
     if watch is not None and event == _EVENT:
         watch.count += 1

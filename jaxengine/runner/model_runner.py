@@ -56,7 +56,7 @@ class ModelRunner:
       config: the resolved configuration.
       plan: use of a device's memory: pages of the stage with the least room, other parts of the one that holds most.
       compiles: counter of XLA compilations while the engine serves.
-      stages: in order; `last` of them is the one that samples.
+      stages: in order; `last` is the last one, which samples.
       peers: the engine's other processes.
       packer: of the steps' messages; vocab_size, num_ranks, windows: of the model, replicas, and cache groups.
       weight_rows: of each kind of weight, how it is stored and multiplied.
@@ -74,8 +74,8 @@ class ModelRunner:
         """Compile all programs and allocate memory; returns when every process has done so. With enforce_eager most
         programs are compiled at their first use instead.
 
-        stages: in order. config: resolved. progress(done, total, what): called per program. peers: the engine's other
-        processes. Raises ConfigError if the memory does not suffice, ClusterError if a process is lost.
+        stages: in order. config: resolved. progress(done, total, what): called for each program. peers: the engine's
+        other processes. Raises ConfigError if the memory does not suffice, ClusterError if a process is lost.
         """
         self.config = config
         self.packer = stages[0].programs.packer
@@ -133,12 +133,12 @@ class ModelRunner:
 
     @property
     def num_compiled(self) -> int:
-        """Number of programs that start-up compiled."""
+        """Number of programs compiled so far, over all stages."""
         return sum(cache.num_compiled for stage in self.stages for cache in stage.caches)
 
     @property
     def num_loaded(self) -> int:
-        """Number of programs that start-up loaded from the cache of executables."""
+        """Number of programs loaded from the cache of executables so far, over all stages."""
         return sum(cache.num_loaded for stage in self.stages for cache in stage.caches)
 
     @property
@@ -147,74 +147,83 @@ class ModelRunner:
         return self.device.platform == "cpu"
 
     def memory_in_use(self) -> int:
-        """Return the bytes that a device of the first stage holds now; devices that share a host's memory each count a
-        share.
+        """Return the bytes that a device of the first stage holds now. Devices that share a host's memory are counted
+        with an equal share each.
         """
         return self.stages[0].memory_in_use
 
     def execute(self, step: StepInput) -> PendingStep:
-        """Dispatch a step's forward pass, after the page-table entries that its message has no room for; return the
-        pending step, without waiting.
+        """Dispatch a step's forward pass, after writing the page-table entries that its message has no room for; return
+        the pending step, without waiting.
         """
         for deltas in delta_chunks(step.overflow, NUM_DELTAS, self.num_ranks * self.packer.num_table_rows):
             self.change_state(PAGE_DELTAS, deltas)
         return self.forward(step.bucket, step.buffer)
 
     def forward(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
-        """Dispatch the forward pass of a message, i32[replicas, size]; the engine's other processes do the same."""
+        """Dispatch the forward pass of a message, i32[replicas, size], here and in the engine's other processes; return
+        the pending step, without waiting.
+        """
         # Engines of several processes have no wide buckets (jaxengine.config.features.speculation).
         sizes = {"num_tokens": bucket.num_tokens, "num_seqs": bucket.num_seqs}
         forwarded = self._everywhere("forward", (message,), lambda: self.run_forward(bucket, message), **sizes)
         return PendingStep(bucket, forwarded, self.fetch, self.last.given)
 
     def sample(self, pending: PendingStep) -> None:
-        """Dispatch the epilogue that ends a step: its sampler or what replaces it. The step then has `sampled` and no
-        `forwarded`, so no other epilogue can run on it. The engine's other processes do the same.
+        """Dispatch the epilogue that ends a step, its sampler or a replacement of it, here and in the engine's other
+        processes. The step then has `sampled` and no `forwarded`, so no other epilogue can run on it.
 
-        To be called before the next forward pass is dispatched, which takes the sampled tokens.
+        Call it before the next forward pass is dispatched, which takes the sampled tokens.
         """
         pending.sampled = self._run_epilogue(*self._endings[pending.bucket], pending)
         pending.forwarded = None
 
     def run_epilogue(self, name: str, pending: PendingStep) -> Any:
-        """Dispatch the epilogue `name` on what the newest forward pass left; return its output, on the devices.
+        """Dispatch the epilogue `name`, here and in the engine's other processes, on the results of the newest forward
+        pass; return its output, on the devices.
 
-        pending: the step of that forward pass, which is not changed. The engine's other processes do the same.
+        pending: the step of that forward pass, which is not changed.
         """
         return self._run_epilogue(name, self._size(name, pending.bucket), pending)
 
     def _size(self, name: str, bucket: Bucket) -> int:
-        """Return the compiled size (number of rows) of an epilogue that serves a bucket."""
+        """Return the compiled size (number of rows) of the epilogue `name` for a bucket, which it must serve
+        (asserted).
+        """
         size = self.epilogues[name].size_of(self.buckets, bucket)
         assert size is not None
         return size
 
     def _run_epilogue(self, name: str, size: int, pending: PendingStep) -> Any:
-        """Dispatch the epilogue `name`, compiled for `size` rows, in all processes; return its output."""
+        """Dispatch the epilogue `name`, compiled for `size` rows, in all processes; return its output, on the
+        devices.
+        """
         forwarded = pending.forwarded
         assert forwarded is not None
         return self._everywhere(name, (), lambda: self.last.run_epilogue(name, size, forwarded))
 
     def _everywhere(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], Any], **fields: Any) -> Any:
-        """Call `function`, which dispatches the operation `op`, in this process; the others, if any, do the same with
-        these arrays and fields.
+        """Return function(), which dispatches the operation `op` in this process; the other processes, if any, execute
+        the same operation with these arrays and fields.
         """
         return function() if self.peers is ALONE else self.peers.call(op, arrays, function, **fields)
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Run the state change `name` with these arguments on the stages that have it; the engine's other processes do
-        the same.
+        """Run the state change `name` with these arguments on the stages that have it, here and in the engine's other
+        processes.
         """
         self._everywhere(
             "change", arguments, lambda: [stage.change_state(name, *arguments) for stage in self.stages], name=name
         )
 
     def set_params(self, rows: list[tuple[int, np.ndarray]]) -> None:
-        """Write sampling parameters: (slot over all replicas, packed int32 from `row_words`)."""
+        """Write sampling parameters to the devices: (slot over all replicas, packed int32 from `row_words`)."""
         self.change_slots(PARAMETERS, rows, NUM_PARAM_ROWS, len(NEUTRAL))
 
     def set_logprob_ids(self, rows: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Write the token ids whose logprobs slots report: (slot over all replicas, at most MAX_LOGPROB_TOKEN_IDS ids).
+        """Write the token ids whose logprobs slots report to the devices: (slot over all replicas, at most
+        MAX_LOGPROB_TOKEN_IDS ids).
+
         Slots that report none keep the ids of earlier requests, which are not read.
         """
         width = MAX_LOGPROB_TOKEN_IDS
@@ -222,7 +231,8 @@ class ModelRunner:
         self.change_slots(LOGPROB_ID_ROWS, own, NUM_LOGPROB_ID_ROWS, width)
 
     def set_biases(self, biases: list[tuple[int, np.ndarray | None]]) -> None:
-        """Write additive logit biases of slots: (slot over all replicas, f32[V]); None for no bias.
+        """Write additive logit biases of slots to the devices: (slot over all replicas, f32[V]); None for no bias,
+        which is only sent if the slot had one.
 
         V may be the model's vocabulary or the padded one; -inf forbids a token.
         """
@@ -234,17 +244,17 @@ class ModelRunner:
         self.change_rows(BIAS_ROWS, rows, self.last.programs.vocab_size)
 
     def set_token_counts(self, sequences: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        """Write the token counts that penalties use, of slots' prompts and outputs: (slot over all replicas, prompt
-        i32[n], output i32[m]).
+        """Write the token counts that penalties use to the devices, computed from slots' prompts and outputs: (slot
+        over all replicas, prompt i32[n], output i32[m]).
         """
         rows = ((slot, self._counts(prompt, output)) for slot, prompt, output in sequences)
         self.change_rows(COUNTS_ROWS, rows, self.last.programs.vocab_size)
 
     def change_rows(self, name: str, rows: Iterable[tuple[int, np.ndarray]], width: int) -> None:
-        """Replace rows of vocabulary width of slots by the state change `name`: NUM_LONG_ROWS at a time, and fewer than
-        MIN_LONG_ROWS one by one (see `state_changes.long_rows`).
+        """Replace long rows of slots by the state change `name`: NUM_LONG_ROWS at a time, or one by one if fewer than
+        MIN_LONG_ROWS remain (see `state_changes.long_rows`).
 
-        rows: (slot over all replicas, row [at most width]); padded as by `change_slots`.
+        rows: (slot over all replicas, row [at most width]); a shorter row is padded with zeros to `width`.
         """
         rows = iter(rows)
         while chunk := list(islice(rows, NUM_LONG_ROWS)):
@@ -252,8 +262,8 @@ class ModelRunner:
             self.change_slots(rows_name(name, size), chunk, size, width)
 
     def change_slots(self, name: str, rows: Sequence[tuple[int, np.ndarray]], size: int, width: int) -> None:
-        """Run the state change `name`, which takes `size` slots and their rows [size, width], as often as all rows
-        require.
+        """Run the state change `name`, which takes `size` slots and their rows [size, width], as often as needed for
+        all rows.
 
         rows: (slot over all replicas, row [at most width]); shorter ones are padded with zeros; all have one dtype.
         """
@@ -265,10 +275,10 @@ class ModelRunner:
             self.change_state(name, slots, values)
 
     def set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
-        """Send the devices one int32 value for each slot whose value differs from what they have.
+        """Send the devices one int32 for each slot whose value differs from the one that they have.
 
         name: of the state change. known: i32[slots of all replicas], the values that the devices have; updated in
-        place. slots, values: of equal length, slots over all replicas and the wanted values.
+        place. slots, values: of equal length, distinct slots over all replicas and their new values.
         """
         news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
         for first in range(0, len(news), NUM_COLUMN_ROWS):
@@ -279,7 +289,9 @@ class ModelRunner:
             self.change_state(name, *rows)
 
     def run_forward(self, bucket: Bucket, message: np.ndarray) -> Forwarded:
-        """Dispatch the forward pass through all stages, in this process alone; return what it leaves."""
+        """Dispatch the forward pass through all stages, in this process alone; return the last stage's Forwarded, with
+        the sections of the earlier stages.
+        """
         hidden, earlier = None, []
         for stage in self.stages[:-1]:
             hidden, sections = stage.forward(bucket, message, hidden)
@@ -292,13 +304,13 @@ class ModelRunner:
         return np.asarray(array) if self.peers is ALONE else self.peers.run(lambda: np.asarray(array))
 
     def _counts(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """Return i32[V]: for each token twice its number of times in the output, plus one if it is in the prompt."""
+        """Return i32[V]: for each token 2 * (times in the output) + (1 if it is in the prompt)."""
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
         return counts
 
     def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
-        """Return the plan of the stage with the least room, the fewest pages. needs: of each stage.
+        """Return the plan of the stage with the fewest pages. needs: of each stage.
 
         Raises ConfigError if not even one request of max_model_len fits into a stage.
         """
@@ -307,11 +319,11 @@ class ModelRunner:
         return plan_stages(self.config, sizes, needs, windows=self.windows, shared=shared)
 
     def _plan_as_compiled(self, before: int) -> MemoryPlan:
-        """Return the plan with the memory of programs as compiled, of the stage that holds most; the number of pages
-        stays as planned.
+        """Return a copy of the plan with the memory of programs as compiled, of the stage that holds most; the number
+        of pages is unchanged.
 
         before: bytes of a device in use before any program was compiled; used for CPUs only, where the process's growth
-        shows what programs hold. Programs compiled now hold about half of what loaded ones do.
+        shows the memory of programs. Programs compiled now hold about half of what loaded ones do.
         """
         plans = []
         for stage in self.stages:

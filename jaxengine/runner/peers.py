@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 _T = TypeVar("_T")
-# Number of orders that are not answered.
+# Order number of orders that are not answered.
 NO_ANSWER = 0
 
 
@@ -26,20 +26,20 @@ class Orders(Protocol):
     """
 
     def give(self, name: str, arrays: Sequence[np.ndarray] = (), /, **arguments: Any) -> Callable[[], list[Answer]]:
-        """Send an order; return a function that waits for the answer of every process.
+        """Send an order to every other process; return a function that waits for their answers and returns them.
 
-        name, arguments: the order and its plain JSON arguments; arrays: sent with it. Both calls raise ClusterError if
-        a process is lost.
+        name, arguments: the order and its plain JSON arguments; arrays: sent with it. This method and the returned
+        function raise ClusterError if a process is lost.
         """
         ...
 
     def leave(self, name: str, /, **arguments: Any) -> None:
-        """Leave an order to be sent soon, from any thread and whatever locks it holds; no answer is awaited."""
+        """Queue an order to be sent soon, from any thread and with any locks held; no answer is awaited."""
         ...
 
 
 class Peers:
-    """The engine's other processes, as its ModelRunner sees them; this base class is for an engine without any.
+    """Interface of a ModelRunner to the engine's other processes. This base class is for an engine without any.
 
     Attributes:
       orders: for host 0 of several processes; None elsewhere.
@@ -48,24 +48,26 @@ class Peers:
     orders: Any = None
 
     def agree(self, num_pages: int, programs: str) -> int:
-        """Return the number of pages of the process with the least room; waits for all. Here `num_pages` itself.
+        """Return the smallest num_pages of all processes, after waiting for all; without other processes, `num_pages`.
 
-        num_pages: of this process. programs: digest that must be the same in all processes. With other processes raises
-        ClusterError if theirs differs or one is lost.
+        num_pages: of this process. programs: digest that must be the same in all processes. Raises ClusterError if
+        another process has a different digest or is lost.
         """
         return num_pages
 
     def await_ready(self) -> None:
-        """Wait until every process has compiled; here return at once. Raises ClusterError if a process is lost."""
+        """Wait until every process has compiled; without other processes, return at once. Raises ClusterError if a
+        process is lost.
+        """
 
     def call(self, op: str, arrays: Sequence[np.ndarray], function: Callable[[], _T], **fields: Any) -> _T:
-        """Have the other processes execute the operation `op` with these arrays and fields; call `function`, which does
-        the same here, and return its result.
+        """Make the other processes execute the operation `op` with these arrays and fields; return function(), which
+        executes it here.
         """
         return function()
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Call a function that uses the devices and may wait for the other processes; return its result."""
+        """Return function(), which uses the devices and may wait for the other processes."""
         return function()
 
 

@@ -15,7 +15,9 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"
 
 
 def about_engine(runner: ModelRunner) -> dict[str, Any]:
-    """Describe the engine of a runner as plain JSON values: options, model, versions, device, kernels."""
+    """Return a description of a runner's engine as plain JSON values: versions, platform, device, options, model,
+    kernels and forms of products.
+    """
     config, programs = runner.config, runner.last.programs
     model = programs.model.config
     return {

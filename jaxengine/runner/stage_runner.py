@@ -43,11 +43,11 @@ MAX_LAUNCHES_AHEAD = 16
 
 
 class StageRunner:
-    """Runner of one stage. Compiles on demand, allocates once the number of pages is set (`plan_pool`, `allocate`),
+    """Runner of one stage. It compiles on demand, allocates once the number of pages is set (`plan_pool`, `allocate`),
     then only executes.
 
     Attributes:
-      programs: what it compiles.
+      programs: the programs that it compiles.
       params: the model's leaves.
       executables: cache of the programs that depend on the model.
       kv_scales: scales of an 8-bit pool, for all layers of the model; to be set before `allocate`.
@@ -58,10 +58,10 @@ class StageRunner:
     def __init__(
         self, programs: StepPrograms, params: Any, cache_dir: Place, extensions: Sequence[StageExtension] = ()
     ):
-        """Take the weights and compile or load the state changes.
+        """Store the weights, open the caches, and compile or load the state changes.
 
         params: the model's weights, an nnx.State or its leaves. cache_dir: place of the ExecutableCache, whose
-        ConfigError is raised. extensions: those with weights of their own.
+        ConfigError is raised. extensions: StageExtensions with weights of their own.
         """
         self.programs = programs
         self.given: dict[str, Any] = {}
@@ -72,8 +72,8 @@ class StageRunner:
         self._several_on_cpu, self._num_changes = self._backend == "cpu" and len(devices) > 1, 0
         self._several_processes = len({device.process_index for device in devices}) > 1
         if self._several_processes and devices[0].platform == "gpu" and cache_dir != "":
-            # Each process times a part of the kernels there, and waits for the others' choices: one that loaded its
-            # program would not answer those that compile.
+            # On GPUs each process times a part of the kernels, and waits for the others' choices: a process that loaded
+            # its program would not answer those that compile.
             logger.info("compiled steps over several processes are not kept on disk on GPUs")
             cache_dir = ""
         self.params = jax.tree.leaves(params)
@@ -90,44 +90,44 @@ class StageRunner:
 
     @property
     def device_memory(self) -> int:
-        """Return the memory of one device in bytes; devices that share a host's memory each count an equal share."""
+        """Memory of one device in bytes. Devices that share a host's memory have an equal share each."""
         devices = self.programs.mesh.local_devices
         memory = device_memory(devices[0])
         return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
 
     @property
     def sizes(self) -> StageSizes:
-        """Sizes of the stage with which the memory plan begins."""
+        """Bytes on one device of the stage that are known before the memory plan: its memory, weights and a page."""
         limit = device_limit(self.programs.mesh.local_devices[0])
         return StageSizes(self.device_memory, self.weight_bytes, self.page_bytes, limit)
 
     @property
     def memory_in_use(self) -> int:
-        """Return the bytes that one device holds now; devices that share a host's memory each count an equal share."""
+        """Bytes that one device holds now. Devices that share a host's memory have an equal share each."""
         device = self.programs.mesh.local_devices[0]
         in_use = memory_in_use(device)
         return in_use // jax.local_device_count() if device.platform == "cpu" else in_use
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of one device of the weights, and of extensions' weights and slot arrays."""
+        """Bytes on one device of the weights, and of extensions' weights and slot arrays."""
         return sum(map(part_bytes, self.params)) + sum(each.weight_bytes for each in self.extensions.values())
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page on one device, in all layers of a group and in extensions."""
+        """Bytes of one page on one device, in all layers of a group and in extensions."""
         return self.programs.page_bytes + sum(each.page_bytes for each in self.extensions.values())
 
     @property
     def caches(self) -> list[ExecutableCache]:
-        """Return the ExecutableCaches of the stage and its extensions."""
+        """ExecutableCaches of the stage and its extensions."""
         own = [cache for each in self.extensions.values() for cache in each.caches]
         return [self.executables, self._shared, *own]
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the workspace, in bytes of one device, of the largest forward pass and epilogue; both must be
-        compiled.
+        """Workspace, in bytes on one device: the largest forward pass or extension's program, with slot state and the
+        largest epilogue. These must be compiled.
         """
         forward = workspace_bytes(self._forwards[max(self._forwards)].memory_analysis())
         forward = max([forward, *(each.workspace_bytes for each in self.extensions.values())])
@@ -135,14 +135,15 @@ class StageRunner:
 
     @property
     def program_bytes(self) -> int:
-        """Return the bytes of one device that all programs hold; they must be compiled."""
+        """Bytes on one device that all programs hold; they must be compiled."""
         programs, kv = self.programs, self._kv_shapes
         forwards = [self.held(programs.forward(key, self.params, kv), own) for key, own in self._forwards.items()]
         own = sum(each.program_bytes for each in self.extensions.values())
         return sum(forwards) + own + self._held_beside_forwards
 
     def foresee_needs(self) -> StageNeeds:
-        """Estimate the most memory that programs will need, in bytes of one device, before the pool's size is known.
+        """Return an estimate of the most memory that programs will need, in bytes on one device, before the pool's size
+        is known.
 
         Compiles or loads epilogues and extensions' programs. The largest forward pass is compiled with a small pool
         unless its needs are stored; other forward passes are assumed to be as large.
@@ -163,7 +164,7 @@ class StageRunner:
         return StageNeeds(held, forward + self._bytes_beside_forward, programs.memory)
 
     def plan_pool(self, num_pages: int) -> None:
-        """Set the pool's size, in pages of a layer and replica, and with it the shapes of forward passes."""
+        """Store the pool's size, in pages of a layer and replica, which determines the shapes of forward passes."""
         self._kv_shapes = self.programs.kv_shapes(num_pages)
         for each in self.extensions.values():
             each.plan_pool(num_pages)
@@ -180,17 +181,21 @@ class StageRunner:
             self._epilogues[name, size] = self.compiled(self.programs.epilogue(name, size, self.params))
 
     def own_programs(self) -> list[tuple[str, str]]:
-        """Return (extension, program) names of the programs that extensions run in addition to forward passes."""
+        """Return (name of the extension, name of the program) for each program that extensions run in addition to
+        forward passes.
+        """
         return [(each.name, own.name) for each in self.programs.extensions for own in each.programs(self.params)]
 
     def program(self, extension: str, name: str) -> Executable:
-        """Return one of `own_programs`, compiled or loaded at the first call."""
+        """Return the executable of one of `own_programs`, compiled or loaded at the first call. Raises KeyError or
+        StopIteration for unknown names.
+        """
         if (extension, name) not in self._programs:  # enforce_eager: when it first occurs
             self._programs[extension, name] = self.compiled(self._own_program(extension, name))
         return self._programs[extension, name]
 
     def allocate(self) -> None:
-        """Allocate the pools, as `allocate_pools` does, and the slot state."""
+        """Allocate the pools (`allocate_pools`) and the slot state."""
         self.allocate_pools()
         self._state = self.compiled(self.programs.state())()
 
@@ -202,7 +207,7 @@ class StageRunner:
 
     def allocate_pools(self) -> None:
         """Allocate the pools, empty, in the size of `plan_pool`; also called after `release_pools`. The scales of an
-        8-bit pool are `kv_scales` if these are set. Waits; raises jax's RuntimeError if memory cannot be allocated.
+        8-bit pool become `kv_scales` if these are set. Waits; raises jax's RuntimeError if memory cannot be allocated.
         """
         for each in self.extensions.values():
             each.allocate()
@@ -211,7 +216,7 @@ class StageRunner:
             k, v = self.kv_scales.of_layers(self.programs.paged_layers)
             k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
             self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
-        jax.block_until_ready(self._kv)  # so that memory which is not to be had is an error here
+        jax.block_until_ready(self._kv)  # so that a lack of memory is an error here
 
     def with_programs(self, programs: StepPrograms) -> StageRunner:
         """Return another StageRunner with the same weights and these programs, of which only the state changes have
@@ -223,8 +228,8 @@ class StageRunner:
 
     def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the largest magnitudes of keys and of values in the pool, f32[layers with pages, K KV heads] each,
-        over all replicas; those of values are None if values lie in keys. Compiles or loads a program, and waits for
-        the steps in flight.
+        over all replicas; the latter is None if values are stored within keys. Compiles or loads a program, and waits
+        for the steps in flight.
         """
         num_heads = self.programs.model.config.num_kv_heads
         found = self.compiled(self.programs.largest(self._kv_shapes))(self._kv)
@@ -256,8 +261,9 @@ class StageRunner:
         return output
 
     def run_epilogue(self, name: str, size: int, forwarded: Forwarded) -> Any:
-        """Dispatch an epilogue of that size on what the newest forward pass left; return its output, on the devices. It
-        is compiled first if start-up has not done so. Raises KeyError for a name that this stage lacks.
+        """Dispatch an epilogue of this size on the results of the newest forward pass; return its output, on the
+        devices. The state that it changes is donated, and replaced. It is compiled first if start-up has not done so.
+        Raises KeyError for a name that this stage lacks.
         """
         own = self.programs.epilogues[name]
         if (name, size) not in self._epilogues:  # enforce_eager
@@ -274,7 +280,8 @@ class StageRunner:
         return output
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Run a state change, if this stage has it; else do nothing. Waits now and then, on several CPU devices only.
+        """Run a state change on the stage's state, which is donated, and replaced; do nothing if the stage does not
+        have it. On several CPU devices it waits after every MAX_LAUNCHES_AHEAD changes.
 
         arguments: numpy arrays of the shapes and dtypes that it was compiled for.
         """
@@ -287,7 +294,7 @@ class StageRunner:
 
     @property
     def pages(self) -> Any:
-        """The KV pool as the newest forward pass leaves it."""
+        """KV pool, as the newest forward pass leaves it."""
         return self._kv
 
     @pages.setter
@@ -297,7 +304,7 @@ class StageRunner:
 
     @property
     def slots(self) -> SlotState:
-        """The slot state as the newest forward pass leaves it."""
+        """Slot state, as the newest forward pass leaves it."""
         return self._state.slots
 
     @slots.setter
@@ -306,8 +313,8 @@ class StageRunner:
         self._state = self._state._replace(slots=slots)
 
     def everywhere(self, x: jax.Array) -> jax.Array:
-        """Return x [replicas, ...], which is split by replica, in a form that this process can read: whole on every
-        device if there are several processes.
+        """Return x [replicas, ...], which is sharded by replica, in a form that this process can read: with several
+        processes replicated on every device, else unchanged.
         """
         return self.programs.gather_ranks(x) if self._several_processes else x
 
@@ -323,13 +330,15 @@ class StageRunner:
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     def _own_program(self, extension: str, name: str) -> Program:
-        """Return a program of an extension, by their names."""
+        """Return the Program of an extension, by the names of both. Raises KeyError or StopIteration for
+        unknown names.
+        """
         own = self.programs.extension(extension).programs(self.params)
         return next(program for program in own if program.name == name)
 
     @property
     def _held_beside_forwards(self) -> int:
-        """Return the bytes of one device that compiled state changes, epilogues and extensions' programs hold."""
+        """Bytes on one device that compiled state changes, epilogues and extensions' programs hold."""
         programs = self.programs
         changes = [self.held(change, self._changes[name]) for name, change in programs.state_changes().items()]
         epilogues = [self.held(programs.epilogue(*key, self.params), own) for key, own in self._epilogues.items()]
@@ -337,13 +346,13 @@ class StageRunner:
         return sum(changes) + sum(epilogues) + sum(own)
 
     def held(self, program: Program, compiled: Executable) -> int:
-        """Return the bytes of one device that a compiled program holds."""
+        """Return the bytes on one device that a compiled program holds."""
         return held_by(program, compiled, *self._place(program), self._backend)
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """Return bytes of one device that are in use while a forward pass runs: slot state, and the most that other
-        programs can hold then (the previous step's epilogue with its inputs, and a program of an extension).
+        """Bytes on one device that are in use while a forward pass runs: slot state, and the most that other programs
+        can hold then (the previous step's epilogue with its inputs, and a program of an extension).
         """
         epilogues = [
             self.programs.forwarded_bytes(*key) + workspace_bytes(own.memory_analysis())
@@ -353,31 +362,35 @@ class StageRunner:
         return self.programs.slot_bytes + max(epilogues, default=0) + max(own, default=0)
 
     def compiled(self, program: Program) -> Executable:
-        """Compile or load a program of this stage; every call does so anew. Raises as ExecutableCache.get does."""
+        """Compile or load a program of this stage, anew at every call; return the executable. Raises the errors of
+        ExecutableCache.get.
+        """
         cache, description = self._place(program)
         how: dict[str, Any] = {"donate": program.donate, "description": description}
         return cache.get(program.name, program.function, program.arguments, program.results, **how)
 
     def _place(self, program: Program) -> tuple[ExecutableCache, str]:
-        """Return the cache of a program, and the description under which that keeps it."""
+        """Return the cache of a program, and the description that is part of its key there: those of the model, or the
+        shared ones for a program that does not depend on it.
+        """
         if program.of_model:
             return self.executables, self.programs.description
         return self._shared, self.programs.shared_description
 
 
 def foreseen_needs(stages: Sequence[StageRunner], config: ResolvedConfig) -> list[StageNeeds]:
-    """Return what the programs of each stage will take of a device, before the pools' sizes are known.
+    """Return the memory needs of each stage's programs on a device, before the pools' sizes are known.
 
-    Where the user says how large the pool is, the needs of programs do not matter: then only what extensions hold, and
-    nothing is compiled, unless with enforce_eager.
+    If options fix the number of pages, programs count as 0 and nothing is compiled, except with enforce_eager; the
+    needs are then only the memory of extensions.
     """
     late = config.fixes_pages and not config.enforce_eager
     return [StageNeeds(0, 0, stage.programs.memory) if late else stage.foresee_needs() for stage in stages]
 
 
 def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:
-    """Return scales f32[layers, K] as an array like `like`, the pool's, whose heads may store a KV head several times;
-    None if either is None.
+    """Return scales f32[layers, K] as an array with the shape and sharding of `like`, the pool's scales, whose heads
+    may store a KV head several times; None if either is None.
     """
     if scales is None or like is None:
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallStarts:
-    """Beginnings of calls that the tool parser after a reasoning parser will find.
+    """Texts with which tool calls begin, in the format of the tool parser that runs after a reasoning parser.
 
     Attributes:
       functions: names of the request's functions.
@@ -26,8 +26,8 @@ def object_start(name: str) -> tuple[str, ...]:
 
 
 def listed_starts(begins: Collection[str], name: str) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of a JSON list, after each of the words `begins`, whose first call is of the function
-    `name`.
+    """Yield, for each text of `begins`, the word sequence (text, "[", words of `object_start(name)`): the beginning of
+    a JSON list whose first object calls the function `name`.
     """
     for begin in begins:
         yield (begin, "[", *object_start(name))

@@ -48,10 +48,10 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
 class OutputParser(Protocol):
-    """Interface of a parser of one output of a model, fed in pieces of any size; events do not depend on where it is
-    cut.
+    """Interface of a streaming parser of one output of a model. The text may be cut into pieces anywhere: the events,
+    once adjacent pieces are joined, do not depend on it.
 
-    No text is lost: text that turns out not to be a tool call or similar becomes content.
+    No text is lost: text that turns out not to be a tool call or another part of the format becomes content.
     """
 
     def feed(self, text: str) -> list[Event]:
@@ -68,8 +68,8 @@ class ReasoningParser(OutputParser, Protocol):
 
     @property
     def late_ends(self) -> tuple[str, ...]:
-        """Return the words that end reasoning, if a call has ended it without one of them; such a word
-        may still come.
+        """End words of reasoning that may still arrive because a tool call ended the reasoning without one;
+        () otherwise.
         """
         ...
 
@@ -86,8 +86,8 @@ class Collector:
         self._gap: list[str] | None = []
 
     def content(self, text: str) -> None:
-        """Add a piece of content; white space at the start or after a call is held until other content follows; a call
-        that follows drops it.
+        """Add a piece of content. White space at the start of the output or after a call is held: the next other
+        content is emitted with it, the next call drops it.
         """
         if self._gap is not None:
             self._gap.append(text)
@@ -97,8 +97,8 @@ class Collector:
         self._add(ContentDelta, 0, text)
 
     def start(self, name: str, own_id: str | None = None) -> None:
-        """Start a call of the function `name`, and drop white space held before it. own_id: the model's id of the call,
-        if its chat template refers results to it; None for a new id.
+        """Start a call of the function `name`, and drop white space held before it. own_id: an id that the model wrote,
+        for chat templates that refer to calls by it; None takes the next of `new_id`.
         """
         self._pieces.append((ToolCallStart, self._num_calls, [own_id or next(self._ids), name]))
         self._num_calls += 1
@@ -109,18 +109,22 @@ class Collector:
         self._add(ArgumentsDelta, self._num_calls - 1, text)
 
     def take(self) -> list[Event]:
-        """Return the events since the last call, and keep them no longer."""
+        """Return the events since the last call of this method, and forget them."""
         pieces, self._pieces = self._pieces, []
         return [_event(kind, index, texts) for kind, index, texts in pieces]
 
     def finish(self) -> list[Event]:
-        """Return the last events. An output of white space alone is content; white space after a call is dropped."""
+        """Return the remaining events. If the output has no call, held white space becomes content; white space after a
+        call is dropped.
+        """
         if self._gap and not self._num_calls:
             self._add(ContentDelta, 0, "".join(self._gap))
         return self.take()
 
     def _add(self, kind: type, index: int, text: str) -> None:
-        """Append a piece of text, merged with the last one if both are of the same kind and call."""
+        """Append a piece of text of a kind of event, merged with the last piece if both are of the same kind and call.
+        "" adds nothing.
+        """
         if not text:
             return
         if self._pieces and self._pieces[-1][:2] == (kind, index):
@@ -130,7 +134,9 @@ class Collector:
 
 
 def _event(kind: type, index: int, texts: list[str]) -> Event:
-    """Return the event of a piece: id and name of a call, or joined texts."""
+    """Return the event of a collected piece. texts: id and name for a ToolCallStart, else pieces of text, which are
+    joined.
+    """
     if kind is ToolCallStart:
         return ToolCallStart(index, *texts)
     text = "".join(texts)

@@ -55,7 +55,7 @@ class Header:
 
     @property
     def is_said(self) -> bool:
-        """Whether the message is addressed to the user."""
+        """Whether the message is addressed to the user: its channel is not "analysis" and it has no recipient."""
         return self.channel != "analysis" and _RECIPIENT.search(self.text) is None
 
 
@@ -106,8 +106,8 @@ class HarmonyReader:
         return self._take()
 
     def finish(self) -> list[Part]:
-        """End the output; return the parts of text that was held back; a header that is not complete is outside text,
-        an open body gets an End.
+        """End the output; return the parts of text that was held back. An incomplete header becomes Outside. An open
+        body gets its held text and an End.
         """
         if self._state == self._first:
             self._outside(self._opening.held)
@@ -121,20 +121,22 @@ class HarmonyReader:
         return self._take()
 
     def _take(self) -> list[Part]:
-        """Return the parts since the last call, and keep them no longer."""
+        """Return the parts since the last call of this method, and forget them."""
         parts, self._parts = self._parts, []
         return parts
 
     @staticmethod
     def _new_opening() -> Opening:
-        """Return the search for the words that may begin a message whose <|start|>assistant is in the prompt."""
-        # Words that may begin a message whose <|start|>assistant is in the prompt.
+        """Return a search for the words with which an output may begin if the prompt already ends in
+        <|start|>assistant.
+        """
         return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
 
     def _first(self, text: str, at: int) -> int:
-        """State at the output's start or after a message, where a message may begin without <|start|>.
+        """Process text at the output's start or after a message, where a message may begin without <|start|>; the state
+        may change.
 
-        Reads `text` from the position `at`; returns the position after the last character read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found is None:
@@ -149,8 +151,8 @@ class HarmonyReader:
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """State between messages: text up to a word that begins a message is outside. Reads `text` from `at`; returns
-        the position after what it read.
+        """Process text between messages: text up to START or CHANNEL becomes Outside, and the word opens a header.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._begin.read(text, at)
         self._outside(plain)
@@ -159,19 +161,21 @@ class HarmonyReader:
         return at
 
     def _open(self, word: str) -> None:
-        """Enter a header that begins with this word."""
+        """Enter a header that begins with `word`. A word that ends in <|message|> is a complete header, and its body
+        begins.
+        """
         self._header, self._room, self._state = [word], _MAX_HEADER, self._in_header
         if word.endswith(MESSAGE):
             self._close_header()
 
     def _close_header(self) -> None:
-        """Add the Header as read, and enter the body."""
+        """Append a Header of the text read, and enter the body."""
         self._parts.append(Header("".join(self._header)))
         self._state = self._in_body
 
     def _in_header(self, text: str, at: int) -> int:
-        """State in a header, up to <|message|>; a header that is cut off or too long is outside text. Reads `text` from
-        `at`; returns the position after what it read.
+        """Process text of a header, up to <|message|>. A header that another marker ends, or that exceeds _MAX_HEADER
+        characters, becomes Outside. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._message.read(text[at : at + self._room], 0)
         self._header += [plain, word]
@@ -186,8 +190,8 @@ class HarmonyReader:
         return at + read
 
     def _in_body(self, text: str, at: int) -> int:
-        """State in a body, up to a word that ends the message or begins the next one. Reads `text` from `at`; returns
-        the position after what it read.
+        """Process text of a body, up to a word that ends the message (an End with the word) or begins the next one (an
+        End without). Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._body(plain)

@@ -52,7 +52,7 @@ class JsonCall:
 
     @property
     def held(self) -> str:
-        """Return the text read so far, while it is not known to be a call; "" afterwards."""
+        """Text read so far, while it is not known to be a call; "" afterwards."""
         return "" if self._started else "".join(self._text)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
@@ -76,7 +76,10 @@ class JsonCall:
         return at, progress
 
     def _read(self, char: str) -> Progress:
-        """Read one character of the object; keep its name and arguments for `_send`. Return the progress with it."""
+        """Read one character of the object; return the progress after it. Name and arguments are collected for `_send`:
+        an object of arguments as written, null as {}, a string as its text, and with `bare` {} at the end of an object
+        without arguments.
+        """
         scanner = self._scanner
         depth, in_string, in_key, begins_value = (
             scanner.depth,
@@ -111,17 +114,19 @@ class JsonCall:
         return self._name is not None and (self._in_arguments or self._has_arguments)
 
     def _wrong(self) -> Progress:
-        """Return what an invalid character makes of the object: REJECTED before it is a call, BROKEN within its
-        arguments, else CUT.
+        """Return the progress after an invalid character: REJECTED if the object is not known to be a call, BROKEN
+        within its arguments, else CUT.
         """
         if not self._is_call:
             return Progress.REJECTED
         return Progress.BROKEN if self._in_arguments else Progress.CUT
 
     def _end_string(self, is_key: bool) -> bool:
-        """Handle a key (`is_key`) or string value of the object itself, which has just ended.
+        """Record a key (`is_key`) or string value at the top level of the object, which has just ended, as key, name or
+        arguments.
 
-        Returns False if the object cannot be a call.
+        Returns False if the object cannot be a call: invalid JSON, an empty or unprintable name, unpaired surrogates in
+        the arguments.
         """
         try:
             value = json.loads("".join(self._literal), strict=False)
@@ -139,9 +144,10 @@ class JsonCall:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """Handle `char`, with which a value of the object itself begins that is no string.
+        """Record the beginning `char` of a value, other than a string, at the top level of the object.
 
-        Returns False if the object cannot be a call.
+        Returns False if the object cannot be a call: the name is not a string, or the arguments are neither an object
+        nor null.
         """
         if self._key in self._names and not self._has_arguments:
             self._in_null = char == "n"
@@ -153,7 +159,9 @@ class JsonCall:
         return self._key != self._name_key
 
     def _send(self) -> None:
-        """Send what is certain of a call to `out`: its start, once, and the arguments since the last time."""
+        """Send the call's start (once) and the arguments since the last call of this method to `out`; nothing while it
+        is not known to be a call.
+        """
         if not self._is_call:
             return
         if not self._started:
@@ -171,9 +179,10 @@ class KeyedCall(JsonCall):
         super().__init__(out, ())
 
     def _end_string(self, is_key: bool) -> bool:
-        """Handle a key (`is_key`) or string value of the object itself, which has just ended.
+        """Record the first key (`is_key`) of the object as the function's name. Strings after the arguments are
+        ignored.
 
-        Returns False if the object cannot be a call.
+        Returns False if the object cannot be a call: an empty or unprintable name, or a string before the arguments.
         """
         text, self._literal = "".join(self._literal), []
         if self._has_arguments:
@@ -185,10 +194,10 @@ class KeyedCall(JsonCall):
         return bool(self._name) and self._name.isprintable()
 
     def _begin_value(self, char: str) -> bool:
-        """Handle `char`, with which a value of the object itself begins that is no string: the arguments, if it is the
-        first value.
+        """Record the beginning `char` of a value, other than a string, at the top level of the object. The first value
+        is the arguments; later ones are ignored.
 
-        Returns False if the object cannot be a call.
+        Returns False if the arguments are no object.
         """
         if self._has_arguments:
             return True

@@ -10,9 +10,10 @@ from jaxengine.parsers.scan.markers import Opening
 
 
 class JsonCallList:
-    """Reader of one list, from its opening bracket on. call: returns a reader of one of its objects.
+    """Reader of one list, from its opening bracket on. call: function that returns a reader of one object and gets
+    `out`.
 
-    Brackets and commas around calls are dropped; without any call they are content.
+    Brackets and commas around calls are dropped. In a list without a call they are part of `held`.
     """
 
     def __init__(self, out: Collector, call: Callable[[Collector], JsonCall]):
@@ -25,7 +26,7 @@ class JsonCallList:
 
     @property
     def held(self) -> str:
-        """Return the text read so far that is not known to belong to a call."""
+        """Text read so far that is not known to belong to a call."""
         return "".join(self._before) + (self._opening.held if self._call is None else self._call.held)
 
     def read(self, text: str, at: int) -> tuple[int, Progress]:
@@ -40,8 +41,8 @@ class JsonCallList:
         return at, progress
 
     def _open_list(self, text: str, at: int) -> tuple[int, Progress]:
-        """State before the opening bracket: white space or "[", else REJECTED. Reads `text` from `at`; returns
-        (position after what it read, progress).
+        """Process text before the opening bracket: white space or "[", else REJECTED. Reads `text` from the index `at`;
+        returns (index after the last character read, progress).
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -50,8 +51,8 @@ class JsonCallList:
         return at, Progress.REJECTED if found is False else Progress.MORE
 
     def _open_object(self, text: str, at: int) -> tuple[int, Progress]:
-        """State before the brace of a call: white space or "{", else REJECTED. Reads `text` from `at`; returns
-        (position after what it read, progress).
+        """Process text before the brace of a call: white space or "{", else REJECTED. Reads `text` from the index `at`;
+        returns (index after the last character read, progress).
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -62,8 +63,8 @@ class JsonCallList:
         return at, Progress.REJECTED if found is False else Progress.MORE
 
     def _object(self, text: str, at: int) -> tuple[int, Progress]:
-        """State in a call, which reads its own text; its end leads between calls. Reads `text` from `at`; returns
-        (position after what it read, progress).
+        """Pass text to the reader of the current object until it ends; BROKEN and REJECTED are its results. Reads
+        `text` from the index `at`; returns (index after the last character read, progress).
         """
         assert self._call is not None
         at, progress = self._call.read(text, at)
@@ -74,8 +75,8 @@ class JsonCallList:
         return at, progress
 
     def _between(self, text: str, at: int) -> tuple[int, Progress]:
-        """State after a call, before a comma or the closing bracket (DONE); other characters than white space are
-        REJECTED. Reads one character of `text`, at `at`; returns (new position, progress).
+        """Process one character after a call: a comma, the closing bracket (DONE) or white space; any other is REJECTED
+        and not read. The character is `text[at]`; returns (new position, progress).
         """
         char = text[at]
         if char == "]":

@@ -51,7 +51,7 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
-        """Return the number of open arrays and objects."""
+        """Number of open arrays and objects."""
         return len(self._open)
 
     @property
@@ -77,8 +77,8 @@ class JsonScanner:
         return self._state is _State.END
 
     def skip(self, text: str, at: int) -> int:
-        """Skip characters of `text` from `at` on that a string goes on with, up to a quote or backslash; return the new
-        position, `at` outside of strings.
+        """Return the position of the next quote or backslash of `text` from `at` on, or its end, if the scanner is
+        inside a string (between escapes); else `at`. The state does not change.
         """
         if self._state is not _State.STRING:
             return at
@@ -86,10 +86,10 @@ class JsonScanner:
         return at if plain is None else plain.end()
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
-        """Read `text` from the position `at` until the value is complete or the text ends.
+        """Read `text` from the index `at` until the value is complete or the text ends.
 
-        Returns (position after what was read, whether that may begin a JSON value). False: the character at the
-        position is wrong; the scanner is of no use after it.
+        Returns (index after the last character read, whether all characters are allowed there). False: the character at
+        the index is wrong, and the scanner must not be used again.
         """
         while at < len(text) and not self.done:
             if (end := self.skip(text, at)) > at:
@@ -101,7 +101,9 @@ class JsonScanner:
         return at, True
 
     def read(self, char: str) -> bool:
-        """Read the next character `char`; return False if no JSON value continues like this."""
+        """Read the next character `char`, and update the state; return False if it is not allowed there, after which
+        the scanner must not be used again. A number or literal is checked when it ends.
+        """
         state = self._state
         if state is _State.STRING:
             if char == '"':
@@ -128,8 +130,8 @@ class JsonScanner:
         return char in _SPACE or self._structure(state, char)
 
     def _structure(self, state: _State, char: str) -> bool:
-        """Read the character `char`, in `state`, that is neither white space nor within a string or scalar; return
-        False if it is wrong.
+        """Read the character `char`, which is neither white space nor within a string or scalar, in the state `state`;
+        return False if it is not allowed there.
         """
         closes = bool(self._open) and char == _CLOSING[self._open[-1]]
         if state in (_State.KEY, _State.FIRST_KEY) and char == '"':
@@ -148,7 +150,7 @@ class JsonScanner:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        """Read the first character of a value; return False if it begins none."""
+        """Read the first character of a value, and enter its state; return False if no value begins with it."""
         if char in _CLOSING:
             self._open.append(char)
             self._state = _State.FIRST_KEY if char == "{" else _State.FIRST_ITEM

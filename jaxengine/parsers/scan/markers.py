@@ -18,10 +18,10 @@ class Marker:
         self._held = ""
 
     def read(self, text: str, at: int) -> tuple[str, int, str]:
-        """Read `text` from the position `at`, to the end of the first word or of the text.
+        """Read `text` from the position `at`, up to and including the first of the words, or to its end.
 
-        Returns (text before the word, new position, the word or ""). An end of the text that may begin a word is held,
-        and comes with the next call's text or from `take`.
+        Returns (text before the word, new position, the word or ""). A tail of the text that may begin a word is held
+        back. It comes with the next call's text or from `take`.
         """
         plain = ""
         if self._held:
@@ -51,7 +51,7 @@ class Marker:
         return held
 
     def _open_end(self, text: str) -> int:
-        """Return the start of the longest suffix of `text` that is a proper prefix of a word; its length if there is
+        """Return the start of the longest suffix of `text` that is a proper prefix of a word; len(text) if there is
         none.
         """
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
@@ -90,13 +90,14 @@ class Opening:
 
     @property
     def held(self) -> str:
-        """Return all text read so far."""
+        """All text read so far."""
         return "".join(self._read)
 
 
 def _step(words: tuple[str, ...], index: int, offset: int, char: str) -> tuple[tuple[str, ...], int, int] | None:
-    """Return the state of one choice after the character `char`, which stands at `offset` in word `index`, 0 also for
-    white space before it: words, index of the next one, position in it; None if it does not fit.
+    """Return the state (words, index of the next word, position in it) of one choice after it reads `char`; None if
+    `char` does not fit. Before: `offset` characters of word `index` are read; white space is skipped while `offset` is
+    0.
     """
     word = words[index]
     if word[offset : offset + 1] == char:

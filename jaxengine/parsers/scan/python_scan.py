@@ -20,12 +20,12 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Reading(Enum):
-    """State of a value after a character."""
+    """Result of PythonScanner.read for one character."""
 
     MORE = auto()  # it goes on
     DONE = auto()  # the value is complete with this character
     BEFORE = auto()  # it was complete before this character, which belongs to what follows
-    WRONG = auto()  # it is no literal that JSON has
+    WRONG = auto()  # it is no literal, or one without a JSON counterpart
 
 
 class _State(Enum):
@@ -49,7 +49,7 @@ class _Open:
 
     Attributes:
       bracket: its character.
-      place: index of its piece in PythonScanner.json.
+      place: index in PythonScanner.json of the piece written for it.
       has_comma: whether a comma has come in it.
       has_keys: whether a brace holds keys; None until that is known.
     """
@@ -78,10 +78,11 @@ class PythonScanner:
         self._scalar: list[str] = []
 
     def read(self, char: str) -> Reading:
-        """Read the next character `char`; return whether the value goes on, is complete, or is no such literal.
+        """Read the next character `char`, and append to `json`. Return whether the value continues, is complete, or is
+        invalid.
 
-        A name or number is complete only with the character after it (BEFORE), a string as well. After another result
-        than MORE the scanner is of no use.
+        The end of a name, a number or a string shows only with the character after it (BEFORE), which is not consumed.
+        After a result other than MORE the scanner must not be used again.
         """
         match self._state:
             case _State.STRING:
@@ -112,7 +113,10 @@ class PythonScanner:
         return Reading.MORE if char.isspace() else self._structure(char)
 
     def _structure(self, char: str) -> Reading:
-        """Read a character that is neither white space nor within a string or scalar; WRONG if it cannot follow."""
+        """Read a character that is neither white space nor within a string or scalar: a bracket, comma, colon, or the
+        beginning of a value. Returns WRONG if it is not allowed there, DONE for the outermost closing bracket, else
+        MORE.
+        """
         state = self._state
         inner = self._open[-1] if self._open else None
         if inner is None or state is _State.VALUE:
@@ -140,8 +144,8 @@ class PythonScanner:
         return inner.bracket == "{" and inner.has_keys is None and self._state is _State.NEXT and self._was_string
 
     def _begin_value(self, char: str) -> Reading:
-        """Read the first character of a value: a quote, a bracket, or part of a scalar. WRONG for a key that is no
-        string.
+        """Read the first character of a value: a quote, a bracket, or part of a scalar. Return WRONG for a key that is
+        no string, else MORE.
         """
         if char in "\"'":
             self._state, self._quote = _State.STRING, char
@@ -157,8 +161,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _close(self, inner: _Open, is_empty: bool) -> Reading:
-        """Close the bracket `inner`, and decide whether it is a list, a dict or parentheses around a value. is_empty:
-        nothing stands in it.
+        """Close the innermost bracket `inner`, and correct its opening piece in `json`: a list, a dict, or parentheses
+        around a value, which are dropped. is_empty: the bracket contains nothing. Returns DONE for the outermost
+        bracket, else MORE.
         """
         self._open.pop()
         if inner.bracket == "(" and not inner.has_comma and not is_empty:
@@ -171,14 +176,14 @@ class PythonScanner:
         return self._end_value()
 
     def _end_value(self, was_string: bool = False) -> Reading:
-        """End a value (was_string: a string): DONE outside of brackets, else MORE."""
+        """End a value (was_string: a string). Return DONE outside of brackets, else MORE."""
         self._state = _State.COLON if self._is_key else _State.NEXT
         self._is_key, self._was_string = False, was_string
         return Reading.MORE if self._open else Reading.DONE
 
     def _string(self, char: str) -> Reading:
-        """Read a character within a string (always MORE): its end, a backslash, or one that goes into the JSON, escaped
-        if need be.
+        """Read a character within a string: its end, a backslash, or a character that is appended to `json`, escaped if
+        necessary. Returns MORE.
         """
         if char == self._quote:
             self.json.append('"')
@@ -190,8 +195,8 @@ class PythonScanner:
         return Reading.MORE
 
     def _begin_escape(self, char: str) -> Reading:
-        """Read the character after a backslash: the letter of an escape, which becomes JSON, or the first digit of one
-        with digits. An escape that Python lacks keeps its backslash.
+        """Read the character after a backslash: a letter, whose JSON escape is appended, or the first character of a
+        numeric escape. An escape that Python lacks keeps its backslash. Returns MORE.
         """
         self._state = _State.STRING
         if char in _HEX_DIGITS or char in "01234567":
@@ -203,8 +208,9 @@ class PythonScanner:
         return Reading.MORE
 
     def _number(self, char: str) -> Reading:
-        """Read a digit of an escape by number; an octal one of at most three digits may be followed by any character.
-        WRONG for another digit, and beyond Unicode.
+        """Read a character of a numeric escape, and append the escaped character when it is complete. An octal escape
+        ends after three digits or before another character, which is then read as part of the string. Return WRONG for
+        an invalid hexadecimal digit or a code beyond Unicode, else MORE.
         """
         kind, digits = self._escape[0], self._escape[1:]
         if kind not in _HEX_DIGITS:
@@ -232,9 +238,8 @@ def _character(code: int) -> str:
 
 
 def _scalar_json(text: str) -> str | None:
-    """Convert True, False, None (or true, false, null) or a number in Python's notation to JSON.
-
-    None for other texts, infinities and NaN.
+    """Return True, False, None (or true, false, null) or a number in Python's notation as JSON; None for other texts,
+    infinities and NaN.
     """
     if text in _NAMES:
         return _NAMES[text]

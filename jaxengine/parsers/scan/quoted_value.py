@@ -51,7 +51,7 @@ class QuotedValue:
     def read(self, text: str, at: int) -> tuple[int, bool]:
         """Read `text` from the position `at` to the end of the value or of the text.
 
-        Returns (position after what was read, whether the value is complete).
+        Returns (index after the last character read, whether the value is complete).
         """
         while at < len(text):
             if self._string is not None:
@@ -71,7 +71,10 @@ class QuotedValue:
         return at, False
 
     def _structure(self, char: str) -> None:
-        """Read the character `char` outside of strings."""
+        """Read the character `char` outside of strings: a bracket, a comma, the colon after a name, or part of a name
+        or bare value. What it begins or ends is appended to `json`. Text after a complete value is ignored up to a
+        comma or the closing bracket.
+        """
         closes = bool(self._open) and char == _CLOSING[self._open[-1]]
         if closes or char == ",":
             if self._state is _State.VALUE:
@@ -98,7 +101,9 @@ class QuotedValue:
                 self._plain, self._string = [], []
 
     def _json_string(self, char: str) -> None:
-        """Read a character of a string in JSON's notation, after its opening quotation mark."""
+        """Read a character of a string in JSON's notation, after its opening quotation mark. At its end, record the
+        string; one that is not valid JSON is kept as written, with its quotes.
+        """
         self._plain.append(char)
         if char == '"' and not self._is_escaped:
             written, self._plain, self._in_json_string = "".join(self._plain), [], False
@@ -109,7 +114,7 @@ class QuotedValue:
         self._is_escaped = char == "\\" and not self._is_escaped
 
     def _end_string(self, text: str) -> None:
-        """End a quoted string, which is a member's name or a value."""
+        """End a quoted string: record it as a member's name, or append it to `json` as a value."""
         if self._state is _State.KEY:
             self._name = text
         elif self._state is _State.VALUE:
@@ -117,20 +122,24 @@ class QuotedValue:
             self._state = _State.NEXT
 
     def _end_plain(self) -> None:
-        """End a value without quotation: a number, true, false, null or a text. An empty one counts in objects only."""
+        """End a value without quotation words, and append it to `json` as a number, true, false, null or else a string.
+        An empty text is a value only after a member's name.
+        """
         text = "".join(self._plain).rstrip()
         if text or self._key is not None:
             self._begin_value(as_json(text, _SCALARS))
 
     def _begin_value(self, written: str) -> None:
-        """Write the beginning of a value, or all of it, after a comma and its member's name where these belong."""
+        """Append `written`, a value or its beginning, to `json`, preceded by a comma unless it is the first item, and
+        by its member's name if it has one.
+        """
         name = "" if self._key is None else f"{json.dumps(self._key, ensure_ascii=False)}: "
         self.json.append(f"{', ' if self._num_items[-1] else ''}{name}{written}")
         self._num_items[-1] += 1
         self._key = None
 
     def _close(self, char: str) -> None:
-        """Close the innermost bracket with `char`."""
+        """Append the closing bracket `char` to `json`, and leave the innermost bracket."""
         self.json.append(char)
         self._open.pop()
         self._num_items.pop()

@@ -26,7 +26,7 @@ class StateParser:
         return self._out.take()
 
     def _read(self, text: str) -> None:
-        """Read a text, which may have been held, from the current state on."""
+        """Pass `text` (new, or held earlier) to the current state's method until all of it is read."""
         at = 0
         while at < len(text):
             at = self._state(text, at)

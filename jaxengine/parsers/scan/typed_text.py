@@ -24,9 +24,9 @@ _TYPE_NAMES = {
 
 
 def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
-    """Return the JSON types that the parameter `name` of a function may have; only "string" if its schema gives none.
+    """Return the JSON types that the parameter `name` of a function may have; only "string" if its schema names none.
 
-    document: the schema of the arguments. A parameter that it does not name has the types of additionalProperties.
+    document: the schema of the arguments. A parameter that it does not list has the types of additionalProperties.
     """
     rules = list(document.applicable(document.root))
     places = [each.inside(named[name]) for each in rules if name in (named := mapping(each.schema, "properties"))]
@@ -35,8 +35,8 @@ def types_of(document: SchemaDocument, name: str) -> frozenset[str]:
 
 
 def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str]:
-    """Return the JSON types of the values that the schemas at these places name, all together; only "string" if they
-    name none. document: in which references are looked up.
+    """Return the union of the JSON types that the schemas at `places` name; only "string" if they name none. document:
+    resolves their references.
     """
     found: set[str] = set()
     for place in places:
@@ -46,7 +46,9 @@ def types_at(document: SchemaDocument, places: Iterable[Place]) -> frozenset[str
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema itself names by "type", or else by the values of "enum" or "const"."""
+    """Return the JSON types that a schema itself names by "type", or otherwise the types of its "enum" and "const"
+    values; empty if it has none of these.
+    """
     kind = schema.get("type")
     found = {_TYPE_NAMES.get(each.lower(), each) for each in (*_list(kind), kind) if isinstance(each, str)}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
@@ -54,15 +56,15 @@ def _own_types(schema: Schema) -> set[str]:
 
 
 def _list(value: Any) -> list[Any]:
-    """Return a list unchanged, [] for other values."""
+    """Return `value` if it is a list, else []."""
     return value if isinstance(value, list) else []
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Convert text to JSON: the text itself, stripped, if it is JSON of one of `types`, otherwise a JSON string.
+    """Convert text to JSON of one of the JSON types `types`.
 
-    types: JSON types. A value of one of them in Python's notation is converted too. If they are only "string", or the
-    text is none of them, the result is a string; `types` need not contain "string" for that.
+    The stripped text is returned if it is JSON of such a type other than string, and a Python literal of such a type is
+    converted. Otherwise, or if `types` is {"string"}, the result is the text, unstripped, as a JSON string.
     """
     if types != {"string"}:
         for written in (text.strip(), _from_python(text.strip())):
@@ -72,7 +74,9 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _is_of(text: str, types: frozenset[str]) -> bool:
-    """Whether a text is JSON of one of `types` other than string."""
+    """Whether a text is JSON of one of `types` other than string. An integer also counts as "number", and 1.0 as
+    "integer".
+    """
     try:
         # The values of numbers do not matter, and may exceed Python's limit of digits.
         value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=_no_constant)
@@ -93,7 +97,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _from_python(text: str) -> str:
-    """Return the JSON of a text that is a Python literal; "" for other texts."""
+    """Return the JSON of a text that is a single Python literal without white space at its ends; "" for other texts."""
     scanner = PythonScanner()
     for at, char in enumerate(text):
         reading = scanner.read(char)

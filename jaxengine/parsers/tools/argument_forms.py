@@ -29,8 +29,8 @@ class ArgumentForm:
     required: frozenset[str] = frozenset()
 
     def joined(self, other: ArgumentForm) -> ArgumentForm:
-        """Return the form of arguments to which this one and `other` apply: all places, each schema once, and all
-        required names.
+        """Return a form with the parameters of this one and `other`: the places of both, without repeated schemas, and
+        the union of the required names.
         """
         places = dict(self.places)
         for name, added in other.places.items():
@@ -39,12 +39,12 @@ class ArgumentForm:
         return ArgumentForm(self.document, places, self.required | other.required)
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the JSON types of a parameter. Raises KeyError for an unknown one."""
+        """Return the JSON types of the parameter `name`. Raises KeyError for an unknown one."""
         return types_at(self.document, self.places[name])
 
     def texts(self, name: str) -> list[str]:
-        """Return the texts that a parameter may have as its value: those that every enum and const of texts for it
-        lists; [] if none restricts it.
+        """Return the texts that the parameter `name` may have: those in every enum and const of non-empty texts that
+        applies to it, in the order of the last. [] if nothing restricts it. Raises KeyError for an unknown parameter.
         """
         texts: list[str] | None = None
         for place in self.places[name]:
@@ -55,8 +55,8 @@ class ArgumentForm:
         return texts or []
 
     def schema(self, name: str) -> dict[str, Any]:
-        """Return the schema of a parameter, as a document of its own. Raises UnresolvedError for a reference to
-        nowhere.
+        """Return the schema of the parameter `name` as a self-contained document. Raises KeyError for an unknown
+        parameter, UnresolvedError for a reference that leads nowhere.
         """
         return self_contained(self.document, *self.places[name])
 
@@ -65,8 +65,8 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
     """Return the forms that a function's arguments may have, one for each combination of alternatives.
 
     function: JSON schema of the arguments, an object. Properties by reference, of allOf and of alternatives are
-    included; conditions (if), patterns and alternatives that are no objects are not. Raises ValueError for too many
-    alternatives or levels, UnresolvedError for a reference to nowhere.
+    included; conditions (if), patterns and alternatives that are not objects are left out. Raises ValueError for more
+    than 64 combinations or levels, UnresolvedError for a reference that leads nowhere.
     """
     document = SchemaDocument(function)
     return _forms(document, document.root, {}, 0)
@@ -75,11 +75,11 @@ def argument_forms(function: Schema) -> list[ArgumentForm]:
 def _forms(
     document: SchemaDocument, place: Place, known: dict[int, list[ArgumentForm]], depth: int
 ) -> list[ArgumentForm]:
-    """Return the forms of the schema at `place`, `depth` references and combinations below the root; one without
-    parameters for true, false and what is no schema.
+    """Return the forms of the schema at `place`, which is `depth` references and combinations below the root. A schema
+    that is not a mapping (true, false, invalid) has one form, without parameters.
 
-    known: forms found so far by the id of their schema, to which this adds. A schema that contains itself adds nothing
-    where it comes again. Raises ValueError for too many alternatives or levels, UnresolvedError for a reference to
+    known: forms by the id of their schema, to which this adds. A schema that contains itself contributes nothing where
+    it recurs. Raises ValueError for more than 64 combinations or levels, UnresolvedError for a reference that leads
     nowhere.
     """
     schema = place.schema
@@ -105,13 +105,13 @@ def _forms(
 
 
 def _joined(forms: list[ArgumentForm], others: list[ArgumentForm]) -> list[ArgumentForm]:
-    """Return each form of one list joined with each of the other. Raises ValueError for more than 64."""
+    """Return every form of `forms` joined with every form of `others`. Raises ValueError for more than 64."""
     if len(forms) * len(others) > _MAX_FORMS:
         raise ValueError(f"the arguments of a function may have at most {_MAX_FORMS} combinations of alternatives")
     return [form.joined(other) for form in forms for other in others]
 
 
 def _may_be_object(schema: Any) -> bool:
-    """Whether a schema's type, "object" if it names none, allows objects."""
+    """Whether the schema allows objects by its type. One without "type" does, as does true."""
     kind = schema.get("type", "object") if isinstance(schema, Mapping) else "object"
     return kind == "object" or (isinstance(kind, list) and "object" in kind)

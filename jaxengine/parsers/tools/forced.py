@@ -36,8 +36,8 @@ class RequiredToolParser:
         self._progress = Progress.MORE
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. Text that is no list of calls, or
-        follows it, is content.
+        """Read a piece of the output; return the events that are certain by now. Text before or after a valid list of
+        calls is content; text after invalid arguments belongs to them.
         """
         at = 0
         if self._progress is Progress.MORE:
@@ -67,7 +67,9 @@ class NamedToolParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. The first text starts the call."""
+        """Read a piece of the output; return its events. The first non-empty text starts the call, and all text belongs
+        to its arguments.
+        """
         if text and self._name is not None:  # an output that ends within reasoning has no call
             self._out.start(self._name)
             self._name = None
@@ -87,7 +89,9 @@ class NamedTextParser:
         self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. The first text starts the call."""
+        """Read a piece of the output; return its events. The first non-empty text starts the call, and all text is
+        appended, escaped, to its argument.
+        """
         if not text:
             return []
         if self._name is not None:
@@ -98,16 +102,16 @@ class NamedTextParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back. The arguments are closed, if there is
-        a call.
-        """
+        """End the output; return the remaining events. If the call was started, its arguments are closed."""
         if self._name is None:
             self._out.arguments(_END)
         return self._out.finish()
 
 
 class RequiredTextParser:
-    """Parser of an output that is either RequiredToolParser's list, or the name of a text tool and its text."""
+    """Parser of an output that is either a list of calls, as RequiredToolParser reads, or a line {"name": ...} with the
+    name of a text tool, followed by its text.
+    """
 
     def __init__(self, new_id: Iterable[str]):
         self._ids = new_id
@@ -115,8 +119,8 @@ class RequiredTextParser:
         self._head = ""
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. The first line is held until it is
-        known which of both the output is.
+        """Read a piece of the output; return the events that are certain by now. The first line is held until it shows
+        which of the two forms the output has.
         """
         if self._parser is not None:
             return self._parser.feed(text)
@@ -130,8 +134,8 @@ class RequiredTextParser:
         return [] if self._parser is None else self._parser.feed(rest)
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back, by the parser chosen, that of a list if none
-        was.
+        """End the output; return the events of text that was held back. If the form is still unknown, the text is read
+        as a list of calls.
         """
         if self._parser is None:
             self._parser = RequiredToolParser(self._ids)
@@ -139,8 +143,8 @@ class RequiredTextParser:
         return self._parser.finish()
 
     def _opened(self, line: str) -> RequiredToolParser | NamedTextParser:
-        """Return the parser of what follows the first line, {"name": ...} for a text tool; other lines belong to a
-        list.
+        """Return the parser of the output by its first line: of a text tool if the line is JSON with a string "name",
+        else of a list of calls.
         """
         try:
             name: Any = json.loads(line)["name"]

@@ -29,7 +29,7 @@ _NO_STRING = frozenset(("object", "array", "boolean", "integer", "number", "null
 
 @dataclass(frozen=True)
 class GemmaWords:
-    """The words of a format. begin, end: around a call; quote: before and after a string."""
+    """Marker words of a format: `begin` and `end` enclose a call, `quote` encloses a string."""
 
     begin: str
     end: str
@@ -41,11 +41,11 @@ FUNCTION_GEMMA = GemmaWords("<start_function_call>", "<end_function_call>", "<es
 
 
 def grammar(calls: CallGrammar, words: GemmaWords) -> Iterator[str]:
-    """Yield Lark rules for calls, with the top rule `calls`. words: of the format. Arguments have the order of their
+    """Yield Lark rules for calls, with the top rule `calls`. words: the format's. Arguments have the order of their
     schema; objects and arrays in them are JSON.
 
     A string is only constrained if its schema lists values. Raises ValueError for a schema with too many alternatives
-    or levels, UnresolvedError for a reference to nowhere, and as calls.json does.
+    or levels, UnresolvedError for a reference that leads nowhere, and the errors of calls.json.
     """
     yield f"calls: {'call+' if calls.many else 'call'}"
     forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
@@ -60,10 +60,10 @@ def grammar(calls: CallGrammar, words: GemmaWords) -> Iterator[str]:
 
 
 def _members(calls: CallGrammar, words: GemmaWords, at: int, form: ArgumentForm) -> Iterator[str]:
-    """Yield Lark rules for the arguments of a call by the form number `at`.
+    """Yield Lark rules for the arguments of a call, by the form with the number `at`.
 
-    first_<at>_<n>: the arguments from the n-th on, if none was written before; rest_<at>_<n>: the same with a comma
-    before them. Raises UnresolvedError, and as calls.json does.
+    The rule first_<at>_<n> holds the arguments from the n-th on if none precedes them, and rest_<at>_<n> those with a
+    comma before them. Raises UnresolvedError, and the errors of calls.json.
     """
     quote = calls.word(words.quote)
     for number, name in enumerate(form.places):
@@ -83,12 +83,12 @@ def _members(calls: CallGrammar, words: GemmaWords, at: int, form: ArgumentForm)
 
 
 def starts(name: str, words: GemmaWords) -> Iterator[tuple[str, ...]]:
-    """Yield the beginning of a call of the function `name`; see CallStarts.words."""
+    """Yield the one beginning of a call of the function `name`, as a word sequence for CallStarts.words."""
     yield (words.begin, "call:", name, "{")
 
 
 class GemmaToolParser(StateParser):
-    """Parser of calls. functions: schemas of arguments, by function name; words: of the format."""
+    """Parser of calls. functions: schemas of arguments, by function name; words: the format's."""
 
     def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], words: GemmaWords):
         super().__init__(new_id)
@@ -107,8 +107,8 @@ class GemmaToolParser(StateParser):
         self._state = self._content
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back: content, or what is known of a call's
-        arguments.
+        """End the output; return the events of text that was held back: content, or the part of a call's arguments that
+        is read. Open arguments are not closed.
         """
         arguments = self._arguments
         if self._state == self._content:
@@ -134,7 +134,9 @@ class GemmaToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State in content, up to the opening word. Reads `text` from `at`; returns the position after what it read."""
+        """Process content, up to the opening word of a call. Reads `text` from the index `at`; returns the index after
+        the last character read.
+        """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
         if word:
@@ -142,8 +144,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _before_name(self, text: str, at: int) -> int:
-        """State before a function's name: "call:" or a colon; other text is content, with the opening word. Reads
-        `text` from `at`; returns the position after what it read.
+        """Process text before a function's name: "call:" or a colon. Other text is content, with the opening word.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._call.read(text, at)
         if found is not None:
@@ -154,8 +156,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_call_name(self, text: str, at: int) -> int:
-        """State in a function's name, up to its brace; text that is no name, or is too long, is content. Reads `text`
-        from `at`; returns the position after what it read.
+        """Process a function's name, up to its brace, which starts the call; text that is not a name, or is longer than
+        _MAX_NAME, is content. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._brace.read(text[at : at + self._room], 0)
         self._held.append(plain)
@@ -172,15 +174,18 @@ class GemmaToolParser(StateParser):
         return at + read
 
     def _reject(self, text: str) -> None:
-        """Write the held words and this text, which are no call, as content, and look for calls in them again."""
+        """Emit the opening word as content, and read the held text and `text`, which are no call, again as content that
+        may contain calls.
+        """
         begin, held = self._held[0], "".join(self._held[1:]) + text
         self._out.content(begin)
         self._held, self._state = [], self._content
         self._read(held)
 
     def _in_name(self, text: str, at: int) -> int:
-        """State in a parameter's name, up to the colon after it, or before the end of the call; text before a comma is
-        dropped. Reads `text` from `at`; returns the position after what it read.
+        """Process a parameter's name, up to the colon after it, or the end of the call, which closes the arguments.
+        Text before a comma is dropped. Reads `text` from the index `at`; returns the index after the last character
+        read.
         """
         assert self._arguments is not None
         plain, at, word = self._name_end.read(text, at)
@@ -196,8 +201,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _before_value(self, text: str, at: int) -> int:
-        """State before a value: a quotation word, a bracket, or the first character of another value. Reads `text` from
-        `at`; returns the position after what it read.
+        """Process the beginning of a value: a quotation word, a bracket, or the first character of a bare value. Reads
+        `text` from the index `at`; returns the index after the last character read.
         """
         assert self._arguments is not None
         at, found = self._quote.read(text, at)
@@ -218,8 +223,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_string(self, text: str, at: int) -> int:
-        """State in a string, up to the quotation word after it. Reads `text` from `at`; returns the position after what
-        it read.
+        """Process a string, up to the quotation word after it. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         assert self._arguments is not None
         plain, at, word = self._string_end.read(text, at)
@@ -229,8 +234,8 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_plain(self, text: str, at: int) -> int:
-        """State in a value without quotation words, up to a comma or the end of the call. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process a value without quotation words, up to a comma or the end of the call. Reads `text` from the index
+        `at`; returns the index after the last character read.
         """
         assert self._arguments is not None
         plain, at, word = self._plain_end.read(text, at)
@@ -242,7 +247,9 @@ class GemmaToolParser(StateParser):
         return at
 
     def _in_nested(self, text: str, at: int) -> int:
-        """State in an object or array. Reads `text` from `at`; returns the position after what it read."""
+        """Process an object or array; when complete, it is emitted as JSON. Reads `text` from the index `at`; returns
+        the index after the last character read.
+        """
         assert self._arguments is not None
         at, is_complete = self._nested.read(text, at)
         if is_complete:
@@ -252,14 +259,16 @@ class GemmaToolParser(StateParser):
         return at
 
     def _end_value(self) -> None:
-        """End the value of a parameter; text before the next comma or the end of the call belongs to no name."""
+        """End the value of a parameter, and expect the next name. Text before the next comma or the end of the call is
+        dropped.
+        """
         assert self._arguments is not None
         self._arguments.end_value(closed=True)
         self._word, self._state = [], self._in_name
 
     def _after_call(self, text: str, at: int) -> int:
-        """State after a call, where the closing word may follow. Reads `text` from `at`; returns the position after
-        what it read.
+        """Process text after a call, where the closing word may follow and is dropped; other text is content. Reads
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._closing.read(text, at)
         if found is not None:

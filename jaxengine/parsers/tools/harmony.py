@@ -30,7 +30,7 @@ from jaxengine.parsers.scan.harmony import (
 def forced_grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules of outputs that call one function, with the top rule `start`; reasoning may precede the call.
 
-    Raises ValueError for a vocabulary without harmony's tokens, and as calls.json does.
+    Raises ValueError for a vocabulary without harmony's tokens, and the errors of calls.json.
     """
     tokens = {word: calls.token_id(word) for word in (CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START)}
     if None in tokens.values():
@@ -67,7 +67,7 @@ class HarmonyToolParser:
         return self._out.finish()
 
     def _read(self, parts: list[Part]) -> None:
-        """Pass parts of the output on as content or as calls."""
+        """Pass the parts of the output to `_begin`, `_add` and `_end`; text outside of messages is content."""
         for part in parts:
             if isinstance(part, Header):
                 self._begin(part)
@@ -79,7 +79,9 @@ class HarmonyToolParser:
                 self._end(part.word)
 
     def _begin(self, header: Header) -> None:
-        """Begin a message: start its call, or write the header of one that is not addressed to the user as content."""
+        """Begin a message: start a call if it addresses a function. Otherwise write its header as content, unless it is
+        addressed to the user.
+        """
         self._header, self._function, self._is_blank = header, header.function(self._functions), True
         if self._function is not None:
             self._out.start(self._function)
@@ -95,8 +97,8 @@ class HarmonyToolParser:
             self._out.arguments(text)
 
     def _end(self, word: str) -> None:
-        """End a message: a call without arguments gets {}; the end word of one that is not addressed to the user is
-        content.
+        """End a message. A call with blank arguments gets {} after them. For a message that neither calls nor addresses
+        the user, the end word is content.
         """
         if self._function is not None:
             self._out.arguments("{}" if self._is_blank else "")

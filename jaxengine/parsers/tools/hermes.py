@@ -21,10 +21,10 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 def grammar(
     calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n", key: str = "arguments"
 ) -> Iterator[str]:
-    """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call; space: text inside of the
-    words; key: of the arguments.
+    """Yield Lark rules for calls, with the top rule `calls`. begin, end: words around a call (end "": none); space:
+    text between the words and the object; key: key of the arguments.
 
-    Raises as calls.json does.
+    Raises the errors of calls.json.
     """
     between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")
@@ -33,7 +33,9 @@ def grammar(
 
 
 def starts(name: str, begin: str = BEGIN) -> Iterator[tuple[str, ...]]:
-    """Yield the beginning of a call of the function `name`, `begin` and a JSON object; see CallStarts.words."""
+    """Yield the one beginning of a call of the function `name`, `begin` and a JSON object, as a word sequence for
+    CallStarts.words.
+    """
     yield (begin, *object_start(name))
 
 
@@ -65,7 +67,9 @@ class HermesToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State in content, up to the opening word. Reads `text` from `at`; returns the position after what it read."""
+        """Process content, up to the opening word. Reads `text` from the index `at`; returns the index after the last
+        character read.
+        """
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -73,13 +77,13 @@ class HermesToolParser(StateParser):
         return at
 
     def _open(self) -> None:
-        """Enter the state after the opening word."""
+        """Reset the readers for a new call, and enter the state after the opening word."""
         self._opening, self._call = Opening("{"), self._new_call()
         self._state = self._before_object
 
     def _before_object(self, text: str, at: int) -> int:
-        """State after the opening word, before the brace of a call; other text is content, with the word. Reads `text`
-        from `at`; returns the position after what it read.
+        """Process text between the opening word and the brace of a call; other text is content, with the word. Reads
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -91,8 +95,8 @@ class HermesToolParser(StateParser):
         return at
 
     def _object(self, text: str, at: int) -> int:
-        """State in the object of a call; an object that is no call becomes content. Reads `text` from `at`; returns the
-        position after what it read.
+        """Process the object of a call; an object that is not a call becomes content. Reads `text` from the index `at`;
+        returns the index after the last character read.
         """
         at, progress = self._call.read(text, at)
         if progress is Progress.REJECTED:
@@ -106,10 +110,10 @@ class HermesToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the closing word, or the next call's word if
-        the format has none.
+        """Process arguments that are not valid JSON: they continue until the closing word, or the next call's opening
+        word if the format has no closing word.
 
-        Reads `text` from the position `at`; returns the position after the last character read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)
@@ -120,8 +124,8 @@ class HermesToolParser(StateParser):
         return at
 
     def _after_object(self, text: str, at: int) -> int:
-        """State after the object, where the closing word may follow. Reads `text` from `at`; returns the position after
-        what it read.
+        """Process text after the object, where the closing word may follow and is dropped; other text is content. Reads
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._closing.read(text, at)
         if found is not None:
@@ -131,7 +135,9 @@ class HermesToolParser(StateParser):
         return at
 
     def _reject(self) -> None:
-        """Write an object that is no call as content, with the opening word."""
+        """Write an object that is not a call as content, with the opening word; nothing for one that has become
+        a call.
+        """
         if self._call.held:
             self._out.content(self._words[0] + self._opening.held[:-1] + self._call.held)
 

@@ -23,8 +23,8 @@ class ListedCall:
     """Form of the objects in a list.
 
     Attributes:
-      reader: returns a reader of one object.
-      objects: returns the grammar alternatives of one object, which use the rules of CallGrammar.arguments.
+      reader: function that returns a reader of one object.
+      objects: function that returns the grammar alternatives of one object, with the rules of CallGrammar.arguments.
     """
 
     reader: Callable[[Collector], JsonCall]
@@ -45,8 +45,8 @@ def _keyed_objects(calls: CallGrammar) -> str:
 
 
 def keyed_starts(begins: tuple[str, ...], name: str) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of a list, after each of the words `begins`, whose first object is {name: {...}}; see
-    CallStarts.words.
+    """Yield, for each text of `begins`, the beginning of a list whose first object is {name: {...}}, as a word sequence
+    for CallStarts.words.
     """
     for begin in begins:
         yield (begin, "[", "{", json.dumps(name, ensure_ascii=False), ":", "{")
@@ -60,10 +60,10 @@ APERTUS = ListedCall(KeyedCall, _keyed_objects)
 
 
 def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "", call: ListedCall = NAMED) -> Iterator[str]:
-    """Yield Lark rules for a list of calls, with the top rule `calls`. begins: words before the list; end: the word
-    after it, "" for none; call: form of its objects.
+    """Yield Lark rules for a list of calls, with the top rule `calls`. begins: words before a list, of which the first
+    is used; end: the word after it, "" for none; call: form of its objects.
 
-    Raises as calls.json does.
+    Raises the errors of calls.json.
     """
     closing = calls.word(end) if end else ""
     yield f'calls: {calls.word(begins[0])} "[" {calls.listed("call", ", ")} "]" {closing}'
@@ -111,8 +111,8 @@ class JsonListToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State in content, up to a word before a list. Reads `text` from `at`; returns the position after what it
-        read.
+        """Process content, up to a word before a list. Reads `text` from the index `at`; returns the index after the
+        last character read.
         """
         plain, at, word = self._begin.read(text, at)
         self._out.content(plain)
@@ -121,12 +121,12 @@ class JsonListToolParser(StateParser):
         return at
 
     def _open(self, word: str) -> None:
-        """Enter the state after a word before a list."""
+        """Enter the state after `word`, which may precede a list."""
         self._before, self._opening, self._state = word, Opening("["), self._before_list
 
     def _before_list(self, text: str, at: int) -> int:
-        """State before the opening bracket; other text is content, with the word before it. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process text before the opening bracket; other text is content, with the word before it. Reads `text` from
+        the index `at`; returns the index after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found:
@@ -140,8 +140,8 @@ class JsonListToolParser(StateParser):
         return at
 
     def _list(self, text: str, at: int) -> int:
-        """State in the list of calls; a list without any becomes content. Reads `text` from `at`; returns the position
-        after what it read.
+        """Process the list of calls; a list without any becomes content. Reads `text` from the index `at`; returns the
+        index after the last character read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -155,8 +155,8 @@ class JsonListToolParser(StateParser):
         return at
 
     def _after_list(self, text: str, at: int) -> int:
-        """State after the list, where the closing word may follow. Reads `text` from `at`; returns the position after
-        what it read.
+        """Process text after the list, where the closing word may follow and is dropped; other text is content. Reads
+        `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._closing.read(text, at)
         if found is not None:
@@ -166,10 +166,10 @@ class JsonListToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the word after the list, or the next word
-        before one if the format has none.
+        """Process arguments that are not valid JSON: they continue until the word after the list, or, if the format has
+        none, the next `begins[0]`, which opens a list.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._broken_end.read(text, at)
         self._out.arguments(plain)
@@ -180,6 +180,8 @@ class JsonListToolParser(StateParser):
         return at
 
     def _release(self) -> None:
-        """Write what the list has held, which is no call, as content, with the word before it."""
+        """Write the text that the list holds and that belongs to no call as content, with the word before the list;
+        nothing if there is none.
+        """
         if self._calls.held:
             self._out.content(self._before + self._calls.held)

@@ -27,7 +27,7 @@ _START = re.compile(r"[<{\[]")
 def grammar(calls: CallGrammar) -> Iterator[str]:
     """Yield Lark rules for one or several calls, with the top rule `calls`, without text around them.
 
-    Raises UnresolvedError for a reference of a schema to nowhere, and as calls.json does.
+    Raises UnresolvedError for a schema's reference that leads nowhere, and the errors of calls.json.
     """
     yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
     # One rule up to the last brace: the lexer cannot backtrack before the brace, which may begin an answer too.
@@ -40,7 +40,7 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 class Llama3ToolParser(StateParser):
-    """Parser of JSON objects and lists that are calls, wherever they stand."""
+    """Parser of JSON objects and lists that are calls, anywhere in a text."""
 
     def __init__(self, new_id: Iterable[str]):
         super().__init__(new_id)
@@ -62,8 +62,8 @@ class Llama3ToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State in content, up to a character that may begin a tag or a call. Reads `text` from `at`; returns the
-        position after what it read.
+        """Process content, up to a character that may begin a tag or a call. Reads `text` from the index `at`; returns
+        the index after the last character read.
         """
         start = _START.search(text, at)
         end = len(text) if start is None else start.start()
@@ -77,8 +77,8 @@ class Llama3ToolParser(StateParser):
         return self._open(text, end)
 
     def _tag(self, text: str, at: int) -> int:
-        """State in what may be <|python_tag|>; reads one character. Reads `text` from `at`; returns the position after
-        what it read.
+        """Process one character of what may be <|python_tag|>; if it does not fit, the beginning of the tag becomes
+        content and the character is not read. Reads `text` at `at`; returns the new position.
         """
         if text[at] != _TAG[self._num_of_tag]:
             self._out.content(_TAG[: self._num_of_tag])
@@ -90,9 +90,9 @@ class Llama3ToolParser(StateParser):
         return at + 1
 
     def _gap(self, text: str, at: int) -> int:
-        """State after a tag or a call, up to the next call or content.
+        """Process one character between a tag or call and the next call or content.
 
-        Reads the character of `text` at the position `at`; returns the new position, the same if it is content.
+        Reads `text` at the position `at`; returns the new position, unchanged if the character is content.
         """
         char = text[at]
         if char in "{[":
@@ -106,15 +106,15 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _open(self, text: str, at: int) -> int:
-        """Begin to read the object or list whose bracket stands at `at`; return the position after the bracket."""
+        """Begin to read the object or list whose bracket is at the index `at`; return the index after the bracket."""
         self._calls = _CALL(self._out) if text[at] == "{" else JsonCallList(self._out, _CALL)
         self._calls.read(text[at], 0)
         self._state = self._reading
         return at + 1
 
     def _reading(self, text: str, at: int) -> int:
-        """State in an object or a list that may be a call. Reads `text` from `at`; returns the position after what it
-        read.
+        """Process an object or list that may be a call. Reads `text` from the index `at`; returns the index after the
+        last character read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -127,12 +127,15 @@ class Llama3ToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: all of the text from the position `at` on belongs to them, as
-        nothing marks their end. Returns the end of the text."""
+        """Add all of `text` from `at` on to arguments that are not valid JSON, as nothing marks their end. Returns
+        len(text).
+        """
         self._out.arguments(text[at:])
         return len(text)
 
     def _release(self) -> None:
-        """Write text that is no call as content, with what is held before it."""
+        """Write the held text that is not a call as content, with the tag or separator before it; nothing if there is
+        none.
+        """
         if self._calls.held:
             self._out.content("".join(self._before) + self._calls.held)

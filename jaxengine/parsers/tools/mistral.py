@@ -25,9 +25,10 @@ _MAX_NAME = 256
 
 
 def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Yield Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS].
+    """Yield Lark rules for calls, with the top rule `calls`: the newer form if the vocabulary has a token [ARGS], else
+    the list.
 
-    Raises as calls.json does.
+    Raises the errors of calls.json.
     """
     begin = calls.word(_BEGIN)
     yield from calls.arguments()
@@ -42,7 +43,7 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
 
 
 def starts(name: str) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of calls of the function `name` in both forms, see CallStarts.words."""
+    """Yield the beginnings of calls of the function `name` in both forms, as word sequences for CallStarts.words."""
     yield from ((_BEGIN, name, after) for after in ("{", _ARGS, _CALL_ID))
     yield from listed_starts((_BEGIN,), name)
 
@@ -71,7 +72,9 @@ class MistralToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State in content, up to the marker. Reads `text` from `at`; returns the position after what it read."""
+        """Process content, up to the marker. Reads `text` from the index `at`; returns the index after the last
+        character read.
+        """
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
@@ -79,8 +82,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _after_marker(self, text: str, at: int) -> int:
-        """State after the marker, where a bracket begins the older form and other text a name. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process text after the marker, where a bracket begins the older form and other text a name; neither is read
+        here. Reads `text` from `at`; returns the position after the white space read.
         """
         if text[at].isspace():
             self._word.append(text[at])
@@ -90,10 +93,10 @@ class MistralToolParser(StateParser):
         return at
 
     def _name(self, text: str, at: int) -> int:
-        """State in the name of a call in the newer form, up to the brace that opens its arguments.
+        """Process a character of the name of a call in the newer form, up to the brace that opens its arguments.
 
-        Reads the character of `text` at the position `at`; returns the new position, the same if the next state is to
-        read it. What turns out to be no name (a line break, too long) becomes content.
+        Reads `text` at the position `at`; returns the new position, unchanged if the next state is to read the
+        character. Text that turns out to be no name (a line break, more than _MAX_NAME characters) becomes content.
         """
         char = text[at]
         word = "".join(self._word) if char == "{" else ""
@@ -110,8 +113,8 @@ class MistralToolParser(StateParser):
         return at + 1
 
     def _arguments(self, text: str, at: int) -> int:
-        """State in the arguments of a call in the newer form. Reads `text` from `at`; returns the position after what
-        it read.
+        """Process the arguments of a call in the newer form. Reads `text` from the index `at`; returns the index after
+        the last character read.
         """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
@@ -122,8 +125,8 @@ class MistralToolParser(StateParser):
         return end
 
     def _list(self, text: str, at: int) -> int:
-        """State in the list of calls of the older form; a list without any becomes content. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process the list of calls of the older form; a list without any becomes content. Reads `text` from the index
+        `at`; returns the index after the last character read.
         """
         at, progress = self._calls.read(text, at)
         if progress is Progress.BROKEN:
@@ -135,8 +138,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the next marker. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process arguments that are not valid JSON: they continue until the next marker. Reads `text` from the index
+        `at`; returns the index after the last character read.
         """
         plain, at, found = self._begin.read(text, at)
         self._out.arguments(plain)
@@ -145,6 +148,8 @@ class MistralToolParser(StateParser):
         return at
 
     def _release_list(self) -> None:
-        """Write what the list has held, which is no call, as content, with the marker."""
+        """Write the text that the list holds and that belongs to no call as content, with the marker; nothing if there
+        is none.
+        """
         if self._calls.held:
             self._out.content(_BEGIN + "".join(self._word) + self._calls.held)

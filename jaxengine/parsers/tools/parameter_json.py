@@ -17,14 +17,14 @@ _WRAPPERS = ("arguments", "input")
 
 
 class ParameterJson:
-    """Writer of arguments to `out`: a string as it arrives, other values when complete.
+    """Writer of arguments to `out`. A string is written as it arrives, any other value when it is complete.
 
     schema: of the function's arguments, None if unknown. verbatim: a line break at the beginning of a value is part of
     it; otherwise it belongs to the format, as does one at the end of the same value.
     """
 
     def __init__(self, out: Collector, schema: Schema | None, verbatim: bool):
-        """Write the opening brace."""
+        """Store the names of the schema's parameters, and write the opening brace."""
         self._out = out
         self._schema = SchemaDocument(schema)
         rules = self._schema.applicable(self._schema.root)
@@ -40,16 +40,18 @@ class ParameterJson:
 
     @property
     def may_be_next(self) -> AbstractSet[str] | None:
-        """Return the names of the function's other parameters; None if they are unknown."""
+        """Names of the function's parameters that have not come yet; None if its parameters are unknown."""
         return self._properties - self._names if self._properties else None
 
     def declared_types(self, name: str) -> frozenset[str] | None:
-        """Return the JSON types that the function's schema has for the parameter `name`; None if it has no such one."""
+        """Return the JSON types that the function's schema has for the parameter `name`; None if it has no such
+        parameter.
+        """
         return types_of(self._schema, name) if name in self._properties else None
 
     def begin(self, name: str, types: frozenset[str] | None) -> None:
-        """Begin the parameter `name`: write its name, unless it may be a wrapper. types: JSON types that its value may
-        have; None for those of the schema.
+        """Begin the parameter `name`: write its name, unless it may be a wrapper around all arguments. types: JSON
+        types that its value may have; None takes the schema's.
         """
         self._spell_wrapped()
         self._types = types_of(self._schema, name) if types is None else types
@@ -61,7 +63,9 @@ class ParameterJson:
         self._value, self._begins, self._own_line = [], True, False
 
     def add(self, text: str) -> None:
-        """Add text to the value. Line breaks at its end that may belong to the format are held."""
+        """Add text to the value, and write it if the value is a streamed string. Up to two line breaks at its end,
+        which may belong to the format, are held.
+        """
         if not text:
             return
         if self._begins:
@@ -77,8 +81,8 @@ class ParameterJson:
     def end_value(self, closed: bool) -> None:
         """End the value, and write what is held of it.
 
-        closed: its own closing word came. If that word is missing, one more line break at the end of the text, which
-        the format has after the word, is not part of the value.
+        closed: the closing word of the value has come. If that word is missing, one more line break at the end of the
+        text, which the format has after the word, is not part of the value.
         """
         held = _without_breaks("".join(self._value), self._own_line + (not closed))
         if self._is_wrapper:
@@ -101,14 +105,14 @@ class ParameterJson:
         self._out.arguments("}")
 
     def cut_name(self, name: str, is_complete: bool) -> None:
-        """End an output that ends in a parameter's name, or after it. is_complete: whether the name is complete.
-        Nothing is closed.
+        """Write an incomplete call whose output ends in or after a parameter's name. is_complete: whether the name is
+        complete and gets its closing quote. The object stays open.
         """
         self._spell_wrapped()
         self._out.arguments(self._name_json(name) if is_complete else self._name_json(name).removesuffix('"'))
 
     def cut_value(self) -> None:
-        """End an output that ends in a parameter's value: write what is held, and close nothing."""
+        """Write the held text of a value in which the output ends; the value and the object stay open."""
         text = _without_breaks("".join(self._value), self._own_line)
         if self._is_wrapper:
             self._out.arguments(f"{json.dumps(*self._names)}: ")
@@ -124,7 +128,7 @@ class ParameterJson:
         return f"{', ' if self._names else ''}{json.dumps(name, ensure_ascii=False)}"
 
     def _spell_wrapped(self) -> None:
-        """Emit the value of a parameter that turned out to be no wrapper."""
+        """Write the held wrapper parameter as an ordinary parameter with its value; nothing if none is held."""
         if self._wrapped is not None:
             self._out.arguments(f"{json.dumps(*self._names)}: {as_json(self._wrapped, self._types)}")
             self._wrapped = None

@@ -39,7 +39,7 @@ _SAYS_STRING = '" string="'
 
 @dataclass(frozen=True)
 class ParameterWords:
-    """The words of a format.
+    """Marker words of a format.
 
     Attributes:
       section: words around calls; None if there are none. others: alternative spellings of the first one.
@@ -63,11 +63,14 @@ class ParameterWords:
 
     @property
     def value_ends(self) -> tuple[str, ...]:
-        """Return the words that may end a value."""
+        """Words that may end a value: a parameter's closing word, a call's, the word that begins a parameter, and a
+        section's closing word.
+        """
         return (self.parameter[2], self.call[2], self.parameter[0], *(self.section or ())[1:])
 
     def may_follow(self, end: str, names: Iterable[str]) -> Sequence[str | tuple[str, ...]]:
-        """Return the words, or sequences of words, one of which must follow `end` for it to end a value.
+        """Return the words, or sequences of words, of which one must follow `end` for `end` to end a value. The end of
+        the output may follow too.
 
         end: one of `value_ends`. names: parameters that may be next.
         """
@@ -120,11 +123,11 @@ HY_V3 = replace(GLM45, call=("<tool_call>", "<tool_sep>", "</tool_call>"), secti
 
 
 def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
-    """Yield Lark rules for calls, with the top rule `calls`. words: of the format. Arguments have the order of their
+    """Yield Lark rules for calls, with the top rule `calls`. words: the format's. Arguments have the order of their
     schema.
 
     A string is only constrained if its schema lists values. Raises ValueError for a schema with too many alternatives
-    or levels, UnresolvedError for a reference to nowhere, and as calls.json does.
+    or levels, UnresolvedError for a reference that leads nowhere, and the errors of calls.json.
     """
     line = literal("\n") if words.lines else ""
     forms = [(name, form) for name, schema in calls.functions.items() for form in argument_forms(schema)]
@@ -150,8 +153,8 @@ def grammar(calls: CallGrammar, words: ParameterWords) -> Iterator[str]:
 
 
 def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, name: str, rule: str) -> Iterator[str]:
-    """Yield Lark rules for the parameter `name` of a form, with the top rule `rule`. Raises UnresolvedError, and as
-    calls.json does.
+    """Yield Lark rules for the parameter `name` of a form, with the top rule `rule`. Raises UnresolvedError, and the
+    errors of calls.json.
     """
     begin, middle, end = map(calls.word, words.parameter)
     types, texts = form.types(name), form.texts(name)
@@ -168,7 +171,9 @@ def _parameter(calls: CallGrammar, words: ParameterWords, form: ArgumentForm, na
 
 
 def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
-    """Yield the beginnings of calls of the function `name`, with and without a section's word, see CallStarts.words."""
+    """Yield the beginnings of calls of the function `name`, with and without a section's word, as word sequences for
+    CallStarts.words.
+    """
     begin, middle, end = words.call
     for after in (middle,) if middle else (words.parameter[0], end):
         yield (begin, name, after)
@@ -177,8 +182,8 @@ def starts(name: str, words: ParameterWords) -> Iterator[tuple[str, ...]]:
 
 
 class ParameterToolParser(StateParser):
-    """Parser of calls with plain-text arguments. functions: schemas of arguments, by function name; words: of the
-    format.
+    """Parser of calls with plain-text arguments. functions: schemas of arguments, by function name; words: the
+    format's.
     """
 
     def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], words: ParameterWords):
@@ -220,9 +225,10 @@ class ParameterToolParser(StateParser):
         return self._out.finish()
 
     def _cut_call(self, arguments: ParameterJson) -> None:
-        """End an output that ends inside a call, whose arguments are completed or left cut.
+        """Emit the arguments of a call in which the output ends: closed if the output ends between parameters or after
+        a word that may end a value, else left open.
 
-        A word that may end a value, if it is the last one, ends it, unless it begins another parameter.
+        A word that begins another parameter does not end the value.
         """
         if self._state == self._between:
             arguments.end()
@@ -239,8 +245,9 @@ class ParameterToolParser(StateParser):
             arguments.cut_value()
 
     def _content(self, text: str, at: int) -> int:
-        """State outside of calls and sections: text is content until an opening word. A section's closing word is
-        dropped after one, and content otherwise. Reads `text` from `at`; returns the position after what it read.
+        """Process text outside of calls and sections: content, until an opening word. A section's closing word is
+        dropped if a section is open, and content otherwise. Reads `text` from the index `at`; returns the index after
+        the last character read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -255,9 +262,9 @@ class ParameterToolParser(StateParser):
         return at
 
     def _section(self, text: str, at: int) -> int:
-        """State after the word that begins a section. Unless a call follows, that word is content.
+        """Process text after the word that begins a section. Unless a call follows, that word is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._next.read(text, at)
         if found:
@@ -273,8 +280,8 @@ class ParameterToolParser(StateParser):
         self._held, self._word, self._room, self._state = held, [], _MAX_NAME, self._in_call_name
 
     def _in_call_name(self, text: str, at: int) -> int:
-        """State in a function's name; text that is no name, or is too long, is content. Reads `text` from `at`; returns
-        the position after what it read.
+        """Process a function's name, which starts the call when it ends; text that is not a name, or is longer than
+        _MAX_NAME, is content. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._call_name.read(text[at : at + self._room], 0)
         self._word.append(plain)
@@ -295,16 +302,16 @@ class ParameterToolParser(StateParser):
         return at + read
 
     def _end_call(self) -> None:
-        """End the call's arguments, and the call."""
+        """Close the call's arguments, and return to the state outside of calls."""
         assert self._arguments is not None
         self._arguments.end()
         self._arguments, self._state = None, self._content
 
     def _next_part(self, word: str) -> None:
-        """Select the state inside a call, after `word`.
+        """Enter the state inside a call that follows `word`.
 
-        word: the word before a parameter's name, or the one after a call, which ends the call; after any other, and
-        after "", one of these two must follow.
+        word: the word before a parameter's name, or the closing word of the call, which ends it; after any other word,
+        and after "", one of these two must follow.
         """
         if word == self._words.parameter[0]:
             self._word, self._state = [], self._in_name
@@ -316,10 +323,10 @@ class ParameterToolParser(StateParser):
             self._inside, self._state = Opening(self._words.parameter[0], self._words.call[2]), self._between
 
     def _after_call(self, text: str, at: int) -> int:
-        """State after a call. White space before the next call, or before the end of the section, is dropped;
+        """Process text after a call. White space before the next call, or before the end of the section, is dropped;
         before other text it is content, too.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._next.read(text, at)
         if found is not None:
@@ -331,9 +338,9 @@ class ParameterToolParser(StateParser):
         return at
 
     def _between(self, text: str, at: int) -> int:
-        """State before a parameter or the end of the call. Other text ends the call too, and is content.
+        """Process text before a parameter or the end of the call. Other text ends the call too, and is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._inside.read(text, at)
         if found:
@@ -344,8 +351,8 @@ class ParameterToolParser(StateParser):
         return at
 
     def _in_name(self, text: str, at: int) -> int:
-        """State in a parameter's name, up to the word that ends it. Reads `text` from `at`; returns the position after
-        what it read.
+        """Process a parameter's name, up to the word that ends it. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         plain, at, word = self._name.read(text, at)
         self._word.append(plain)
@@ -357,9 +364,10 @@ class ParameterToolParser(StateParser):
         return at
 
     def _to_value(self, text: str, at: int) -> int:
-        """State between a parameter's name and the word before its value. Without that word the value begins anyway.
+        """Process text between a parameter's name and the word before its value. Without that word the value begins
+        anyway.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._before_value.read(text, at)
         if found is None:
@@ -370,14 +378,14 @@ class ParameterToolParser(StateParser):
         return at
 
     def _begin_value(self) -> None:
-        """Begin the value of the parameter just named."""
+        """Begin the value of the parameter whose name was read last."""
         assert self._arguments is not None
         self._arguments.begin(*self._name_and_types())
         self._state = self._in_value
 
     def _name_and_types(self) -> tuple[str, frozenset[str] | None]:
-        """Return the name of the current parameter, and the JSON types that the format states for its value; None if
-        none.
+        """Return the name of the current parameter, and the JSON types that the format states for its value; None if it
+        states none.
         """
         name, _, says_string = "".join(self._word).strip().partition(_SAYS_STRING)
         if not self._words.says_string:
@@ -385,8 +393,8 @@ class ParameterToolParser(StateParser):
         return name.partition('"')[0], {"": None, "true": _STRING}.get(says_string, _NO_STRING)
 
     def _in_value(self, text: str, at: int) -> int:
-        """State in a value, up to a word that may end it. Reads `text` from `at`; returns the position after what it
-        read.
+        """Process a value, up to a word that may end it. Reads `text` from the index `at`; returns the index after the
+        last character read.
         """
         assert self._arguments is not None
         plain, at, word = self._value_end.read(text, at)
@@ -400,9 +408,10 @@ class ParameterToolParser(StateParser):
         return at
 
     def _after_value(self, text: str, at: int) -> int:
-        """State after a word that ends the value if one of `may_follow` comes next, and is part of the value otherwise.
+        """Process text after a word that ends the value if one of `may_follow` comes next, and is part of the value
+        otherwise.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         assert self._arguments is not None
         at, found = self._after_end.read(text, at)
@@ -415,8 +424,8 @@ class ParameterToolParser(StateParser):
         return at
 
     def _turn_from_value(self) -> None:
-        """End the value, by the word kept in `_end_word`, select the next state, and read the text that was held after
-        that word.
+        """End the value with the word in `_end_word`, enter the next state, and read the text that was held after that
+        word.
         """
         assert self._arguments is not None
         is_closed = self._end_word == self._words.parameter[2]

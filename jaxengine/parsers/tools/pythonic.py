@@ -45,7 +45,7 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
 
     words: before and after the calls, "" for none; brackets: the calls are a list, otherwise one a line. Raises
     ValueError for a name that is not a Python identifier, and for a schema with too many alternatives or levels;
-    UnresolvedError for a reference to nowhere, and as calls.json does.
+    UnresolvedError for a reference that leads nowhere, and the errors of calls.json.
     """
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -61,18 +61,18 @@ def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: boo
 
 
 def starts(name: str, words: tuple[str, str], brackets: bool = True) -> Iterator[tuple[str, ...]]:
-    """Yield the beginning of a call of the function `name` after words[0], with a bracket if `brackets`; see
-    CallStarts.words.
+    """Yield the one beginning of a call of the function `name` after words[0], with a bracket if `brackets`, as a word
+    sequence for CallStarts.words.
     """
     yield (words[0], *(["["] if brackets else []), name, "(")
 
 
 def _keywords(calls: CallGrammar, at: int, form: ArgumentForm) -> Iterator[str]:
-    """Yield Lark rules for the keyword arguments of a call by the form number `at`.
+    """Yield Lark rules for the keyword arguments of a call, by the form with the number `at`.
 
-    first_<at>_<n>: the arguments from the n-th on, if none was written before; rest_<at>_<n>: the same with a comma
-    before them. Raises ValueError for a name that is not a Python identifier, UnresolvedError for a reference to
-    nowhere.
+    The rule first_<at>_<n> holds the arguments from the n-th on if none precedes them, and rest_<at>_<n> those with a
+    comma before them. Raises ValueError for a name that is not a Python identifier, UnresolvedError for a reference
+    that leads nowhere.
     """
     for number, name in enumerate(form.places):
         if not name.isidentifier():
@@ -107,7 +107,9 @@ class PythonicToolParser:
         self._value = PythonScanner()
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now; a call is sent when it is closed."""
+        """Read a piece of the output; return the events that are certain by now. A call is emitted when it is closed;
+        held text that turns out not to be a call becomes content.
+        """
         at = 0
         while at < len(text):
             if self._state is _State.CONTENT:
@@ -133,8 +135,9 @@ class PythonicToolParser:
         return self._out.finish()
 
     def _seek(self, text: str, at: int) -> int:
-        """Pass `text` from `at` on as content up to the word before calls; drop the word after calls if calls came
-        before it; return the position after what it read.
+        """Emit `text` from `at` on as content, up to the word before calls, which enters a list of calls. The word
+        after calls is dropped if a call was read since the last word before calls, and content otherwise. Returns the
+        position after what it read.
         """
         assert self._outside is not None
         plain, at, word = self._outside.read(text, at)
@@ -147,8 +150,8 @@ class PythonicToolParser:
         return at
 
     def _read(self, char: str) -> bool:
-        """Read the next character, `char`, in or after calls; return False if the held text and the character are no
-        calls.
+        """Read the next character, `char`, in or after calls, and update the state. Return False if it is not allowed
+        there, so that the held text is not a call.
         """
         match self._state:
             case _State.NAME | _State.PARAMETER_NAME:
@@ -191,20 +194,20 @@ class PythonicToolParser:
         return False
 
     def _read_end(self, char: str) -> bool:
-        """Read a character of the word after calls; return False if it is another one."""
+        """Read a character of the word after calls; return False if it does not continue that word."""
         if char != self._end[self._num_of_end]:
             return False
         self._num_of_end += 1
         return self._num_of_end < len(self._end) or self._close()
 
     def _close(self) -> bool:
-        """End the list of calls and drop the held text, all of which belongs to it. Always True."""
+        """End the calls, drop the held text, and enter the state for text outside of calls. Returns True."""
         self._held, self._state = [], self._elsewhere
         return True
 
     def _read_word(self, char: str) -> bool:
-        """Read a character of a function's or parameter's name, or the one that ends it. Returns False if the held text
-        and the character are no calls.
+        """Read a character of a function's or parameter's name, or the first one after it. Returns False if that is not
+        allowed there.
         """
         if char.isidentifier() or char.isdigit() or (char == "." and self._state is _State.NAME):
             self._word.append(char)
@@ -228,9 +231,7 @@ class PythonicToolParser:
         return char == "="
 
     def _read_value(self, char: str) -> bool:
-        """Read a character of a value, or the one that ends it. Returns False if the held text and the character are no
-        calls.
-        """
+        """Read a character of a value, or the first one after it. Returns False if it is not allowed there."""
         reading = self._value.read(char)
         if reading in (Reading.MORE, Reading.WRONG):
             return reading is Reading.MORE
@@ -245,6 +246,6 @@ class PythonicToolParser:
         self._held, self._state, self._has_called = [], _State.AFTER_CALL, True
 
     def _release(self) -> None:
-        """Write the held text, which is no call, as content, and look for calls again."""
+        """Emit the held text, which is not a call, as content, and enter the state for text outside of calls."""
         self._out.content("".join(self._held))
         self._held, self._state = [], self._elsewhere

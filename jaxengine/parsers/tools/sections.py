@@ -25,14 +25,14 @@ _NUMBERED = re.compile(r":\d+$")
 
 @dataclass(frozen=True)
 class SectionWords:
-    """The words of a format.
+    """Marker words and patterns of a format.
 
     Attributes:
       section: words around all calls. others: alternative words that begin the section.
       begin, middle, end: words before a call's head, between head and arguments, and after the arguments.
       head: pattern of the head, with the group `name` of the function.
       around: patterns of what the head may have before and after the name of one of the request's functions; None:
-        nothing but what `head` says.
+        only `head` applies.
       fence: text that may precede `end`.
       numbered: the head is the call's id: the name is followed by a number, which may be missing, as may `kind`.
       kind, rest: for grammars, what the head has before the name, as words, and after it, in Lark's notation.
@@ -51,7 +51,8 @@ class SectionWords:
     rest: str = ""
 
     def call(self, head: str, functions: Collection[str]) -> tuple[str, str | None] | None:
-        """Return (function, the model's id of the call or None) by the text `head`; None if it is no head of a call.
+        """Return (function, the model's id of the call or None) that the text `head` names; None if it is not a head of
+        a call.
 
         functions: names of the request's functions; another name in the usual form is returned too. The name in the
         head's usual form counts first, then any other part of it that is one of the functions.
@@ -98,9 +99,9 @@ KIMI_K2 = SectionWords(
 
 
 def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
-    """Yield Lark rules for one section of calls, with the top rule `calls`. words: of the format.
+    """Yield Lark rules for one section of calls, with the top rule `calls`. words: the format's.
 
-    Raises as calls.json does.
+    Raises the errors of calls.json.
     """
     opening, closing = map(calls.word, words.section)
     yield f"calls: {opening} {'call+' if calls.many else 'call'} {closing}"
@@ -117,7 +118,7 @@ def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
 def starts(name: str, words: SectionWords) -> Iterator[tuple[str, ...]]:
     """Yield the beginnings of calls of the function `name`, with and without a section's word before them.
 
-    Each is a sequence of words between which white space may stand, see CallStarts.words.
+    Each is a sequence of words between which white space may stand, for CallStarts.words.
     """
     heads = [(*words.kind, name, words.middle)]
     if words.numbered:
@@ -128,7 +129,7 @@ def starts(name: str, words: SectionWords) -> Iterator[tuple[str, ...]]:
 
 
 class SectionToolParser(StateParser):
-    """Parser of calls in a section. functions: names of the request's functions; words: of the format."""
+    """Parser of calls in a section. functions: names of the request's functions; words: the format's."""
 
     def __init__(self, new_id: Iterable[str], functions: Collection[str], words: SectionWords):
         super().__init__(new_id)
@@ -164,8 +165,9 @@ class SectionToolParser(StateParser):
         return self._out.finish()
 
     def _content(self, text: str, at: int) -> int:
-        """State outside of calls and sections: text is content until an opening word. A section's closing word is
-        dropped after one, and content otherwise. Reads `text` from `at`; returns the position after what it read.
+        """Process text outside of calls and sections: content, until an opening word. A section's closing word is
+        dropped if a section is open, and content otherwise. Reads `text` from the index `at`; returns the index after
+        the last character read.
         """
         plain, at, word = self._outside.read(text, at)
         self._out.content(plain)
@@ -180,9 +182,9 @@ class SectionToolParser(StateParser):
         return at
 
     def _section(self, text: str, at: int) -> int:
-        """State after the word that begins a section. Unless a call follows, that word is content.
+        """Process text after the word that begins a section. Unless a call follows, that word is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         at, found = self._next.read(text, at)
         if found:
@@ -198,8 +200,8 @@ class SectionToolParser(StateParser):
         self._held, self._head, self._room, self._state = held, [], _MAX_HEAD, self._in_head
 
     def _in_head(self, text: str, at: int) -> int:
-        """State in the head of a call; text that is no head, or is too long, is content. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process the head of a call; text that is not a head, or is longer than _MAX_HEAD characters, is content.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, read, word = self._middle.read(text[at : at + self._room], 0)
         self._head.append(plain)
@@ -212,8 +214,9 @@ class SectionToolParser(StateParser):
         return at + read
 
     def _before_object(self, text: str, at: int) -> int:
-        """State before the arguments, which may be missing; other text makes all of it content. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process text before the arguments: "{" starts the call, the end word makes a call with the arguments {},
+        other text makes everything since the opening word content. Reads `text` from the index `at`; returns the index
+        after the last character read.
         """
         at, found = self._opening.read(text, at)
         if found is False:
@@ -233,8 +236,8 @@ class SectionToolParser(StateParser):
         return at
 
     def _arguments(self, text: str, at: int) -> int:
-        """State in the arguments, JSON that is passed on as it comes. Reads `text` from `at`; returns the position
-        after what it read.
+        """Emit the arguments, JSON, as they arrive. Reads `text` from the index `at`; returns the index after the last
+        character read.
         """
         end, right = self._scanner.take(text, at)
         self._out.arguments(text[at:end])
@@ -245,8 +248,8 @@ class SectionToolParser(StateParser):
         return end
 
     def _broken(self, text: str, at: int) -> int:
-        """State in arguments that are not valid JSON: they continue until the word after them. Reads `text` from `at`;
-        returns the position after what it read.
+        """Process arguments that are not valid JSON: they continue until a word that ends or begins a call, or ends the
+        section. Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._out.arguments(plain)
@@ -254,9 +257,9 @@ class SectionToolParser(StateParser):
         return at
 
     def _after_arguments(self, text: str, at: int) -> int:
-        """State between the arguments and the word after them. Text there, other than the fence, is content.
+        """Process text between the arguments and the word after them. Text there, other than the fence, is content.
 
-        Reads `text` from the position `at`; returns the position after what it read.
+        Reads `text` from the index `at`; returns the index after the last character read.
         """
         plain, at, word = self._end.read(text, at)
         self._held.append(plain)
@@ -266,7 +269,7 @@ class SectionToolParser(StateParser):
         return at
 
     def _turn_to(self, word: str) -> None:
-        """Select the state after a call, by the word that ended it, "" while none has come."""
+        """Enter the state that follows `word`, which ended a call; "" (no such word yet) changes nothing."""
         if word == self._words.begin:
             self._begin_call([word])
         elif word:
@@ -274,14 +277,14 @@ class SectionToolParser(StateParser):
             self._state = self._content
 
     def _end_call(self, rest: str) -> None:
-        """Write the text between the arguments and the end of the call as content, unless it is blank or the fence."""
+        """Write the text between the arguments and the end of the call, the held text and `rest`, as content, unless it
+        is blank or the fence.
+        """
         between = "".join(self._held) + rest
         if between.strip() not in ("", self._words.fence):
             self._out.content(between)
 
     def _reject(self, text: str) -> None:
-        """Write the held words and this text, which are no call, as content, and return to the state outside
-        of calls.
-        """
+        """Write the held words and `text`, which are no call, as content, and return to the state outside of calls."""
         self._out.content("".join(self._held) + text)
         self._state = self._content

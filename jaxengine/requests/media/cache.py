@@ -76,7 +76,7 @@ class MediaCache(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the cached pixels, in this process or another."""
+        """Bytes of the cached pixels, in this process or another."""
         ...
 
     def get(self, digest: bytes) -> Processed | None:
@@ -86,15 +86,15 @@ class MediaCache(Protocol):
         ...
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """Store a preprocessed item under a digest; others may be dropped for it."""
+        """Store a preprocessed item under a digest; the cache may evict other items."""
         ...
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
-        """Return the item to put into the request: `item` itself where the cache has its pixels in this process, else a
+        """Return the item to put into the request: `item` itself if the cache has its pixels in this process, else a
         PreparedItem for the engine's process.
 
-        item: with the arrays of `made`. made: result of `get` or of the processor, with or without pixels; make:
-        preprocesses the item again, with pixels.
+        item: has the arrays of `made`. made: result of `get` or of the processor, with or without pixels; make:
+        function that preprocesses the item again, with pixels.
         """
         ...
 
@@ -138,14 +138,16 @@ class PreparedItem(MediaItem):
 
     Attributes:
       made: the item without pixels, for the expansion of placeholders.
-      make: preprocesses it again with pixels; None if they are present.
+      make: function that preprocesses the item again, with pixels; None if they are present.
     """
 
     made: Processed
     make: Callable[[], Processed] | None
 
     def whole(self) -> PreparedItem:
-        """Return the item with pixels, preprocessing it again, which takes long, if they are missing."""
+        """Return the item with pixels: itself if it has them, else a copy that `make` preprocesses again, which is
+        slow.
+        """
         if self.make is None:
             return self
         found = self.make()
@@ -157,9 +159,9 @@ class PreparedItem(MediaItem):
 
 
 def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed]) -> PreparedItem:
-    """Return the item for a request, for caches whose pixels are in another process (`MediaCache.item`).
+    """Return the PreparedItem for a request, for caches whose pixels are in another process (`MediaCache.item`).
 
-    It has the pixels of `made`; if that has none, `make` can make them.
+    It has the arrays of `made`. It stores `make` only if `made` has no pixels.
     """
     has_pixels = made.patches.shape[1] > 0
     return PreparedItem(
@@ -170,8 +172,8 @@ def prepared_item(item: MediaItem, made: Processed, make: Callable[[], Processed
 
 
 def without_pixels(item: Processed) -> Processed:
-    """Return a copy with patches [n, 0] and columns [0, n] for its n patches; enough for `MediaProcessor.expand` and
-    for limits.
+    """Return a copy with patches [n, 0] and columns [0, n] for its n patches, which suffices for
+    `MediaProcessor.expand` and for checks of limits.
     """
     count = len(item.patches)
     return item._replace(patches=np.empty((count, 0), np.float32), columns=np.empty((0, count), np.int32))

@@ -39,13 +39,13 @@ _MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a prompt has media that are not preprocessed yet, options for them, or vLLM's encoder prompt."""
+    """Whether a prompt has media that are not preprocessed yet, processor options, or vLLM's encoder prompt."""
     return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS) or ENCODER in prompt)
 
 
 def one_prompt(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a prompt with its media next to its text, made of vLLM's form {"encoder_prompt": {"multi_modal_data":
-    ...}, "decoder_prompt": a prompt} if it has that; other prompts are returned unchanged.
+    """Return a prompt with its media next to its text. vLLM's form {"encoder_prompt": {"multi_modal_data": ...},
+    "decoder_prompt": a prompt} is converted; other prompts are returned unchanged.
 
     Raises RequestError for an encoder prompt with text, without a decoder prompt, or with other keys.
     """
@@ -68,9 +68,9 @@ class _Found(NamedTuple):
     """A preprocessed item of a prompt.
 
     Attributes:
-      digest: of the item. made: the result of preprocessing.
-      cached: whether it was cached; None without a cache.
-      make: preprocesses it again.
+      digest: the item's. made: the result of preprocessing.
+      cached: whether it came from the cache; None without a cache.
+      make: function that preprocesses it again.
       is_embedded: the request gave embeddings instead of an image.
     """
 
@@ -95,8 +95,8 @@ class MediaInputs:
     def __init__(
         self, processor: MediaProcessor, towers: Sequence[TowerConfig], config: ResolvedConfig, hidden_size: int = 0
     ):
-        """Store the parts. towers: of the model, one or more. hidden_size: of the model, for embeddings that are given
-        instead of images; 0: they are refused.
+        """Store the parts. towers: the model's encoders, one or more. hidden_size: the model's, for embeddings that are
+        given instead of images; 0 refuses those.
         """
         self.processor = processor
         size = config.mm_processor_cache_bytes
@@ -108,10 +108,10 @@ class MediaInputs:
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return a prompt, already tokenized, with a Media object in place of its files and arrays.
+        """Return a tokenized prompt with a Media object in place of its files and arrays.
 
-        Waits until they are loaded and preprocessed. text: None if the prompt has token ids alone; a processor with
-        `encode` tokenizes it again. Raises RequestError; for too many items before anything is loaded.
+        Blocks until they are loaded and preprocessed. text: None if the prompt has token ids alone; a processor with
+        `encode` tokenizes it again. Raises RequestError; too many items are refused before anything is loaded.
         """
         parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
         check_parts(parts, self.processor, self._config)
@@ -127,7 +127,8 @@ class MediaInputs:
     def read(
         self, token_ids: Sequence[int], values: Mapping[str, Sequence[Any]], options: Any
     ) -> tuple[list[int], Media | None]:
-        """Return the prompt's token ids with a placeholder for every embedding, and its Media (None without items).
+        """Preprocess loaded items, or take them from the cache. Return the prompt's token ids with a placeholder for
+        every embedding, and its Media (None without items).
 
         token_ids: with one placeholder for each item. values: loaded items by modality; options: mm_processor_kwargs or
         None. Raises RequestError, also for more embeddings than max_model_len has room for.
@@ -163,9 +164,11 @@ class MediaInputs:
         return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta, *prefix)
 
     def _prefix(self, token_ids: list[int], items: Sequence[MediaItem]) -> tuple[int, bytes]:
-        """Return prefix_length and prefix_digest of a prompt's Media: all of it if the model's tokens see each other,
-        else (0, b""). Raises RequestError for a prompt, or images, that do not fit into one step, and for
-        a prompt longer than a window.
+        """Return prefix_length and prefix_digest of a prompt's Media: (number of tokens, digest) for a model whose
+        prompt tokens attend to each other, so that the prompt is computed in one step, else (0, b"").
+
+        Raises RequestError for a prompt, or images, that do not fit into one step, and for a prompt longer than a
+        window.
         """
         config, most = self._config, self._towers[0].whole_prompt
         if not most:
@@ -193,7 +196,7 @@ class MediaInputs:
 
     def _options(self, options: Any) -> dict[str, Any]:
         """Return a request's mm_processor_kwargs (None for none), merged over the engine's. Raises RequestError for
-        anything but a dict, and for more than 16,384 characters of JSON.
+        values other than a dict, and for more than 16,384 characters of JSON.
         """
         if options is not None and not isinstance(options, Mapping):
             problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
@@ -208,8 +211,8 @@ class MediaInputs:
     def _find(
         self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
     ) -> _Found:
-        """Return an item from the cache, or preprocess and cache it. cache: None for none. digest: of digest_of, for
-        `value`, a loaded item or Embeds.
+        """Return an item from the cache, or preprocess it and store it there. cache: None for no cache. digest:
+        digest_of `value`, a loaded item or Embeds.
 
         Raises RequestError for an item that the processor cannot use, and for more patches or embeddings than the
         encoder has room for.
@@ -232,7 +235,8 @@ class MediaInputs:
         return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
     def _embedded(self, given: Embeds) -> Processed:
-        """Return an item of the embeddings that the request brings (`given`), f32[n, size], without preprocessing.
+        """Return a Processed item whose patches are the embeddings `given`, f32[n, size], of a request.
+
         Raises RequestError for a size other than the tower's and for a grid that does not fit n.
         """
         count, size = given.values.shape
@@ -245,15 +249,17 @@ class MediaInputs:
         return Processed(given.values, no_columns, rows, count, grid)
 
     def _tower(self, modality: str) -> TowerConfig:
-        """Return the tower that encodes a modality, the first of the model if none fits."""
+        """Return the tower that encodes a modality: the first that encodes sounds for audio, else the first that does
+        not; the model's first if there is no such tower.
+        """
         return next((tower for tower in self._towers if tower.hears == (modality == AUDIO)), self._towers[0])
 
     def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
         """Raise RequestError for an image or video (`found`, of this modality) with more patches or embeddings than the
-        encoder has room for. Sounds are not checked here, and the patches of given embeddings (is_embedded) neither.
+        encoder has room for. Sounds, and the patches of given embeddings (is_embedded), are not checked.
         """
         config = self._config
-        if self._tower(modality).hears:  # by its processor
+        if self._tower(modality).hears:  # the processor checks sounds
             return
         if not is_embedded:
             check_room(modality, len(found.patches), config.max_encoder_patches)
@@ -266,8 +272,8 @@ class MediaInputs:
 
 
 def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
-    """Return an item padded to a multiple of the tower's unit, at which every item begins: patches with 0, columns and
-    rows with -1.
+    """Return an item padded at its end to a multiple of the tower's unit of patches: patches with 0, columns and rows
+    with -1.
     """
     missing = -len(item.patches) % tower.unit
     return item._replace(
@@ -278,10 +284,10 @@ def _filled_up(item: Processed, tower: TowerConfig) -> Processed:
 
 
 def _heard(config: ResolvedConfig, processor: MediaProcessor, towers: Sequence[TowerConfig]) -> MediaOptions:
-    """Return the engine's media options, with max_audio_seconds lowered, to at least 1, to what a prompt has room for:
-    what is too long is then not decoded to its end.
+    """Return the engine's media options with max_audio_seconds lowered to the length that a prompt has room for, but
+    not below 1, so that no longer part of a sound is decoded.
 
-    config: the engine's, returned unchanged without a tower of sounds. processor: the model's.
+    config: the engine's, returned unchanged if no tower encodes sounds. processor: the model's.
     """
     tower = next((tower for tower in towers if tower.hears), None)
     if tower is None:

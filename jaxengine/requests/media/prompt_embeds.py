@@ -29,11 +29,11 @@ _OTHERS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwarg
 
 
 def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size: int) -> tuple[list[int], Media]:
-    """Return the token ids of a prompt with `prompt_embeds`, placeholders, and its Media.
+    """Return (placeholder token ids, Media) of a prompt with `prompt_embeds`.
 
-    Its value is an array [n, hidden_size] of a floating-point dtype, as numpy reads it, or a file or its base64: .npy,
-    safetensors, or what torch.save writes. Raises RequestError, also for an engine without enable_prompt_embeds, a
-    prompt that has text, tokens or media as well, and n outside 1 to max_model_len - 1.
+    The value of that key is an array [n, hidden_size] of a floating-point dtype, as numpy reads it, or a file or its
+    base64: .npy, safetensors, or what torch.save writes. Raises RequestError, also for an engine without
+    enable_prompt_embeds, a prompt that has text, tokens or media as well, and n outside 1 to max_model_len - 1.
     """
     if not config.enable_prompt_embeds:
         problem = "prompt_embeds is given; the engine was started without enable_prompt_embeds"
@@ -57,8 +57,8 @@ def embeds_prompt(prompt: Mapping[str, Any], config: ResolvedConfig, hidden_size
 
 
 def check_embedded(params: Any) -> None:
-    """Raise RequestError for sampling parameters (`params`) that need the prompt's token ids, of which embeddings have
-    none.
+    """Raise RequestError for sampling parameters that need the prompt's token ids, such as prompt_logprobs and
+    penalties, as a prompt of embeddings has none.
     """
     rows = {name: row.neutral for name, row in ROWS.items() if row.reads_prompt}
     for name, neutral in {"prompt_logprobs": None, **rows}.items():
@@ -68,8 +68,9 @@ def check_embedded(params: Any) -> None:
 
 
 def _read(value: Any, options: MediaOptions) -> np.ndarray:
-    """Return the rows f32[n, E] of an array, or of the bytes (or base64) of a .npy, safetensors or torch.save file with
-    one tensor, or of anything that numpy converts. options: max_media_bytes is the limit of a file. Raises MediaError.
+    """Return the rows f32[n, E] of an array, of the bytes (or base64) of a .npy, safetensors or torch.save file with
+    one tensor, or of a value that numpy converts to an array. options: max_media_bytes is the limit of a file. Raises
+    MediaError.
     """
     if isinstance(value, (str, bytes)):
         data = decoded(value, options.max_media_bytes)
@@ -90,8 +91,8 @@ def _read(value: Any, options: MediaOptions) -> np.ndarray:
 
 
 def _media(values: np.ndarray, size: int) -> Media:
-    """Return the Media of a prompt of embeddings, values f32[n, E]: an item for each page of `size` tokens, the last
-    one maybe shorter.
+    """Return the Media of a prompt of embeddings, `values` f32[n, E]: an item for each page of `size` tokens; the last
+    may be shorter.
     """
     items = []
     for first in range(0, len(values), size):

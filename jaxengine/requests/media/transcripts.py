@@ -33,7 +33,7 @@ class Segment(NamedTuple):
     Attributes:
       start, end: seconds from the beginning of the sound.
       tokens: with the timestamps at its ends, if it has any.
-      first: number of its first token in its window; seek: first frame of the window.
+      first: index of its first token in its window's transcript; seek: first frame of the window.
     """
 
     start: float
@@ -47,9 +47,9 @@ class Recording(NamedTuple):
     """A sound to be transcribed.
 
     Attributes:
-      frames: its spectrogram, f32[N, bins]; filled up with silence to a window if it is shorter.
+      frames: its spectrogram, f32[N, bins]; padded with silence to one window if it is shorter.
       seconds: its duration.
-      num_frames: frames of it without the silence.
+      num_frames: number of frames without the padding.
     """
 
     frames: np.ndarray
@@ -61,15 +61,15 @@ class Recording(NamedTuple):
         return {DATA: {AUDIO: Spectrogram(self.frames[seek : seek + num_frames])}}
 
     def num_positions(self, seek: int, num_frames: int) -> int:
-        """Return how many positions the encoder makes of the sound, without silence, in the window of num_frames from
-        frame `seek` on; at least one.
+        """Return how many positions the encoder outputs for the sound, without silence, in the window of num_frames
+        from frame `seek` on; at least 1.
         """
         return max(1, min(self.num_frames - seek, num_frames) // _FRAMES)
 
 
 def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
-    """Return the processor of a model that transcribes. media: the model's, None for a text model. Raises RequestError
-    for another model.
+    """Return the processor of a Whisper model. media: the model's, None for a text model. Raises RequestError for a
+    model that is not a Whisper model.
     """
     processor = None if media is None else media.processor
     if not isinstance(processor, WhisperProcessor):
@@ -79,8 +79,8 @@ def sound_processor(media: MediaInputs | None) -> WhisperProcessor:
 
 
 def transcriber(media: MediaInputs | None) -> Qwen3ASRProcessor | GraniteSpeechProcessor | None:
-    """Return the processor of a model that is asked for transcripts with the whole sound in its prompt; None for
-    others. media: the model's, None for a text model.
+    """Return the processor of a model that transcribes with the whole sound in one prompt (Qwen3-ASR, Granite Speech);
+    None for others. media: the model's, None for a text model.
     """
     processor = None if media is None else media.processor
     return processor if isinstance(processor, (Qwen3ASRProcessor, GraniteSpeechProcessor)) else None
@@ -109,11 +109,11 @@ async def read_recording(media: MediaInputs, data: bytes, param: str) -> Recordi
 
 
 def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, timed: bool) -> list[int]:
-    """Return the tokens that ask for a transcript. language: a code; None for a model of one language. timed: with
-    timestamps. A model of English alone takes "en" too.
+    """Return the prompt tokens that request a transcript of a Whisper model. language: a code; None for a model of one
+    language, which also accepts "en". task: "transcribe" or "translate". timed: with timestamps.
 
-    task: "transcribe" or "translate". Raises RequestError for a language that the model does not have, and for
-    translation by a model of English alone; KeyError for a task that it does not have.
+    Raises RequestError for a language that the model does not have, and for translation by an English-only model;
+    KeyError for a task that it does not have.
     """
     if not processor.languages:
         if task != "transcribe" or language not in (None, "en"):
@@ -131,7 +131,7 @@ def prompt_of(processor: WhisperProcessor, language: str | None, task: str, *, t
 def token_times(alignment: np.ndarray, num_tokens: int, seek: int) -> np.ndarray:
     """Return f64[num_tokens, 2], when each token of a window's transcript begins and ends, in seconds of the sound.
 
-    alignment: f32[num_tokens - 1, positions], of all tokens but the last, which nothing follows. seek: first frame of
+    alignment: f32[num_tokens - 1, positions], of all tokens but the last, for which no step ran. seek: first frame of
     the window.
     """
     begins = token_positions(alignment) if len(alignment) else np.zeros(1, np.int64)
@@ -142,10 +142,11 @@ def token_times(alignment: np.ndarray, num_tokens: int, seek: int) -> np.ndarray
 def cut_segments(tokens: Sequence[int], seek: int, num_frames: int, first_timestamp: int) -> tuple[list[Segment], int]:
     """Cut a window's transcript at its timestamps; return its segments and the frame at which the next window begins.
 
-    A segment lies between two neighbouring timestamps. What follows the last pair is dropped, and the next window
-    begins there, unless a single timestamp ends the transcript: then nothing is said after it. A transcript without
-    pairs is one segment. tokens: without the end token. seek: first frame of the window; num_frames: frames of the
-    sound in it.
+    A segment lies between two timestamps: two adjacent timestamp tokens end one segment and begin the next. Tokens
+    after the last such pair are dropped, and the next window begins at the pair, unless a single timestamp ends the
+    transcript: then no speech follows, they are the last segment and the next window begins after this one. A
+    transcript without pairs is one segment. tokens: without the end token. seek: first frame of the window; num_frames:
+    frames of the sound in it.
     """
     is_time = [token >= first_timestamp for token in tokens]
     ends = [at + 1 for at in range(len(tokens) - 1) if is_time[at] and is_time[at + 1]]
@@ -163,7 +164,7 @@ def cut_segments(tokens: Sequence[int], seek: int, num_frames: int, first_timest
     segments = []
     for start, end in zip([0, *ends], ends, strict=False):
         begins, stops = offset + times[start] * PRECISION, offset + times[end - 1] * PRECISION
-        # The last of several keeps the timestamp after its end: it tells that more was said.
+        # The last of several keeps the timestamp after its end, which shows that speech continues.
         more = 1 if end == ends[-1] and not is_closed else 0
         segments.append(Segment(begins, stops, tuple(tokens[start : end + more]), start, seek))
     ahead = num_frames if is_closed else times[ends[-1] - 1] * _FRAMES

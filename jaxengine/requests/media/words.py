@@ -20,12 +20,12 @@ _INSIDE, _BEFORE_NUMBER = re.compile(r".?(\d[.,:]\d|\w['\u2019]\w).?"), "-.\u221
 # Punctuation that belongs to the word after it, and to the word before it.
 _BEFORE, _AFTER = "\"'“¡¿([{-", "\"'.。,，!！?？:：”)]}、"
 _BROKEN = "\ufffd"
-# What a step of a path goes on by: a token and a position, a token, a position.
+# What a step of a path advances: token and position, token, position.
 _BOTH, _TOKEN, _POSITION = range(3)
 
 
 class Word(NamedTuple):
-    """Word of a transcript with its place in the sound, in seconds."""
+    """Word of a transcript, with its start and end in seconds of the sound."""
 
     text: str
     start: float
@@ -33,8 +33,8 @@ class Word(NamedTuple):
 
 
 def token_positions(alignment: np.ndarray) -> np.ndarray:
-    """Return i64[N], the position of the sound at which each token begins, on the path through `alignment`, f32[N, S],
-    N and S >= 1, on which the sum is largest and neither tokens nor positions go back (dynamic time warping).
+    """Return i64[N], the position of the sound at which each token begins, by dynamic time warping: on the path through
+    `alignment`, f32[N, S], N and S >= 1, that has the largest sum and on which neither tokens nor positions decrease.
 
     Sums are rounded to float32, and equal ones resolved, as in transformers.
     """
@@ -63,9 +63,11 @@ def token_positions(alignment: np.ndarray) -> np.ndarray:
 def find_words(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], times: np.ndarray, language: str
 ) -> Iterator[Word]:
-    """Yield the words of a text, without the punctuation around them. 3.14 and l'eau are one each, real-time is two.
+    """Yield the words of a transcript with their times, without the punctuation around them. 3.14 and l'eau are one
+    word each, real-time is two.
 
-    tokens: of the text alone. times: f64[N, 2], when each begins and ends. language: its code.
+    decode: returns the text of tokens. tokens: of the text, without timestamps. times: f64[N, 2], seconds at which each
+    token begins and ends, rounded to 0.01 in the result. language: its code.
     """
     words: list[tuple[str, list[int]]] = []
     for text, members in group_words(decode, tokens, language):
@@ -80,8 +82,8 @@ def find_words(
 
 
 def _bare(text: str) -> str:
-    """Return a text without white space and punctuation (Unicode's categories P) at its ends; the sign or point of a
-    number that begins it stays. "" if nothing else is left.
+    """Return a text without white space and punctuation (Unicode's categories P) at its ends, except that a sign or
+    point directly before a leading number stays. "" if nothing remains.
     """
     whole = text.strip()
     kept = [at for at, each in enumerate(whole) if not (each.isspace() or unicodedata.category(each).startswith("P"))]
@@ -95,9 +97,11 @@ def _bare(text: str) -> str:
 def group_words(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], language: str
 ) -> list[tuple[str, list[int]]]:
-    """Return the words of a text, with spaces and punctuation, each with the numbers of its tokens. decode: turns
-    tokens into text; language: its code. A space or punctuation begins a word; in languages without spaces (Chinese,
-    Japanese, ...) every character does.
+    """Return (word, indices of its tokens) for each word of a text, with spaces and punctuation. decode: returns the
+    text of tokens; language: its code.
+
+    A space or a punctuation character begins a word, and punctuation is then joined to its neighbour. In languages
+    without spaces (Chinese, Japanese, ...) every character is a word.
     """
     words: list[tuple[str, list[int]]] = []
     for text, members in _characters(decode, tokens):
@@ -110,8 +114,8 @@ def group_words(
 
 
 def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the shortest runs of tokens that are whole characters, or bytes that are none, with the tokens' numbers,
-    from 0. decode: turns tokens into text.
+    """Yield (text, indices of its tokens) for the shortest runs of tokens that decode to complete characters, or to
+    bytes that are invalid in the whole text too. decode: returns the text of tokens.
     """
     whole, done, members = decode(tokens), 0, []
     for number in range(len(tokens)):
@@ -124,8 +128,8 @@ def _characters(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _with_next(words: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Return the words, (text, numbers of tokens), with opening marks of punctuation joined to the word after them, and
-    closing ones to the word before.
+    """Return the words, (text, indices of its tokens), with opening punctuation joined to the word after it, and
+    closing punctuation to the word before.
     """
     joined: list[tuple[str, list[int]]] = []
     for text, members in reversed(words):

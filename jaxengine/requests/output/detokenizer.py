@@ -25,8 +25,8 @@ class IncrementalDetokenizer:
       spaces_between_special_tokens: False joins adjacent added tokens without the space that some decoders insert; no
         effect for byte-level vocabularies.
       stop: strings that end the text when they appear in it. They may span tokens.
-      stop_after: the words around reasoning, in which they are not looked for.
-      include_stop_str_in_output: the text then ends after the stop string, not before it.
+      stop_after: the words around reasoning; stop strings within reasoning do not count.
+      include_stop_str_in_output: the text ends after the stop string instead of before it.
       prompt_tail_ids: last ids of the prompt, which determine in some decoders whether the text begins with a space.
     """
 
@@ -56,13 +56,14 @@ class IncrementalDetokenizer:
     def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str | None:
         """Add token ids; return the stop string that has ended the text, now or before, or None.
 
-        check_stop=False: stop strings that end within this text are ignored (min_tokens); one may begin in it.
+        check_stop=False: stop strings that end within this text are ignored (min_tokens); one may begin in it. Text
+        after a stop string is dropped.
         """
         return self._take(self._decoder.push(token_ids), check_stop)
 
     def finish(self) -> str | None:
-        """End the text: release held text, an incomplete character as U+FFFD. Returns the stop string or None, as
-        `append` does.
+        """End the text: release held text, an incomplete character as U+FFFD. Returns the stop string that has ended
+        the text, or None.
         """
         self._take(self._decoder.flush(), True)
         if self._stop is None:
@@ -72,7 +73,9 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """Return the settled text, which later ids do not change."""
+        """Settled text so far, which later ids do not change. Text that may still become a stop string is not part of
+        it.
+        """
         if len(self._settled) > 1:
             taken = self._num_taken
             head, tail = "".join(self._settled[:taken]), "".join(self._settled[taken:])
@@ -81,14 +84,14 @@ class IncrementalDetokenizer:
         return "".join(self._settled)
 
     def delta(self) -> str:
-        """Return the part of `text` added since the last call, and count it as returned."""
+        """Return the part of `text` that was added since the last call, and mark it as returned."""
         new = "".join(self._settled[self._num_taken :])
         self._num_taken = len(self._settled)
         return new
 
     def _take(self, text: str, check_stop: bool) -> str | None:
-        """Pass decoded text through the search for stop strings, and keep what is settled; return the stop string that
-        has ended the text, or None. check_stop: whether one that ends in this text counts.
+        """Search decoded text for stop strings, and append what is settled to the text; return the stop string that has
+        ended the text, or None. check_stop: whether a stop string that ends in this text counts.
         """
         if self._stop is None:
             self._settle(text)
@@ -118,15 +121,17 @@ class _ByteDecoder:
         return self._utf8.decode(b"".join([self._token_bytes(i) for i in token_ids if i not in skipped]))
 
     def flush(self) -> str:
-        """Return held bytes, an incomplete character as U+FFFD."""
+        """Return the held bytes of an incomplete character as U+FFFD; "" if there are none."""
         return self._utf8.decode(b"", final=True)
 
 
 class _WindowDecoder:
-    """Decoder for other vocabularies: the text of a window of ids with the new one, minus the text without it."""
+    """Decoder for vocabularies that are not byte-level: new text is the text of a window of ids with the new id, minus
+    the text of the window without it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, join_added: bool, tail_ids: Sequence[int]):
-        """Begin with the window of tail_ids, the prompt's last. skip_special_tokens: special tokens add nothing.
+        """Begin with the window `tail_ids`, the prompt's last ids. skip_special_tokens: special tokens add nothing.
         join_added: adjacent added tokens get no space between them.
         """
         self._tokenizer = tokenizer
@@ -137,18 +142,20 @@ class _WindowDecoder:
         self._num_known = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these ids add and that later ones do not change; skipped ids add nothing."""
+        """Return the text that these ids add and that later ones do not change. Skipped ids add nothing; ids that end
+        within a character are held.
+        """
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def flush(self) -> str:
-        """Return the text of the ids that were held back, which then are the window's known ones."""
+        """Return the text of the held ids, and shorten the window to these ids."""
         text = self._decode(self._window)[len(self._decode(self._window[: self._num_known])) :]
         self._window, self._num_known = self._window[self._num_known :], len(self._window) - self._num_known
         return text
 
     def _push(self, token_id: int) -> str:
-        """Return the text that one id adds, "" while it may end within a character, for at most MAX_HELD_TOKENS - 1
-        ids.
+        """Return the text that one id adds with the ids held before it. "" while the text ends within a character, but
+        never with MAX_HELD_TOKENS ids held.
         """
         if token_id in self._joined and self._window and self._window[-1] in self._joined:
             held = self.flush()

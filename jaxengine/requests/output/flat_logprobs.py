@@ -16,10 +16,10 @@ Position = TypeVar("Position", PositionLogprobs, PositionLogprobs | None)
 
 
 class FlatLogprobs(Sequence[Position], Generic[Position]):
-    """Log-probabilities of positions, read like a list of dicts from token id to Logprob, and kept as flat arrays.
+    """Log-probabilities of positions in flat arrays, read like a list of dicts from token id to Logprob.
 
-    Entries of position i are those from start_indices[i] to end_indices[i], in the order of the dict; a position
-    without any is None.
+    Position i has the entries start_indices[i] to end_indices[i] (exclusive), in the order of the dict; a position
+    without entries is None.
 
     Attributes:
       start_indices, end_indices: i64[positions].
@@ -39,8 +39,8 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
         ranks: np.ndarray,
         decoded_tokens: list[str | None],
     ):
-        """Keep the given arrays without copies. ends: i64[positions], number of entries up to the end of each position;
-        the others as the attributes.
+        """Store the given arrays without copies. ends: i64[positions], the total number of entries up to the end of
+        each position; the others as the attributes.
         """
         self.end_indices = ends
         self.start_indices = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
@@ -48,7 +48,9 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
 
     @classmethod
     def of(cls, positions: Iterable[Position]) -> FlatLogprobs[Position]:
-        """Return the flat form of a sequence of dicts; a FlatLogprobs is returned unchanged."""
+        """Return a sequence of dicts as FlatLogprobs; an empty dict or None becomes a position without entries. A
+        FlatLogprobs is returned unchanged.
+        """
         if isinstance(positions, FlatLogprobs):
             return positions
         known = [position or {} for position in positions]
@@ -69,8 +71,7 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs[Position]: ...
     def __getitem__(self, index: int | slice) -> Position | FlatLogprobs[Position]:
-        """Return the dict of one position, None for one without entries; or the flat form of the positions of a slice.
-
+        """Return the dict of one position, None for one without entries; or a FlatLogprobs of the positions of a slice.
         Raises IndexError beyond the last position.
         """
         if isinstance(index, slice):
@@ -88,7 +89,7 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # as a list
 
     def __add__(self, later: Sequence[Position]) -> FlatLogprobs[Position]:
-        """Return the positions of both, those of `later` at the end."""
+        """Return a new FlatLogprobs with the positions of this one followed by those of `later`."""
         more = FlatLogprobs.of(later)
         ends = np.concatenate([self.end_indices, more.end_indices + len(self.token_ids)])
         token_ids, logprobs, ranks = (
@@ -100,6 +101,6 @@ class FlatLogprobs(Sequence[Position], Generic[Position]):
         return f"FlatLogprobs({len(self)} positions, {len(self.token_ids)} entries)"
 
     def _entry(self, index: int) -> Logprob:
-        """Return the entry of this index in the arrays."""
+        """Return the Logprob of the entry `index`, counted over all positions."""
         rank = int(self.ranks[index])
         return Logprob(float(self.logprobs[index]), None if rank < 0 else rank, self.decoded_tokens[index])

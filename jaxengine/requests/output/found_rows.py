@@ -6,12 +6,12 @@ import numpy as np
 
 
 class FoundRows:
-    """Rows [n, ...] of one sequence, in the order of its tokens."""
+    """Rows [n, ...] of one sequence, in the order of its tokens, collected by `add` and returned by `take`."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._num_sent = 0
-        # What was taken as a whole so far: the first `_num_kept` rows of a buffer that doubles where it is full.
+        # Rows that `_take_all` has joined: the first `_num_kept` rows of a buffer, which doubles when it is full.
         self._kept: np.ndarray | None = None
         self._num_kept = 0
 
@@ -20,12 +20,12 @@ class FoundRows:
         self._parts.append(rows)
 
     def take(self, count: int, only_new: bool) -> np.ndarray | dict[str, np.ndarray]:
-        """Return the first `count` rows, or fewer if there are fewer; only_new: of these, those not returned before,
-        which are then dropped.
+        """Return the first `count` rows, or fewer if there are fewer. With only_new, only those of them that were not
+        returned before, which are then dropped.
 
-        For rows with named fields, a dict with the rows of each. Raises ValueError without an `add` before. Needs the
-        same `only_new` each time. Takes time in proportion to the new rows; without only_new, on average. Steps that
-        ran before it was known that the sequence had ended may have added more than `count`.
+        For rows with named fields, returns a dict with the rows of each. Raises ValueError without an `add` before.
+        Every call must have the same `only_new`. `count` may be below the number of rows, as steps may have run before
+        it was known that the sequence had ended. Takes time in proportion to the new rows, without only_new on average.
         """
         new = self._take_new(count) if only_new else self._take_all(count)
         return new if new.dtype.names is None else {name: new[name] for name in new.dtype.names}
@@ -39,7 +39,9 @@ class FoundRows:
         return new
 
     def _take_all(self, count: int) -> np.ndarray:
-        """Return the first `count` rows, a view of a buffer that later rows are appended to."""
+        """Join the added rows into the buffer; return the first `count` rows, or fewer if there are fewer, as a view of
+        the buffer.
+        """
         parts, self._parts, kept = self._parts, [], self._kept
         if kept is None:
             kept = _joined(parts)
@@ -57,5 +59,7 @@ class FoundRows:
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Return the parts as one array, a single one without a copy. Raises ValueError for none."""
+    """Return the parts as one array; a single part is returned without a copy. Raises ValueError if `parts` is
+    empty.
+    """
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -52,7 +52,7 @@ class _Sequence:
       token_ids: output tokens so far.
       logprobs, masses: of each token, as far as requested: log-probabilities, and the numbers of return_sampling_mass.
       cumulative_logprob: sum of the log-probabilities of the output tokens; 0 if none were requested.
-      num_sent: tokens that earlier outputs of a stream had.
+      num_sent: number of tokens that earlier outputs of a stream had.
       found: rows that capabilities returned, by field of CompletionOutput.
       finish_reason, stop_reason: as of CompletionOutput.
     """
@@ -72,8 +72,8 @@ class _Sequence:
     stop_reason: int | str | None = None
 
     def append(self, token_id: int) -> tuple[FinishReason, str] | None:
-        """Add a token, one that is not hidden also to the text; return (reason, stop reason) if it ends the output:
-        with the stop string that it completed, or for a repetition. None if it does not.
+        """Add a token to the ids, and to the text unless it is a hidden stop token. Return (reason, stop reason) if its
+        content ends the output: STOP with the stop string that it completed, or REPETITION. Returns None otherwise.
         """
         self.token_ids.append(token_id)
         repeats = self.repetition is not None and self.repetition.append(token_id)
@@ -82,19 +82,19 @@ class _Sequence:
             stop_string = self.detokenizer.append([token_id], check_stop=count > least)
             if stop_string is not None:
                 return FinishReason.STOP, stop_string
-        # A token that ends the output in another way has that way's reason.
+        # If the token also ends the output in another way, that reason is reported.
         if repeats and least <= count < self.request.max_tokens and not self._is_stop_token(token_id):
             return FinishReason.REPETITION, REPETITION
         return None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End the output for these reasons: set them, settle its text and, if tokens were not reported step by step,
-        take them from the engine's request.
+        """End the output: set its reasons, settle its text, and, if tokens were not reported step by step, take all
+        token ids from the engine's request first.
         """
         self.finish_reason, self.stop_reason = reason.value, stop_reason
         if not self.request.per_step:
             known = self.request.output_token_ids
-            self.token_ids = known[known >= 0].tolist()  # a negative id is not a token, but the way a row failed
+            self.token_ids = known[known >= 0].tolist()  # negative ids mark rows that failed
         if self.detokenizer is not None:
             if not self.request.per_step:
                 hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])
@@ -102,15 +102,15 @@ class _Sequence:
             self.detokenizer.finish()
 
     def is_waiting(self, interval: int) -> bool:
-        """Whether its new tokens wait until there are `interval` of them, or as many as the request says. The first
-        and the last token do not wait.
+        """Whether new tokens wait until there are `interval` of them, or the request's stream_interval if it has one.
+        The first and the last token do not wait.
         """
         interval = self.group.params.stream_interval or interval
         return self.finish_reason is None and self.num_sent > 0 and len(self.token_ids) - self.num_sent < interval
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """Return the current output, as the output kind specifies (DELTA: what is new since the last call), and count
-        its tokens as sent.
+        """Return the output so far, or with DELTA only the part since the last call, and count its tokens as sent.
+        Logprobs, sampling mass, weight versions and rows of capabilities are included if the request has them.
         """
         first = self.num_sent if kind is RequestOutputKind.DELTA else 0
         self.num_sent = len(self.token_ids)
@@ -137,16 +137,20 @@ class _Sequence:
         )
 
     def _logprobs(self, first: int) -> Sequence[PositionLogprobs]:
-        """Return the log-probabilities from token `first` on, in the form that the request asks for."""
+        """Return the log-probabilities from token `first` on, as FlatLogprobs if the request has flat_logprobs, else as
+        a list.
+        """
         found = self.logprobs[first:]
         return FlatLogprobs.of(found) if self.group.params.flat_logprobs else found
 
     def _hides(self, token_id: int) -> bool:
-        """Whether a token is left out: the stop token that ended the request, unless it is to be included."""
+        """Whether a token is left out of the text: the stop token that ended the request, without
+        include_stop_str_in_output.
+        """
         return self._is_stop_token(token_id) and not self.group.params.include_stop_str_in_output
 
     def _is_stop_token(self, token_id: int) -> bool:
-        """Whether the request ended at a stop token, which this token is."""
+        """Whether the engine ended the request at a stop token and `token_id` is one of its stop tokens."""
         request = self.request
         ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
         return ended and token_id in request.stop_token_ids
@@ -162,9 +166,9 @@ class _Group:
       prompt_token_ids: token ids of the prompt.
       metrics: times of the request, filled in as it proceeds.
       sequences: one for each of n outputs, ended ones included.
-      prompt_logprobs: of each prompt token, None where there is none yet; None unless requested.
+      prompt_logprobs: of each prompt token, None for a token without them so far; None unless requested.
       flat_prompt_logprobs: the same as FlatLogprobs, made when first needed.
-      num_running: sequences that have not ended.
+      num_running: number of sequences that have not ended.
     """
 
     request_id: str
@@ -179,12 +183,11 @@ class _Group:
 
 
 class OutputProcessor:
-    """Tracker of an engine's requests, by tags, that makes their outputs.
-
-    tokenizer: None for token ids only. stream_interval: tokens of an output that are sent together.
+    """Tracker of an engine's requests, by tag, that creates their outputs. tokenizer: None for token ids only.
+    stream_interval: number of tokens of an output that are sent together.
 
     Attributes:
-      spans: (start, end, outputs) of the last calls of `process` with outputs, seconds of time.monotonic.
+      spans: (start, end, number of outputs) of the last 4096 calls of `process` with outputs, in seconds.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
@@ -201,8 +204,8 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking the n requests of `prepared`, and set their tags, by which their tokens are found. Its params
-        must be SamplingParams.
+        """Start tracking the n requests of `prepared`, and set the `tag` of each, by which its tokens are found.
+        `prepared.params` must be SamplingParams (asserted).
         """
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         assert isinstance(params, SamplingParams)
@@ -222,15 +225,15 @@ class OutputProcessor:
         self._groups[request_id] = group
 
     def running(self, request_id: str) -> list[Request]:
-        """Return those of a request's n sequences that have not ended; none for an unknown request."""
+        """Return the engine's requests of a caller's request that have not ended; [] for an unknown request."""
         group = self._groups.get(request_id)
         sequences = group.sequences if group is not None else []
         return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
-        """Drop the caller's request to which `request` belongs, without an output.
+        """Stop tracking the caller's request to which `request` belongs, without an output.
 
-        Returns its id (None if it is not tracked), and those of its n sequences that had not ended.
+        Returns its id and those of its n requests that had not ended; (None, []) if it is not tracked.
         """
         sequence = self._sequences.get(request.tag)
         if sequence is None:
@@ -245,13 +248,13 @@ class OutputProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
     ) -> list[RequestOutput]:
-        """Process the results of a step; return the outputs for callers: each new piece, or complete requests. Tokens
-        and results of requests that are not tracked, and token ids below 0, are ignored. Requests that have ended are
-        no longer tracked.
+        """Process the results of a step; return the outputs for callers: new parts of streams, and complete requests.
+        Requests that have ended are no longer tracked.
 
-        now: seconds of time.monotonic. stop: called for each request whose output ends because of its content, with the
-        reason, its stop_reason (the stop string, or that it repeats itself) and the number of its tokens so far; it
-        ends the request in the engine.
+        Tokens and results of requests that are not tracked, and token ids below 0, are ignored. now: seconds of
+        time.monotonic. stop: called for each request whose output ends because of its content, to end it in the engine,
+        with the request, the reason, its stop_reason (the stop string or "repetition_detected") and the number of its
+        tokens so far.
         """
         changed: dict[_Sequence, None] = {}
         for request in step.first_tokens:
@@ -290,11 +293,13 @@ class OutputProcessor:
 
     def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
         """Return the outputs for callers of these sequences, which changed at time `now`; set the times of their
-        requests, and forget requests that have ended. A stream gets one for each sequence that is not waiting for more
-        tokens; a request with FINAL_ONLY one with all n, at its end.
+        requests, and forget requests that have ended.
+
+        A stream gets one output for each sequence that is not waiting for more tokens; a request with FINAL_ONLY gets
+        one with all n, at its end.
         """
         outputs = []
-        # Several of a request's n may have ended together: only the last of them reports that all have.
+        # Several of a request's n sequences may end in one step; only the output of the last is marked as finished.
         last_of = {sequence.group.request_id: sequence for sequence in changed}
         for sequence in changed:
             group = sequence.group
@@ -317,7 +322,7 @@ class OutputProcessor:
         return outputs
 
     def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
-        """Return a RequestOutput of a group with the given completions. finished: whether all n have ended."""
+        """Return a RequestOutput of a group with these completions. finished: whether all n outputs have ended."""
         cached = group.sequences[0].request.num_cached_tokens
         return RequestOutput(
             request_id=group.request_id,
@@ -332,8 +337,8 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, group: _Group) -> Sequence[PositionLogprobs | None] | None:
-        """Return the prompt's log-probabilities in the form that the request asks for, None unless requested. The flat
-        form is kept in the group.
+        """Return the prompt's log-probabilities: None unless requested, FlatLogprobs with flat_logprobs, else a list.
+        The FlatLogprobs are stored in the group for later calls.
         """
         if group.prompt_logprobs is None or not group.params.flat_logprobs:
             return group.prompt_logprobs
@@ -342,16 +347,16 @@ class OutputProcessor:
         return group.flat_prompt_logprobs
 
     def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Stop tracking a sequence, end its output for these reasons, and count one less as running. Raises KeyError if
-        it is not tracked.
+        """Stop tracking a sequence, end its output with these reasons, and decrement its group's num_running. Raises
+        KeyError if it is not tracked.
         """
         del self._sequences[sequence.request.tag]
         sequence.finish(reason, stop_reason)
         sequence.group.num_running -= 1
 
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
-        """Return the detokenizer of one output, None for a request or an engine without texts. prompt_ids: of the
-        prompt, whose last 8 it needs.
+        """Return a new detokenizer of one output; None without a tokenizer, or with detokenize=False. prompt_ids: of
+        the prompt; the last 8 are used.
         """
         if self._tokenizer is None or not params.detokenize:
             return None
@@ -366,8 +371,8 @@ class OutputProcessor:
         )
 
     def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
-        """Append the log-probabilities of a sampled token, `row` of the scores, to its sequence, add its own to the
-        sum, and append the numbers of return_sampling_mass if requested.
+        """Append the log-probabilities of a sampled token, from `row` of the scores, to its sequence, add the token's
+        own to cumulative_logprob, and append the numbers of return_sampling_mass if requested.
         """
         params = sequence.group.params
         count, given_ids = params.num_logprobs, params.logprob_token_ids or ()
@@ -379,8 +384,8 @@ class OutputProcessor:
             sequence.masses.append(scores.given_logprobs[row, -len(SAMPLING_FIELDS) :])
 
     def _score_prompt(self, scores: PromptScores) -> None:
-        """Store the log-probabilities of a chunk of a prompt, from the first of the request's n sequences; those of
-        others and of unknown requests are dropped.
+        """Store the log-probabilities of a chunk of a prompt in its group, if they come from the first of its n
+        sequences; those of others and of unknown requests are dropped.
         """
         sequence = self._sequences.get(scores.request.tag)
         if sequence is None or sequence.index != 0:
@@ -400,8 +405,8 @@ class OutputProcessor:
     def _position(
         self, token_id: int, scores: TokenScores, row: int, count: int, given: Sequence[tuple[int, float]] = ()
     ) -> PositionLogprobs:
-        """Return the log-probabilities of the position that `row` of the scores has. count: likeliest tokens to list,
-        -1 for all; given: further (token id, logprob).
+        """Return the log-probabilities of one position by token id, from `row` of the scores. count: likeliest tokens
+        to list, -1 for all; given: further (token id, logprob) to list.
         """
         return position_logprobs(
             token_id,

@@ -20,8 +20,8 @@ class Logprob:
     """A token at a position.
 
     Attributes:
-      logprob: its log-probability, or logit if logprobs_mode says so.
-      rank: 1 is the likeliest of the vocabulary; None of tokens that were only requested by id.
+      logprob: its log-probability, or its logit with a logprobs_mode of logits.
+      rank: 1 is the likeliest of the vocabulary; None for tokens that were only requested by id.
       decoded_token: its text; None without a tokenizer.
     """
 
@@ -45,8 +45,8 @@ def position_logprobs(
     decode: Callable[[int], str] | None = None,
     given: Iterable[tuple[int, float]] = (),
 ) -> PositionLogprobs:
-    """Return the logprobs of one position: the sampled token and the `num_logprobs` likeliest (-1: all there are), k or
-    k + 1 entries, then those of the `given` tokens, which have no rank unless they are among the others.
+    """Return the logprobs of one position by token id: the sampled token, then the `num_logprobs` likeliest (-1: all in
+    top_ids), each token once, then the `given` tokens that are not among these, without a rank.
 
     top_ids and top_logprobs are sorted, likeliest first, and may be longer than requested. decode: returns a token's
     text; None leaves decoded_token None.
@@ -94,12 +94,12 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Return the seconds that the request waited in the engine's queue before it first ran; None before that."""
+        """Seconds that the request waited in the engine's queue before it first ran; None before that."""
         return _between(self.queued_time, self.first_scheduled_time)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Return the seconds from arrival to the first token; None before it."""
+        """Seconds from arrival to the first token; None before it."""
         return _between(self.arrival_time, self.first_token_time)
 
 
@@ -109,7 +109,9 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class WeightSpan(NamedTuple):
-    """Output tokens [start, end) of a request that one version of the engine's weights computed."""
+    """Output tokens from `start` to `end`, exclusive, of a request that one version of the engine's weights
+    computed.
+    """
 
     version: int | str
     start: int
@@ -180,8 +182,8 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def _append(self, later: CompletionOutput) -> None:
-        """Append a later output of the same sequence, which holds only what is new, to this one, in place;
-        cumulative_logprob, weight_versions and the reasons are those of the later one.
+        """Append a later output of the same sequence to this one, in place. The later one has only the parts that are
+        new. cumulative_logprob, weight_versions and the reasons become those of the later one.
         """
         self.text += later.text
         self.token_ids = [*self.token_ids, *later.token_ids]
@@ -208,14 +210,14 @@ class RequestOutput:
       request_id: as given, or chosen when it was prepared.
       prompt: None if the request was given as token ids.
       prompt_token_ids: token ids of the prompt, placeholders of media included.
-      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it), and those up to
-        prompt_logprob_start; None unless requested.
+      prompt_logprobs: one entry per prompt token; None for the first, which nothing precedes, and for those up to
+        prompt_logprob_start. None as a whole unless requested.
       outputs: those of the `n` outputs that changed, by ascending index.
       finished: whether all `n` have finished.
       metrics: times of the request so far; None where they are not known.
       num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
-      kv_transfer_params: by which another engine gets the pages of the prompt; None unless requested, and until it has
-        ended.
+      kv_transfer_params: parameters with which another engine fetches the pages of the prompt; None unless requested,
+        and until the request has ended.
     """
 
     request_id: str
@@ -229,8 +231,8 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
-        """Merge a later output of the same request into this one, in place: each of its completions is appended to that
-        of the same index (aggregate, for DELTA) or replaces it.
+        """Merge a later output of the same request into this one, in place: each of its completions is appended to the
+        one with the same index (aggregate, for DELTA) or replaces it.
 
         So a reader slower than the engine holds one output, never a queue. Raises ValueError for another request's
         output.

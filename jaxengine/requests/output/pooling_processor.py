@@ -29,9 +29,9 @@ class _Followed:
 
     Attributes:
       request: the engine's request.
-      request_id, prompt_token_ids: of the caller's output.
+      request_id, prompt_token_ids: fields of the caller's output.
       recipe: how the answer is computed.
-      vector: f32[N], once computed.
+      vector: f32[N]; None until it is computed.
       rows: the rows of the prompt's tokens so far, f32[tokens, N] of each step.
     """
 
@@ -69,7 +69,7 @@ class _Followed:
 
 
 class PoolingProcessor:
-    """Tracker of a pooling model's requests, by tags, that makes their outputs. Its interface is that of
+    """Tracker of a pooling model's requests, by tag, that creates their outputs. It has the interface of
     OutputProcessor.
     """
 
@@ -86,7 +86,9 @@ class PoolingProcessor:
         return len(self._by_id)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Start tracking a prepared request, and set the `tag` of its Request, by which its vectors are found."""
+        """Start tracking the one request of `prepared`, and set its `tag`, by which its vectors are found.
+        `prepared.params` must be a PoolingRecipe (asserted).
+        """
         (request,), recipe = prepared.requests, prepared.params
         assert isinstance(recipe, PoolingRecipe)
         self._last_tag = request.tag = (self._last_tag + 1) % TAGS
@@ -99,7 +101,9 @@ class PoolingProcessor:
         return [] if followed is None else [followed.request]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
-        """Drop a request without an output. Returns its id (None if it is not tracked), and the request."""
+        """Stop tracking a request, without an output. Returns its id and the request as a list; (None, []) if it is not
+        tracked.
+        """
         followed = self._by_tag.pop(request.tag, None)
         if followed is None:
             return None, []
@@ -109,8 +113,9 @@ class PoolingProcessor:
     def process(
         self, step: EngineOutput, now: float, stop: Callable[[Request, FinishReason, str, int], None]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Process the results of a step; return the outputs of requests that ended. Those are no longer tracked. now:
-        seconds of time.monotonic. stop: not called here.
+        """Process the results of a step; return the outputs of requests that ended, which are no longer tracked.
+        Results of other requests are stored; those of untracked ones are ignored. now: seconds of time.monotonic. stop:
+        never called.
         """
         for emitted in step.emitted:
             assert emitted.vectors is not None

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxengine.requests.params.repetition import RepetitionDetectionParams
 
-# What stop_reason says of an output that ended so.
+# stop_reason of an output that a repetition ended.
 STOP_REASON = "repetition_detected"
 
 

@@ -38,10 +38,10 @@ _LIMIT = 1e20
 
 
 class Steer(NamedTuple):
-    """One vector of a request.
+    """One steering vector of a request.
 
     Attributes:
-      at: name of the taps, None for those of a named vector.
+      at: name of the taps to which it is added; None for the taps of a named vector.
       vector: f32[D] as bytes, or a name among the engine's steering_vectors; `scale` multiplies it.
     """
 
@@ -51,9 +51,10 @@ class Steer(NamedTuple):
 
 
 def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
-    """Read names of taps, a list or a text with commas, without repeats; None for an empty list.
+    """Return the names of taps in `value`, a list or a text with commas, without repeats; None for an empty list.
 
-    name: of the field, for the RequestError that anything else raises. Whether the engine has the taps is not checked.
+    name: of the field, for the RequestError that any other value raises. Whether the engine has the taps is not
+    checked.
     """
     if isinstance(value, (list, tuple)) and not value:
         return None
@@ -67,10 +68,10 @@ def read_captured(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hidden_states: bool) -> int:
-    """Return the bytes of captured activations of one token. names: of taps; hidden_states: also those of
-    capture_layers.
+    """Return the bytes of the captured activations of one token. names: taps of the request; hidden_states: include
+    those of capture_layers.
 
-    config: of the engine. Raises RequestError for activations that the engine was started without.
+    config: the engine's. Raises RequestError for activations that the engine was started without.
     """
     number_bytes, total = 4 if str(config.dtype) == "float32" else 2, 0
     for field, option, asked in (
@@ -93,17 +94,16 @@ def captured_bytes(names: Sequence[str], config: Any, model: ModelConfig, *, hid
 
 
 def captured_fields(hidden_states: bool, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return fields of TokenParams for a request that gets hidden states, or the activations at these taps.
-
-    {} for one that gets neither.
+    """Return fields of TokenParams for a request that gets hidden states, or the activations at the taps `names`; {}
+    for one that gets neither.
     """
     captured = (*((HIDDEN_STATES,) if hidden_states else ()), *(names or ()))
     return {"capture": captured, "reads_prompt": True, "capabilities": CAPTURE} if captured else {}
 
 
 def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
-    """Read the field `steer` as given by a caller; None for an empty list. name: of the field, for errors. Raises
-    RequestError for what is not a list of at most MAX_STEER entries, and as `_entry` does.
+    """Return the field `steer` as a tuple of Steer; None for an empty list. name: of the field, for errors. Raises
+    RequestError for values that are no list of at most MAX_STEER valid entries.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MAX_STEER:
         raise _refused(name, value, f"{_FORM}, at most {MAX_STEER}")
@@ -111,9 +111,11 @@ def read_steer(name: str, value: Any) -> tuple[Steer, ...] | None:
 
 
 def _entry(name: str, value: Any) -> Steer:
-    """Return one entry of `steer`, a Steer or a dict of its fields, as a Steer with its vector as f32 bytes. A missing
-    scale is 1. Raises RequestError, which names `name`, for unknown keys, a missing vector, a scale above 1e20 in size,
-    and numbers without `at`.
+    """Return one entry of `steer`, a Steer or a dict of its fields, as a Steer with its vector as f32 bytes or a name.
+    A missing scale is 1.
+
+    Raises RequestError, which names `name`, for unknown keys, a missing or invalid vector, invalid taps, a scale above
+    1e20 in size, and numbers without `at`.
     """
     if isinstance(value, (list, tuple)) and len(value) == len(_KEYS):  # a Steer, also one from a message
         value = dict(zip(_KEYS, value, strict=True))
@@ -132,9 +134,8 @@ def _entry(name: str, value: Any) -> Steer:
 
 
 def _check_at(name: str, at: Any) -> None:
-    """Raise RequestError unless `at` is a name of taps that can be steered, in form.
-
-    name: of the field, for the error.
+    """Raise RequestError unless `at` has the form of a name of taps that can be steered. name: of the field, for the
+    error.
     """
     try:
         if not isinstance(at, str):
@@ -165,5 +166,5 @@ def _numbers(name: str, vector: Any) -> bytes:
 
 
 def _refused(name: str, value: Any, allowed: str) -> RequestError:
-    """Return the RequestError, with param "steer", that the value of `name` must be `allowed`."""
+    """Return a RequestError, which the caller raises, with param "steer": the value of `name` must be `allowed`."""
     return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param="steer", value=value)

@@ -18,10 +18,10 @@ _INT32_MAX = 2**31 - 1
 def extra_fields(
     extra_args: Mapping[str, Any] | None, processors: Sequence[type[LogitsProcessor]], n: int
 ) -> dict[str, Any]:
-    """Return the fields of TokenParams that a request's extra_args give.
+    """Return the fields of TokenParams that a request's extra_args determine.
 
-    processors: of the engine. n: outputs of the request. Raises RequestError for what the processors do not have, and
-    for kv_transfer_params and an alignment that are not allowed.
+    processors: the engine's logits processors. n: number of outputs of the request. Raises RequestError for arguments
+    that no processor has, and for invalid kv_transfer_params or alignment.
     """
     others = dict(extra_args or {})
     kv_transfer = read_kv_transfer(others.pop(NAME, None))
@@ -34,8 +34,8 @@ def extra_fields(
 
 
 def _read_alignment(value: Any) -> tuple[int, int] | None:
-    """Return the first prompt token and the number of positions of an alignment; None for None. Raises RequestError for
-    all but a pair of int32, the first >= 0 and the second >= 1.
+    """Return (first prompt token, number of positions) of an alignment; None for None. Raises RequestError unless it is
+    a pair of int32, the first >= 0 and the second >= 1.
     """
     if value is None:
         return None

@@ -33,11 +33,11 @@ def _are_columns(value: Any) -> bool:
 
 
 def _is_whole(low: int, high: int) -> Callable[[Any], bool]:
-    """Return a check whether a value is an int from `low` to `high`, both included."""
+    """Return a predicate: whether a value is an int (no bool) from `low` to `high`, both included."""
     return lambda value: type(value) is int and low <= value <= high
 
 
-# Field -> whether a value is allowed, and which are. None is, too.
+# Field -> (predicate of allowed values, their description). None is always allowed.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_remote_decode": (lambda value: type(value) is bool, "true or false"),
     "do_remote_prefill": (lambda value: type(value) is bool, "true or false"),
@@ -52,10 +52,10 @@ _NEEDED = ("remote_engine_id", "remote_request_id", "remote_block_ids")
 
 
 def read_kv_transfer(value: Any) -> KVTransferParams | None:
-    """Return the record of a request's kv_transfer_params, None for none that ask for anything.
+    """Return a request's kv_transfer_params as a record; None if they request neither remote decode nor remote prefill.
 
     Raises RequestError, which names the field, for an unknown field, a value that is not allowed, do_remote_prefill
-    with do_remote_decode or without the ids and blocks that it needs, and one of host and port alone.
+    together with do_remote_decode or without the ids and blocks that it needs, and only one of host and port.
     """
     if value is None:
         return None
@@ -85,5 +85,5 @@ def read_kv_transfer(value: Any) -> KVTransferParams | None:
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return the RequestError about the field `name`."""
+    """Return a RequestError, which the caller raises, about the value of the field `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed is {allowed}", param=name, value=value)

@@ -25,7 +25,7 @@ class LoRARequest:
 
     @property
     def path(self) -> str:
-        """Return lora_path as text. Raises RequestError if it is not a path."""
+        """lora_path as text; "." for an empty path. Raises RequestError if it is not a path."""
         try:
             return os.fspath(self.lora_path) or "."
         except TypeError:
@@ -34,8 +34,8 @@ class LoRARequest:
 
 
 def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
-    """Return the adapter of each of `count` prompts, None for none, given one for all or a list. Raises RequestError
-    for other values, and for a list of another length.
+    """Return the adapter of each of `count` prompts, None for no adapter. given: one for all prompts, or a list. Raises
+    RequestError for other values, and for a list of another length.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):

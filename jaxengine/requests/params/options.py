@@ -81,15 +81,15 @@ class RequestOptions:
 
 
 def session_key(owner: str, session: str | None) -> str:
-    """Return the name of an owner's session in the engine, OWNER/SESSION; "" for None."""
+    """Return the key of an owner's session in the engine, "OWNER/SESSION"; "" if `session` is None."""
     return "" if session is None else f"{owner}/{session}"
 
 
 def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
-    """Return the options of each of `count` prompts. priority, client: for all or one per prompt, None for none.
+    """Return the options of each of `count` prompts. priority, client: one for all prompts or a list, None for the
+    default. loras: names of adapters, one per prompt.
 
-    loras: names of adapters, one per prompt. Raises RequestError if the number of priorities or clients is not `count`,
-    ValueError for that of loras.
+    Raises RequestError if the number of priorities or clients is not `count`, ValueError if the number of loras is not.
     """
     priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
     several = isinstance(client, Sequence) and not isinstance(client, str)
@@ -104,15 +104,15 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
 
 
 def _refuse(name: str, value: Any, text: str) -> RequestError:
-    """Return the RequestError with this text about option `name`."""
+    """Return a RequestError with this text, which the caller raises, about the value of the option `name`."""
     return RequestError(text, param=name, value=value)
 
 
 def params_for(count: int, params: Any) -> list[SamplingParams]:
-    """Return copies of sampling parameters that request one output at the end: one for each of `count` prompts.
+    """Return copies of sampling parameters that request one output at the end, one for each of `count` prompts.
 
-    params: one for all, or one for each. Raises RequestError for another number of them. An entry that is no
-    SamplingParams is kept for the caller to refuse.
+    params: one for all, or a sequence. Raises RequestError for a sequence of another length. An entry that is no
+    SamplingParams is returned unchanged, for the caller to refuse.
     """
     if isinstance(params, SamplingParams):
         params = [params] * count

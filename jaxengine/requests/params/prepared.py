@@ -33,7 +33,7 @@ class TextPrompt(TypedDict):
 class TokensPrompt(TypedDict):
     """A prompt as token ids of the model's vocabulary.
 
-    prompt: its text, if known, only for the output. Other keys: as of TextPrompt.
+    prompt: its text, if known, only for the output. Other keys: see TextPrompt.
     """
 
     prompt_token_ids: Sequence[int]
@@ -44,8 +44,8 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as embeddings, what the first layer gets of each token: an array [n, hidden_size], or a file of one or
-    its base64. Needs enable_prompt_embeds. cache_salt: as of TextPrompt.
+    """A prompt as embeddings, the inputs of the first layer: an array [n, hidden_size], or a file of one or its base64.
+    Needs enable_prompt_embeds. cache_salt: see TextPrompt.
     """
 
     prompt_embeds: Any
@@ -66,7 +66,7 @@ def verify_salt(salt: Any) -> None:
 
 def is_token_ids(value: Any) -> bool:
     """Whether a value is a single prompt as token ids: a list, tuple or range whose first item is an integer, or a
-    one-dimensional integer array. An empty list is none; an empty array is one.
+    one-dimensional integer array. True for an empty array, False for an empty list.
     """
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
@@ -75,7 +75,7 @@ def is_token_ids(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """Checked and tokenized request that has not changed any state yet.
+    """Checked and tokenized request that the engine has not queued.
 
     Attributes:
       request_id: as given or chosen.

@@ -42,10 +42,10 @@ class RepetitionDetectionParams:
 
 
 def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParams | None:
-    """Read the field `name` of a request: RepetitionDetectionParams, or a mapping of their fields.
+    """Return the field `name` of a request, RepetitionDetectionParams or a mapping of their fields, as
+    RepetitionDetectionParams; None if max_pattern_size is 0.
 
-    Returns None for those that look for no pattern. Raises RequestError for anything else, and for unknown or invalid
-    fields.
+    Raises RequestError for other types, and for unknown or invalid fields.
     """
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in _FIELDS]
@@ -60,6 +60,6 @@ def read_repetition_detection(name: str, value: Any) -> RepetitionDetectionParam
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return the RequestError about a field of repetition_detection."""
+    """Return a RequestError, which the caller raises, about the field `name` of repetition_detection."""
     problem = f"repetition_detection.{name} must be {allowed}, got {show_value(value)}"
     return RequestError(problem, param="repetition_detection", value=value)

@@ -46,10 +46,15 @@ Rule = Callable[[str, Any], Any]
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    """Return a RequestError, which the caller raises, that the field `name` must be `allowed`."""
     return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
 
 
 def _int(low: int, high: int, allowed: str) -> Rule:
+    """Return a rule that accepts integers, but no bool, from `low` to `high`, and returns an int. allowed: description
+    for the error; a value above `high` is reported as "at most" instead.
+    """
+
     def check(name: str, value: Any) -> int:
         whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not integers here
         if not whole or not low <= int(value) <= high:
@@ -60,6 +65,10 @@ def _int(low: int, high: int, allowed: str) -> Rule:
 
 
 def _float(low: float, high: float, allowed: str) -> Rule:
+    """Return a rule that accepts real numbers, but no bool or NaN, from `low` to `high`, and returns a float. allowed:
+    description for the error.
+    """
+
     def check(name: str, value: Any) -> float:
         # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
         inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
@@ -71,17 +80,19 @@ def _float(low: float, high: float, allowed: str) -> Rule:
 
 
 def _flag(name: str, value: Any) -> bool:
+    """Return a bool unchanged. Raises RequestError for other types."""
     if not isinstance(value, bool):
         raise _refuse(name, value, "True or False")
     return value
 
 
 def _optional(rule: Rule) -> Rule:
+    """Return a rule that returns None for None, and the result of `rule` for other values."""
     return lambda name, value: None if value is None else rule(name, value)
 
 
 def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
-    """Return a rule that allows what `rule` does, and gives `meaning` in place of `value`."""
+    """Return a rule that checks with `rule`, and returns `meaning` if the checked value equals `value`."""
 
     def check(name: str, given: Any) -> Any:
         checked = rule(name, given)
@@ -91,12 +102,17 @@ def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
 
 
 def _number(row: Row) -> Rule:
-    """Return the rule of a parameter of rows: a number from row.low to row.high; row.off means row.neutral."""
+    """Return the rule of a parameter of ROWS: a number from row.low to row.high, of the type of row.neutral; row.off is
+    returned as row.neutral.
+    """
     rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
     return rule if row.off is None else _read_as(rule, row.off, row.neutral)
 
 
 def _temperature(name: str, value: Any) -> float:
+    """Return a temperature; log a warning and return MIN_TEMPERATURE for one between 0 and that. Raises RequestError
+    for values out of range.
+    """
     temperature = _number(ROWS[name])(name, value)
     if 0 < temperature < MIN_TEMPERATURE:
         _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
@@ -105,12 +121,17 @@ def _temperature(name: str, value: Any) -> float:
 
 
 def _num_logprobs(name: str, value: Any) -> int:
+    """Return a number of logprobs: an int from -1, 1 for True. Raises RequestError for other values."""
     if value is True:
         return 1
     return _int(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
 
 
 def _texts(at_most: int, max_chars: int) -> Rule:
+    """Return a rule that accepts a string or a list of at most `at_most` non-empty strings with at most `max_chars`
+    characters in total, and returns a tuple; () for None.
+    """
+
     def check(name: str, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else () if value is None else value
         whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
@@ -124,7 +145,9 @@ def _texts(at_most: int, max_chars: int) -> Rule:
 
 
 def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple[int, ...]:
-    """Return at most `most` token ids, 0 to 2**31 - 1, as a tuple without repeats; () for None. Raises RequestError."""
+    """Return at most `most` token ids, from 0 to 2**31 - 1, as a tuple without repeats; () for None. Raises
+    RequestError for other values.
+    """
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
         raise _refuse(name, value, f"a list of at most {most} token ids")
@@ -136,17 +159,23 @@ def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Return token ids as a tuple without repeats. Raises RequestError for other values, and for an empty list."""
     if not (ids := _token_ids(name, value)):
         raise _refuse(name, value, "None or a list with at least one token id")
     return ids
 
 
 def _logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    """Return at most MAX_LOGPROB_TOKEN_IDS token ids as a tuple without repeats; None if there are none. Raises
+    RequestError for other values.
+    """
     return _token_ids(name, value, MAX_LOGPROB_TOKEN_IDS) or None
 
 
 def _trace(name: str, value: Any) -> tuple[int, ...]:
-    """Return trace_decode_token_ids, a list or an array, as a tuple. Raises RequestError for other values."""
+    """Return trace_decode_token_ids, a list, tuple, range or array of 1 to MAX_TOKEN_IDS ids, as a tuple with repeats.
+    Raises RequestError for other values.
+    """
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
         raise _refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
@@ -155,6 +184,9 @@ def _trace(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    """Return a copy of a mapping from token id to a finite number, at most 1e20 in size, with int keys and float
+    values. Raises RequestError for other values.
+    """
     if not isinstance(value, Mapping):
         raise _refuse(name, value, "a dict from token id to a number")
     if len(value) > limits.MAX_TOKEN_IDS:
@@ -165,12 +197,16 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
+    """Return a copy of a mapping with at most MAX_EXTRA_ARGS string keys; None if it is empty. Raises RequestError for
+    other values.
+    """
     if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
         raise _refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
     return dict(value) or None
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    """Return a RequestOutputKind unchanged. Raises RequestError for other types."""
     if not isinstance(value, RequestOutputKind):
         raise _refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
     return value
@@ -349,7 +385,8 @@ class SamplingParams(SamplingFields):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field to the checked and normalised value.
 
-        Raises RequestError for an invalid value or an unsupported field, AttributeError for an unknown field.
+        Raises RequestError for an invalid value or an unsupported field, AttributeError, which names a similar field,
+        for an unknown one.
         """
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _RULES, 1)
@@ -367,23 +404,24 @@ class SamplingParams(SamplingFields):
 
     @property
     def _captures(self) -> bool:
+        """Whether the request returns hidden states or activations."""
         return self.return_hidden_states or bool(self.capture)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken: a temperature below 1e-5."""
+        """Whether the likeliest token is always chosen: a temperature below 1e-5."""
         return self.temperature < limits.GREEDY_BELOW
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
+        """Number of likeliest tokens with log-probabilities at each position of the output, -1 for all; None
         if no token has any.
         """
         return 0 if self.logprobs is None and (self.logprob_token_ids or self.return_sampling_mass) else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens with log-probabilities at each position of the prompt, -1 for all; None
+        """Number of likeliest tokens with log-probabilities at each position of the prompt, -1 for all; None
         if no token has any.
         """
         return 0 if self.prompt_logprobs is None and self.prompt_logprob_token_ids else self.prompt_logprobs
@@ -395,12 +433,12 @@ class SamplingParams(SamplingFields):
         processors: Sequence[type[LogitsProcessor]] = (),
         encode: Callable[[str], Sequence[int]] = lambda text: (),
     ) -> TokenParams:
-        """Return the parameters that the engine needs.
+        """Return the parameters that the engine needs for a step.
 
-        bad_words: token ids of that field. json_switches: see StructuredOutputsParams.switched_on. processors: of the
-        engine. encode: turns words around reasoning into token ids, none if the model cannot write them. Raises
-        RequestError for extra_args that the processors do not have, and for a thinking_token_budget that would have no
-        effect.
+        bad_words: token ids of that field. json_switches: names of fields for StructuredOutputsParams.switched_on.
+        processors: the engine's logits processors. encode: returns the token ids of a text around reasoning, () if the
+        model cannot write it. Raises RequestError for extra_args that the processors do not have, and for a
+        thinking_token_budget that would have no effect.
         """
         more: dict[str, Any] = {}
         if self.extra_args or processors:
@@ -431,7 +469,7 @@ class SamplingParams(SamplingFields):
         )
 
     def clone(self) -> SamplingParams:
-        """Return a copy that later changes, also of logit_bias and extra_args, do not affect."""
+        """Return a copy that does not change with the original; logit_bias and extra_args are copied too."""
         mine = copy.copy(self)
         for name in ("logit_bias", "extra_args"):  # all other fields are immutable
             if (own := getattr(self, name)) is not None:
@@ -450,7 +488,9 @@ class SamplingParams(SamplingFields):
         return mine
 
     def child_seed(self, index: int) -> int | None:
-        """Return the seed of output `index`, 0 to n - 1: seed + index in 63 bits; None if unseeded."""
+        """Return the seed of output `index`, 0 to n - 1: `seed` for output 0, else seed + index truncated to 63 bits;
+        None if unseeded.
+        """
         if self.seed is None or not index:
             return self.seed
         return (self.seed + index) & limits.INT64_MAX  # never -1, which would mean unseeded

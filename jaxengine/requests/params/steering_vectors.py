@@ -15,7 +15,7 @@ from jaxengine.requests.params.activations import Steer
 from jaxengine.scheduler.base.errors import RequestError, show_value
 from jaxengine.scheduler.base.token_params import TokenParams
 
-# Numbers that the entries of a request add together, a few milliseconds: a server does it between other requests.
+# Limit of the numbers that a request's entries add up, which takes a server a few milliseconds.
 MAX_ADDED = 1 << 22
 
 
@@ -26,11 +26,11 @@ def steered(
     model: ModelConfig,
     vectors: Mapping[str, ControlVector],
 ) -> TokenParams:
-    """Return the parameters with `steer` replaced by the sum, at each tap, of what the request's entries add there.
+    """Return a copy of `params` with `steer` replaced by one vector for each tap, sorted by name: the sum of all
+    entries' scaled vectors there.
 
-    params: of the request, unchanged. vectors: those that the engine was started with. Raises RequestError for taps or
-    vectors that the engine or the model does not have, for more than MAX_ADDED numbers, and for sums that are not
-    finite in float32.
+    vectors: the engine's named vectors. Raises RequestError for taps or vectors that the engine or the model does not
+    have, for more than MAX_ADDED numbers, and for sums that are not finite in float32.
     """
     if config.steer is None:
         raise RequestError("the engine was started without steer", param="steer")
@@ -59,10 +59,10 @@ def _terms(
     known: Mapping[str, Sequence[int]],
     every: Mapping[str, Sequence[int]],
 ) -> Iterator[tuple[list[str], np.ndarray, float]]:
-    """Yield names of taps, a vector f32[D] that is added at each of them, and its scale.
+    """Yield (names of taps, vector f32[D] to add at each of them, scale) for the entries of `steer`.
 
-    Equal entries are one, with their scales added up. known: taps of the engine; every: of the model. Raises
-    RequestError for taps and vectors that the engine or the model does not have.
+    Entries with equal taps and vector are merged, with their scales summed. known: the engine's taps; every: the
+    model's. Raises RequestError for taps and vectors that the engine or the model does not have.
     """
     scales: dict[tuple[str | None, bytes | str], float] = {}
     for entry in steer:
@@ -88,9 +88,9 @@ def _vectors(
     """Return the vectors f32[D] of one entry of `steer`, before its scale, by the names of the taps to which they are
     added.
 
-    at, vector: fields of the entry; a control vector given by name has its own taps. named: control vectors by name.
-    every: numbers of the layers, by kind of tap, at which the engine can add vectors. Raises RequestError for another
-    size, and for a name or a tap that the engine does not have.
+    at, vector: fields of the entry. A named control vector has its own taps, of which `at` selects some. named: control
+    vectors by name. every: numbers of the layers, by kind of tap, at which the engine can add vectors. Raises
+    RequestError for a vector of another size, and for a name or a tap that the engine does not have.
     """
     if isinstance(vector, bytes):
         assert at is not None

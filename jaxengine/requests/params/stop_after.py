@@ -15,8 +15,8 @@ _MAX_WORDS, _MAX_CHARS = 16, 256
 
 @dataclass(frozen=True)
 class StopAfter:
-    """The words around reasoning, named as in StructuredOutputsParams. They are looked for in the output's text: those
-    that are special tokens are only there with skip_special_tokens=False.
+    """The words around reasoning, named as in StructuredOutputsParams. They are searched for in the output's text,
+    which contains those that are special tokens only with skip_special_tokens=False.
 
     Attributes:
       reasoning_end: text that ends the reasoning, or a list of alternatives, each a text or a list of consecutive
@@ -39,9 +39,8 @@ class StopAfter:
 
 
 def stop_after(name: str, value: Any) -> StopAfter:
-    """Check a value of SamplingParams.stop_after, a StopAfter or a dict of its fields, and return it as a StopAfter.
-
-    name: of the field, for the RequestError.
+    """Return a value of SamplingParams.stop_after, a StopAfter or a dict of its fields, as a StopAfter. name: of the
+    field, for the RequestError that other values raise.
     """
     if isinstance(value, StopAfter):
         return value
@@ -53,8 +52,8 @@ def stop_after(name: str, value: Any) -> StopAfter:
 
 
 def _listed(name: str, value: Any) -> Sequence[Any]:
-    """Return the alternatives or consecutive texts of a value, which may be one text. name: of the field, for errors.
-    Raises RequestError for anything but a text or a list of 1 to _MAX_WORDS.
+    """Return a list or tuple of 1 to _MAX_WORDS entries unchanged, and a text as a tuple of one. name: of the field,
+    for the RequestError that other values raise. The entries are not checked.
     """
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not 1 <= len(listed) <= _MAX_WORDS:
@@ -63,8 +62,8 @@ def _listed(name: str, value: Any) -> Sequence[Any]:
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
-    """Return a text or list of texts as a tuple. Raises RequestError for other values, empty texts, and too many or too
-    long ones.
+    """Return a text, or a list of texts, as a tuple. Raises RequestError for other values, for more than _MAX_WORDS
+    texts, and for texts that are empty or longer than _MAX_CHARS.
     """
     listed = _listed(name, value)
     if not all(isinstance(word, str) and 1 <= len(word) <= _MAX_CHARS for word in listed):
@@ -73,7 +72,7 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _refuse(name: str, value: Any) -> RequestError:
-    """Return the RequestError about a field of stop_after."""
+    """Return a RequestError, which the caller raises, about the field `name` of stop_after."""
     allowed = f"a text of 1 to {_MAX_CHARS} characters, or a list of 1 to {_MAX_WORDS}"
     return RequestError(
         f"stop_after.{name} must be {allowed}, got {show_value(value)}", param="stop_after", value=value
@@ -81,8 +80,8 @@ def _refuse(name: str, value: Any) -> RequestError:
 
 
 class AnswerStops:
-    """StopStrings that are looked for only in the answer. White space between reasoning and answer ends nothing either,
-    but a stop string may begin in it.
+    """StopStrings that apply only to the answer after reasoning. A stop string that ends in the white space before the
+    answer is ignored too, but one may begin there.
     """
 
     def __init__(self, stops: StopStrings, after: StopAfter):
@@ -95,22 +94,22 @@ class AnswerStops:
 
     @property
     def met(self) -> str | None:
-        """Return the stop string that was found, else None."""
+        """The stop string that was found; None before."""
         return self._stops.met
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Read the next piece of text; return the text that is settled, as StopStrings.feed does. counts=False: a stop
-        string that ends in this piece is ignored.
+        """Read the next piece of text. Return the text that is settled: reasoning, and text of the answer that cannot
+        be part of a stop string. counts=False: a stop string that ends in this piece is ignored.
         """
         return self._read(text, counts)
 
     def release(self) -> str:
-        """Return the held text at the end of the input."""
+        """End the input: return the held text, which is searched as an answer if it may have begun the opening word."""
         return self._answer_from_beginning() + self._stops.release()
 
     def _at_opening(self, text: str, counts: bool) -> str:
-        """Read text until it is known whether the output begins with the opening word; return settled text. It holds
-        the pieces until then; counts: whether stop strings that end in `text` count.
+        """Read text until it is known whether the output begins with the opening word, and hold the pieces until then.
+        Return settled text, "" before. counts: whether stop strings that end in `text` count.
         """
         assert self._opening is not None
         at, found = self._opening.read(text, 0)
@@ -129,8 +128,8 @@ class AnswerStops:
         return "".join([self._stops.feed(text, counts=counts) for text, counts in pieces])
 
     def _in_reasoning(self, text: str, counts: bool) -> str:
-        """Return text of the reasoning, which is settled, and search it for the words that end it, after which
-        `_before_answer` reads on. counts: whether stop strings that end in `text` count, once the answer begins.
+        """Read text of the reasoning, and search it for the words that end it, after which `_before_answer` is the next
+        state. Return settled text. counts: whether stop strings that end in `text` count, once the answer begins.
         """
         found = [at for words in self._ends if (at := _end(words, text)) is not None]
         if not found:
@@ -139,8 +138,8 @@ class AnswerStops:
         return text[: min(found)] + self._before_answer(text[min(found) :], counts)
 
     def _before_answer(self, text: str, counts: bool) -> str:
-        """Read white space after the reasoning, in which no stop string ends, and what follows it. Returns settled
-        text.
+        """Read white space after the reasoning, in which no stop string ends, and the answer that follows. Return
+        settled text.
         """
         answer = text.lstrip()
         space = self._stops.feed(text[: len(text) - len(answer)], counts=False)
@@ -150,11 +149,13 @@ class AnswerStops:
         return space + self._in_answer(answer, counts)
 
     def _in_answer(self, text: str, counts: bool) -> str:
+        """Pass text of the answer to the search for stop strings; return settled text."""
         return self._stops.feed(text, counts=counts)
 
 
 def _end(words: list[Marker], text: str) -> int | None:
-    """Search text for consecutive words, the last one first in the list; return where the last one ends, or None.
+    """Search `text` for consecutive words, which are in `words` in reverse order. Return the position after the last
+    one; None while one is missing.
 
     Words that were found are removed from the list, so that the search continues with the next text.
     """

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 
 class _Automaton:
-    """Knuth-Morris-Pratt automaton of one pattern: the number of its leading characters that end the
-    text read so far.
+    """Knuth-Morris-Pratt automaton of one pattern.
+
+    Its state `matched` is the length of the longest prefix of the pattern that ends the text read so far.
     """
 
     def __init__(self, pattern: str):
@@ -21,7 +22,9 @@ class _Automaton:
             self._fallback.append(self._after(self._fallback[-1], char))
 
     def _after(self, matched: int, char: str) -> int:
-        """Return how many characters are matched after `char`, when `matched` were before it."""
+        """Return the number of characters matched after reading `char`, if `matched` characters were matched before;
+        the state does not change.
+        """
         while matched and self.pattern[matched] != char:
             matched = self._fallback[matched]
         return matched + (self.pattern[matched] == char)
@@ -34,15 +37,15 @@ class _Automaton:
         return self.matched == len(self.pattern)
 
     def go_on(self) -> None:
-        """Continue the search after a match, whose end may begin the next one."""
+        """Continue the search after a complete match: its longest suffix that begins the pattern stays matched."""
         self.matched = self._fallback[self.matched]
 
 
 class StopStrings:
     """Filter that passes text up to the first completed stop string; of several completed at once, the longest.
 
-    keep: pass the stop string too; nothing needs to be held back then. met: the stop string that was found, else None.
-    Raises ValueError for an empty stop string.
+    keep: pass the stop string too; then no text is held back. met: the stop string that was found, else None. Raises
+    ValueError for an empty stop string.
     """
 
     def __init__(self, stop: tuple[str, ...], *, keep: bool):
@@ -55,8 +58,9 @@ class StopStrings:
         self.met: str | None = None
 
     def feed(self, text: str, *, counts: bool = True) -> str:
-        """Read text; return the text that is settled: what precedes any stop string and cannot be the beginning of one,
-        or with `keep` all up to the end of the first. "" once a stop string was met. Sets `met`.
+        """Read text. Return the text that is settled: what precedes any stop string and cannot be the beginning of one,
+        or with `keep` everything up to the end of the first stop string. Sets `met` when one is completed; returns ""
+        in later calls.
 
         counts=False: a stop string that ends within this text is ignored; one that begins in it may end, and count,
         later.
@@ -80,6 +84,6 @@ class StopStrings:
         return passed[: len(passed) - held]
 
     def release(self) -> str:
-        """Return the held text at the end of the input, and hold it no longer."""
+        """Return and clear the held text, at the end of the input."""
         held, self._held = self._held, ""
         return held

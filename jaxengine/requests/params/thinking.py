@@ -45,7 +45,7 @@ class ThinkingWords:
 
 
 def thinking_words(name: str, value: Any) -> ThinkingWords:
-    """Check a value of SamplingParams.thinking_words, a ThinkingWords or a dict of its fields; return a ThinkingWords.
+    """Return a value of SamplingParams.thinking_words, a ThinkingWords or a dict of its fields, as a ThinkingWords.
 
     name: of the field, for the RequestError that other values raise.
     """
@@ -60,10 +60,11 @@ def thinking_words(name: str, value: Any) -> ThinkingWords:
 def limited(
     grammar: Grammar | None, num_tokens: int, words: ThinkingWords, encode: Callable[[str], Sequence[int]]
 ) -> Grammar:
-    """Return the grammar of an output with a limit on the reasoning before it.
+    """Return a copy of the grammar with a limit on the reasoning before the answer; None as grammar allows an answer of
+    any form.
 
-    grammar: None for an output of any form. num_tokens: the limit. encode: turns text into token ids of the model's
-    vocabulary, none if it cannot write the text. Raises RequestError if the limit would have no effect, and for a
+    num_tokens: the limit. words: texts around reasoning. encode: returns the token ids of a text in the model's
+    vocabulary, () if the model cannot write it. Raises RequestError if the limit would have no effect, and for a
     closing text that the model cannot write.
     """
     closing = tuple(encode(str(words.closing)))
@@ -82,5 +83,7 @@ def limited(
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return the RequestError about `name`, whose part before a point is the param."""
+    """Return a RequestError, which the caller raises, about the value of `name`; its param is the part of `name` before
+    a point.
+    """
     return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name.partition(".")[0], value=value)

@@ -15,8 +15,8 @@ STOP = "stop"
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """Result of a pooling model. data: f32[N], an embedding or the scores of labels; f32[n, N] of a task about tokens,
-    a row for each.
+    """Result of a pooling model. data: f32[N], an embedding or the scores of labels; f32[n, N] for a task about tokens,
+    one row for each token.
     """
 
     data: np.ndarray
@@ -45,7 +45,7 @@ class PoolingRequestOutput(Generic[Output]):
     stop_reason: int | str | None = None
 
     def check(self) -> None:
-        """Raise RequestError if there is no result."""
+        """Raise RequestError, with finish_reason and stop_reason, if the request has no result."""
         if self.finish_reason != STOP:
             why = f"{self.finish_reason} ({self.stop_reason})" if self.stop_reason else self.finish_reason
             raise RequestError(f"request {self.request_id!r} has no answer: {why}")
@@ -89,8 +89,8 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-        """Convert the output of a request whose data is an embedding f32[N]. It must have a result (`check`):
-        finish_reason becomes "stop".
+        """Return the output of a request whose data is an embedding f32[N] as an EmbeddingRequestOutput. The request
+        must have a result (`check`): finish_reason is reset to "stop".
         """
         return EmbeddingRequestOutput(*_rest(output, EmbeddingOutput(output.outputs.data.tolist())))
 
@@ -102,8 +102,8 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
-        """Convert the output of a request whose data is a score for each label, f32[N]. It must have a result
-        (`check`): finish_reason becomes "stop".
+        """Return the output of a request whose data is a score for each label, f32[N], as a
+        ClassificationRequestOutput. The request must have a result (`check`): finish_reason is reset to "stop".
         """
         return ClassificationRequestOutput(*_rest(output, ClassificationOutput(output.outputs.data.tolist())))
 
@@ -115,16 +115,20 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
     @staticmethod
     def from_base(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-        """Convert the output of a request whose data is a single score; raises ValueError for several."""
+        """Return the output of a request whose data is a single score as a ScoringRequestOutput. Raises ValueError for
+        several scores.
+        """
         return ScoringRequestOutput(*_rest(output, ScoringOutput(float(output.outputs.data.item()))))
 
     @staticmethod
     def of_pair(
         first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
     ) -> ScoringRequestOutput:
-        """Return the score of a query (`first`) and a document (`second`), outputs with a result. Of embeddings of
-        prompts it is the cosine, 0 if one has no length; of embeddings of tokens the sum, over the query's, of the
-        largest product with one of the document's. Prompts are concatenated, as in vLLM.
+        """Return the score of a query (`first`) and a document (`second`), both outputs with a result.
+
+        For embeddings of prompts it is the cosine, 0 if one has length 0. For embeddings of tokens it is the sum, over
+        the query's tokens, of the largest dot product with a token of the document. Prompts and ids are concatenated,
+        as in vLLM.
         """
         one, other = (each.outputs.data.astype(np.float64) for each in (first, second))
         if one.ndim == 2:
@@ -141,5 +145,7 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def _rest(output: PoolingRequestOutput[PoolingOutput], outputs: Any) -> tuple[Any, ...]:
-    """Return the first four fields of an output in order, with `outputs` replaced."""
+    """Return (request_id, `outputs`, prompt_token_ids, num_cached_tokens), the first four fields of `output` with its
+    own outputs replaced.
+    """
     return output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens

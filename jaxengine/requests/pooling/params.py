@@ -46,8 +46,8 @@ class PoolingRecipe:
     tokens: TokenTask | None = None
 
     def finish(self, vectors: np.ndarray) -> np.ndarray:
-        """Compute the answer f32[..., dimensions] (f32[..., N] if dimensions is None) from the model's vectors f32[...,
-        N]: cut first, then the activation over the last axis, computed in float64.
+        """Compute the answer f32[..., dimensions], or f32[..., N] if dimensions is None, from the model's vectors
+        f32[..., N]: the first dimensions, with the activation over the last axis computed in float64.
         """
         kept = vectors[..., : self.dimensions].astype(np.float64)
         if self.activation == NORMALIZE:
@@ -64,8 +64,8 @@ class PoolingRecipe:
         return kept.astype(np.float32)
 
     def finish_tokens(self, rows: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
-        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's token_ids; n leaves
-        out special tokens that the task does without.
+        """Compute the answer f32[n, dimensions] from the model's rows f32[tokens, N] for a prompt's token_ids; n
+        excludes a first or last special token that the task leaves out. For a recipe with `tokens` only.
         """
         assert self.tokens is not None
         first, end = self.tokens.columns
@@ -104,7 +104,7 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
 
     def recipe(self, model: PoolingModel) -> PoolingRecipe:
-        """Return how the answer is computed, with the model's own values for what was not given. Raises RequestError
+        """Return how the answer is computed, with the model's defaults for fields that are None. Raises RequestError
         for tasks and parameters that this model does not support, and for switches that contradict each other.
         """
         for name in _SWITCHES:
@@ -135,9 +135,8 @@ class PoolingParams:
         return PoolingRecipe(dimensions, activation if use_activation else IDENTITY, tokens)
 
     def prefix(self, model: PoolingModel) -> str:
-        """Return the text to prepend to the input: of prompt_name, else of the model's default prompt; "" without one.
-
-        Raises RequestError for a prompt_name that the model does not have.
+        """Return the text to prepend to the input: the prompt called prompt_name, else the model's default prompt; ""
+        without one. Raises RequestError for a prompt_name that the model does not have.
         """
         sentence = model.sentence
         prompts = {} if sentence is None else sentence.prompts
@@ -153,9 +152,8 @@ class PoolingParams:
         return prompts[name]
 
     def cut(self, token_ids: list[int], longest: int, model: PoolingModel) -> list[int]:
-        """Return the token ids that truncate_prompt_tokens keeps (see there), all for None. longest: max_model_len.
-
-        Raises RequestError for a number that is not allowed.
+        """Return the token ids that truncate_prompt_tokens keeps, all if it is None. longest: max_model_len, the
+        meaning of -1. Raises RequestError for other numbers than -1 and 1 to `longest`.
         """
         keep = self.truncate_prompt_tokens
         if keep is None:
@@ -165,8 +163,8 @@ class PoolingParams:
         return model.cut(token_ids, longest if keep == -1 else keep)
 
     def token_params(self, model: PoolingModel, recipe: PoolingRecipe) -> TokenParams:
-        """Return the parameters that the engine's steps need. recipe: from `recipe`. The prompt is computed whole for a
-        task about tokens, a pooler that reads all tokens, and skip_reading_prefix_cache.
+        """Return the parameters that the engine's steps need. recipe: from the method `recipe`. The prefix cache is not
+        read for a task about tokens, a pooler that reads all tokens, and skip_reading_prefix_cache.
         """
         tokens = recipe.tokens is not None
         reads_prompt = tokens or model.pooler.reads_all or self.skip_reading_prefix_cache is True
@@ -174,5 +172,5 @@ class PoolingParams:
 
 
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return the RequestError about parameter `name`."""
+    """Return a RequestError, which the caller raises, about the value of the parameter `name`."""
     return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

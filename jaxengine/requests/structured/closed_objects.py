@@ -34,10 +34,10 @@ class _UnclearError(ValueError):
 def forbid_additional_properties(text: str) -> str:
     """Return the schema (JSON text) with `"additionalProperties": false` in each object that can be closed safely.
 
-    The schema is returned unchanged if there is none, or if a part of it cannot be analysed. Raises ValueError for text
-    that is not JSON. Such an object lists properties, including all required ones; no other schema applies to the same
-    value (it is not part of an allOf, nor next to a $ref or anyOf, wherever it is referred to from); and it is not a
-    branch of a oneOf, unless a constant in each branch distinguishes them.
+    Such an object lists properties, including all required ones. No other schema applies to the same value (it is not
+    part of an allOf, nor next to a $ref or anyOf, wherever it is referred to from). It is not a branch of a oneOf,
+    unless a constant in each branch distinguishes them. The text is returned unchanged if there is no such object, or
+    if a part of the schema cannot be analysed. Raises ValueError for text that is not JSON.
     """
     if '"properties"' not in text:
         return text
@@ -52,8 +52,8 @@ def forbid_additional_properties(text: str) -> str:
 
 
 def lists_all(schema: dict[str, Any]) -> bool:
-    """Whether a schema lists `properties`, all that it requires among them, and has no keyword of its own that mentions
-    or counts others.
+    """Whether a schema has `properties` that include all required ones, and no other keyword that mentions or counts
+    properties.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list) or _NEEDS_OTHERS & schema.keys():
@@ -62,8 +62,8 @@ def lists_all(schema: dict[str, Any]) -> bool:
 
 
 def _closable(root: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of the schema `root` that are objects which can be closed. Raises _UnclearError for parts with an
-    $id, and references that lead nowhere.
+    """Yield the dicts within the schema `root` (mutable, not copies) that can be closed safely. Raises _UnclearError
+    for parts with an $id, and references that lead nowhere.
     """
     waiting: list[tuple[Any, bool]] = [(root, True)]
     seen: dict[tuple[int, bool], dict[str, Any]] = {}
@@ -82,15 +82,18 @@ def _closable(root: Any) -> Iterator[dict[str, Any]]:
 
 
 def _num_rules(schema: dict[str, Any]) -> int:
-    """Return the number of schemas in this one that apply to the same value: its own keywords, references, branches."""
+    """Return the number of schemas in this one that apply to the same value: 1 for its own keywords, 1 for each
+    reference, anyOf, oneOf, not and if, and the number of branches of allOf.
+    """
     count = bool(_OWN & schema.keys()) + sum(word in schema for word in (*REFERENCES, "anyOf", "oneOf", "not", "if"))
     return count + len(_listed(schema, "allOf"))
 
 
 def _parts(schema: dict[str, Any], alone: bool, root: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield subschemas, each with whether it alone applies to its value. Raises _UnclearError.
+    """Yield (subschema, whether it alone applies to its value).
 
     alone: whether `schema` alone applies to its value; root: the whole schema, in which references are looked up.
+    Raises _UnclearError for a reference that cannot be resolved.
     """
     alone = alone and _num_rules(schema) == 1
     for word in REFERENCES:
@@ -129,13 +132,15 @@ def _have_discriminator(branches: list[Any]) -> bool:
 
 
 def _constant(rule: Any) -> str | None:
-    """Return the string that the `const` of a schema (`rule`) demands; None without one."""
+    """Return the string that the schema `rule` has as `const`; None without one."""
     found = rule.get("const") if isinstance(rule, dict) else None
     return found if isinstance(found, str) else None
 
 
 def _followed(schema: Any, root: Any) -> dict[str, Any]:
-    """Return a schema, looked up in `root` if it has a $ref; {} if it is no object. Raises _UnclearError."""
+    """Return a schema, or the one its $ref points to in `root`; {} if that is not an object. Raises _UnclearError for a
+    reference that cannot be resolved.
+    """
     found = _resolved(schema["$ref"], root) if isinstance(schema, dict) and "$ref" in schema else schema
     return found if isinstance(found, dict) else {}
 

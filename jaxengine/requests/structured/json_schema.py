@@ -30,7 +30,7 @@ def fit_for_grammar(text: str, lenient: bool) -> str:
     """Rewrite a schema for the grammar compiler, from JSON text to JSON text.
 
     lenient: drop patterns that no grammar supports; otherwise they stay, and the compiler refuses them. Text without a
-    format, pattern or propertyNames is returned unchanged. Raises ValueError for what is not JSON.
+    format, pattern or propertyNames is returned unchanged. Raises ValueError for text that is not JSON.
     """
     if not any(f'"{word}"' in text for word in ("format", "pattern", "propertyNames")):
         return text
@@ -39,14 +39,17 @@ def fit_for_grammar(text: str, lenient: bool) -> str:
 
 
 class _Fitting:
-    """Rewriting of the parts of one schema, in whose root references are looked up."""
+    """Rewriter of the parts of one schema. References are looked up in its root."""
 
     def __init__(self, root: Any, lenient: bool):
         self._document = SchemaDocument(root)
         self._lenient = lenient
 
     def schema(self, schema: Any) -> Any:
-        """Return a rewritten copy of a subschema; other values than dicts are returned unchanged."""
+        """Return a copy of a subschema, rewritten with all its parts: formats and propertyNames are replaced or
+        dropped, branches of anyOf with unsupported patterns are dropped if others remain, and with `lenient` other
+        unsupported patterns too. A value other than a dict is returned unchanged.
+        """
         if not isinstance(schema, dict):
             return schema
         fitted = dict(schema)
@@ -70,7 +73,9 @@ class _Fitting:
         return fitted
 
     def _fit_format(self, schema: dict[str, Any]) -> None:
-        """Drop a format that the grammar does not enforce from the schema itself; uuid1 to uuid8 become a pattern."""
+        """Delete a format that the grammar does not enforce, in place; uuid1 to uuid8 become a pattern unless the
+        schema has one.
+        """
         given = schema.get("format")
         if given is None or given in _FORMATS:
             return
@@ -80,8 +85,8 @@ class _Fitting:
             schema["pattern"] = _UUID.format(version.group(1))
 
     def _fit_names(self, schema: dict[str, Any]) -> None:
-        """Rewrite propertyNames, in the schema itself, as properties or patternProperties if possible; otherwise leave
-        it.
+        """Rewrite propertyNames, in place, as properties or patternProperties if possible, and delete it if it
+        restricts nothing; otherwise leave it.
         """
         names = self._resolved(schema["propertyNames"])
         rules = names.keys() - {"type", "title", "description", "$schema"} if isinstance(names, dict) else None
@@ -102,7 +107,9 @@ class _Fitting:
             schema["additionalProperties"] = False
 
     def _resolved(self, schema: Any) -> Any:
-        """Return a schema, resolved if it is only a reference; references to nowhere are returned as they are."""
+        """Return the schema that a schema with only a $ref points to; other schemas, and references that lead nowhere,
+        are returned unchanged.
+        """
         if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
             return schema
         try:
@@ -118,10 +125,11 @@ def _is_beyond(schema: Any) -> bool:
 
 
 def _name_pattern(names: dict[str, Any], rules: Any) -> str | None:
-    """Return a pattern that matches only names allowed by `names`, a schema of property names; None if this is not
+    """Return a pattern that matches only names allowed by `names`, a schema of property names; None if that is not
     supported.
 
-    rules: the keywords of `names` that restrict a name; a pattern, a known format or lengths, each without the others.
+    rules: the keywords of `names` that restrict a name. Supported are a pattern alone, a known format alone, and
+    lengths alone.
     """
     if rules == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]

@@ -34,7 +34,7 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 
 
 def _refuse(name: str, value: Any, allowed: str, owner: str = "structured_outputs") -> RequestError:
-    """Return the RequestError about the field owner.name."""
+    """Return a RequestError, which the caller raises, about the value of the field owner.name."""
     return RequestError(f"{owner}.{name} must be {allowed}, got {show_value(value)}", param=owner, value=value)
 
 
@@ -136,18 +136,17 @@ class StructuredOutputsParams:
                 raise _refuse("reasoning_begin", self.reasoning_begin, "None without reasoning_end")
 
     def _normalize(self, name: str, value: Any) -> None:
-        """Set a field of the frozen dataclass; only called by __post_init__."""
-        object.__setattr__(self, name, value)  # only called by __post_init__
+        """Set a field of the frozen dataclass; for __post_init__ only."""
+        object.__setattr__(self, name, value)
 
     @property
     def kind(self) -> str:
-        """Return the name of the given constraint, one of CONSTRAINTS."""
+        """Name of the given constraint, one of CONSTRAINTS."""
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
-        """Return the parameters with these fields set to True, unless the request contradicts them or is not for JSON.
-
-        names: switches of the engine's structured_outputs_config.
+        """Return a copy with the fields `names` set to True, except those that another field contradicts; unchanged
+        unless the constraint is JSON. names: switches of the engine's structured_outputs_config.
         """
         if self.kind not in ("json", "json_object"):
             return self
@@ -161,7 +160,8 @@ class StructuredOutputsParams:
     def compiled_from(self, encode: Callable[[str], Sequence[int]]) -> Grammar:
         """Return the grammar from which jaxengine.grammars computes masks.
 
-        encode: turns reasoning_begin into token ids, none if the model cannot write that text.
+        encode: returns the token ids of reasoning_begin, () if the model cannot write that text; the grammar then has
+        no reasoning.
         """
         text, kind, options = str(getattr(self, self.kind)), self.kind, {}
         if kind in ("json", "json_object"):
@@ -174,19 +174,21 @@ class StructuredOutputsParams:
         return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
-        """Return the body of a Lark rule equivalent to `json` or `json_object`; for these alone."""
+        """Return the body of a Lark rule equivalent to `json` or `json_object`; only valid for these constraints."""
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         return "%json " + json.dumps({**schema, "x-guidance": self._guidance()}, ensure_ascii=False)
 
     def _fitted_json(self) -> str:
-        """Return the schema as JSON text for the grammar compiler, with objects closed if they are to be."""
+        """Return the schema as JSON text for the grammar compiler, with objects closed if disable_additional_properties
+        is set.
+        """
         text = _JSON_OBJECT if self.json is None else fit_for_grammar(str(self.json), self.lenient)
         return forbid_additional_properties(text) if self.disable_additional_properties else text
 
     def _guidance(self) -> dict[str, Any]:
-        """Return llguidance's options for reading the schema."""
+        """Return llguidance's options for the schema: lenient and white space."""
         options: dict[str, Any] = {"lenient": True} if self.lenient else {}
         if self.disable_any_whitespace:
             return {**options, "whitespace_flexible": False}
@@ -194,9 +196,11 @@ class StructuredOutputsParams:
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    """Check a value of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields.
+    """Return a value of SamplingParams.structured_outputs, a StructuredOutputsParams or a dict of its fields, as a
+    StructuredOutputsParams.
 
-    Raises RequestError, about `name`, for others and unknown fields; as StructuredOutputsParams for invalid ones.
+    Raises RequestError about `name` for other types and unknown fields, and the errors of StructuredOutputsParams for
+    invalid values.
     """
     if isinstance(value, StructuredOutputsParams):
         return value
@@ -218,10 +222,11 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
 
 
 def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    """Return alternatives of consecutive words, given as a text, or as a list of texts or of lists of texts.
+    """Return alternatives of consecutive words, given as a text, or as a list of texts or of lists of texts, as a tuple
+    of tuples.
 
-    Raises RequestError for the field owner.name: for other values, more than MAX_WORDS alternatives or words, or more
-    than MAX_WORD_BYTES.
+    Raises RequestError about the field owner.name for other values, for more than MAX_WORDS alternatives or words, and
+    for a word of more than MAX_WORD_BYTES.
     """
     ends = _few(owner, name, (value,) if isinstance(value, str) else value)
     words = [_few(owner, name, (end,) if isinstance(end, str) else end) for end in ends]
@@ -254,10 +259,10 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema(value: Any) -> str:
-    """Check a schema, given as JSON text or as a mapping; return it as text.
+    """Return a schema, given as JSON text or as a mapping, as JSON text.
 
-    Raises RequestError for an invalid schema, one above MAX_SCHEMA_BYTES or MAX_NESTING, or one that refers to another
-    file.
+    Raises RequestError for invalid JSON, a value that is not a schema, one above MAX_SCHEMA_BYTES or MAX_NESTING, or
+    one that refers to another file.
     """
     allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
     try:
@@ -290,8 +295,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:
-    """Yield (depth, key, value) of the schema and all nested values, without recursion. key is None in lists, and of
-    data (the values of const, enum, default and examples, and all within).
+    """Yield (depth, key, value) of the schema and all nested values, without recursion. key is None for items of lists,
+    and for data: the values of const, enum, default and examples, and everything within them.
     """
     waiting: list[tuple[int, str | None, Any]] = [(0, None, schema)]
     while waiting:

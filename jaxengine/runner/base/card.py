@@ -21,28 +21,31 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 _FRACTIONS = FRACTION, OLD_FRACTION
 JAX_SHARE = 0.75
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"
-# One part in so many of what the client has is left for gaps.
+# 1 / _GAPS of the client's memory is left for gaps between allocations.
 _GAPS = 32
 _CPU_DEVICES = "jax_num_cpu_devices"
 
 
 def client_share(utilization: float) -> float:
-    """Return the share of a card that a client needs for an engine to plan for `utilization` of it: the share of which
-    `usable` leaves so much, at most 1.
+    """Return the share of a card, at most 1, that jax's client must take so that `usable` of it is the share
+    `utilization` of the card.
     """
     return min(1.0, utilization * _GAPS / (_GAPS - 1))
 
 
 def usable(limit: int) -> int:
-    """Return the bytes that an engine may plan for of the `limit` bytes that a client has."""
+    """Return the bytes that an engine may plan for, of the `limit` bytes that jax's client has: all but 1/32, which is
+    left for gaps.
+    """
     return limit - limit // _GAPS
 
 
 def claim_card(utilization: float) -> None:
-    """Make jax's client take the share of each CUDA card that `utilization` needs, if there is a plugin for such cards.
+    """Make jax's client take the share of each CUDA card that `utilization` needs, by setting an environment variable.
+    Call it before jax looks for devices.
 
-    Sets an environment variable, unless one says already how much to take. Where jax has its devices already this has
-    no effect: it warns if the client then has less than is needed. Call it before jax looks for devices.
+    Does nothing without a CUDA plugin, or if such a variable is set. If jax has initialised its devices already, it has
+    no effect, and a warning is logged if the client has less of a GPU than is needed.
     """
     if not any(map(_is_installed, _PLUGINS)) or any(name in os.environ for name in _FRACTIONS):
         return
@@ -60,20 +63,20 @@ def claim_card(utilization: float) -> None:
 
 
 def client_environment(utilization: float) -> dict[str, str]:
-    """Return the environment variables with which a process's client takes what `utilization` needs."""
+    """Return the environment variables that make jax's client take the share of a card that `utilization` needs."""
     return {FRACTION: f"{client_share(utilization):.4f}"}
 
 
 def card_bytes(limit: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the bytes of a card of which a client that was started in this environment has `limit` bytes: limit over
-    the fraction that the environment gives, else over JAX_SHARE.
+    """Return the bytes of a card from the `limit` bytes that jax's client has of it: limit divided by the fraction that
+    `environment` sets, else by JAX_SHARE.
     """
     given = next((environment[name] for name in _FRACTIONS if environment.get(name)), None)
     return int(limit / (JAX_SHARE if given is None else float(given)))
 
 
 def _is_installed(module: str, find: Callable[[str], object] = find_spec) -> bool:
-    """Whether a module can be imported; imports its parent packages only. find: in place of find_spec, for tests."""
+    """Whether a module can be imported; imports its parent packages only. find: replacement of find_spec, for tests."""
     try:
         return find(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
@@ -81,7 +84,9 @@ def _is_installed(module: str, find: Callable[[str], object] = find_spec) -> boo
 
 
 def _has_devices() -> bool:
-    """Whether jax has looked for its devices: it then refuses another number of CPU devices. Changes nothing."""
+    """Whether jax has initialised its devices, tested by setting the number of CPU devices, which jax then refuses; the
+    setting is restored.
+    """
     before = getattr(jax.config, _CPU_DEVICES)
     try:
         jax.config.update(_CPU_DEVICES, 1 if before != 1 else 2)

@@ -73,8 +73,8 @@ def init_slots(num_slots: int, num_tables: int, num_columns: int, sections: Mapp
 
 
 def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) -> TokenState:
-    """Return the initial token state of unused slots. vocab_size: of one device; sections: initial arrays of
-    extensions.
+    """Return the initial token state of unused slots. vocab_size: part of the vocabulary that one device has; sections:
+    initial arrays of extensions.
     """
     return TokenState(
         last_token=jnp.zeros(num_slots, jnp.int32),
@@ -84,8 +84,8 @@ def init_tokens(num_slots: int, vocab_size: int, sections: Mapping[str, Any]) ->
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Convert slots i32[n] numbered over all replicas to this replica's own numbers; `num_slots`, the slots of a
-    replica, for those of others.
+    """Convert slots i32[n] numbered over all replicas to this replica's own numbers. Slots of other replicas become
+    `num_slots`, the number of slots of a replica.
     """
     if num_shards("batch") == 1:
         return slots
@@ -94,8 +94,8 @@ def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    """Return the state with page-table entries i32[3, n] (row, column, page) written; rows outside of the table are
-    dropped.
+    """Return the state with page-table entries i32[3, n] (row, column, page) written; entries with a row or column
+    outside of the table are dropped.
     """
     rows, columns, pages = deltas
     return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))

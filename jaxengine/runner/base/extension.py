@@ -71,7 +71,7 @@ class Epilogue:
     """Kind of program that runs after a forward pass, on the arrays that the pass has left.
 
     Attributes:
-      make: makes its function, which takes `arguments` and returns the state in `changes`, then its output.
+      make: returns its function, which takes `arguments` and returns the state in `changes`, then its output.
       arguments: names of its arguments: "params" (the model's leaves), fields of DeviceState, "rows", "logits" or a
         section of Forwarded.
       changes: those arguments, fields of DeviceState, that it returns changed; they are donated.
@@ -80,7 +80,7 @@ class Epilogue:
         Forwarded; None for a bucket that it does not serve.
       width: tokens of a row in the steps that it serves; logits have size * width positions.
       ends: whether it is the last one of a step: no other epilogue can run after it.
-      of_model: as Program's.
+      of_model: whether the program depends on the model; if not, engines of several models share its executable.
     """
 
     make: Callable[[EpilogueSpec], Callable]
@@ -99,7 +99,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """Static facts from which the epilogues of a model are made, besides their sizes.
+    """Static inputs from which the epilogues of a model are built, besides their sizes.
 
     Attributes:
       graph, params_tree: static parts of the model, for epilogues that need its weights.
@@ -114,23 +114,23 @@ class EpilogueSpec:
     extensions: tuple[DeviceExtension, ...] = field(default=(), repr=False)
 
     def process(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """Return the function by which an extension changes logits inside samplers (jaxengine.sampling.sampler); None
-        if none does.
+        """Return the function by which the first extension that has one changes logits inside samplers
+        (jaxengine.sampling.sampler), bound to `tokens`; None if no extension does.
         """
         found = [each.process for each in self.extensions if each.process is not None]
         return partial(found[0], tokens) if found else None
 
     def replace(self, tokens: TokenState) -> Callable[..., jax.Array] | None:
-        """Return the function by which an extension replaces sampled tokens (jaxengine.sampling.sampler); None if none
-        does.
+        """Return the function by which the first extension that has one replaces sampled tokens
+        (jaxengine.sampling.sampler), bound to `tokens`; None if no extension does.
         """
         found = [each.replace for each in self.extensions if each.replace is not None]
         return partial(found[0], tokens) if found else None
 
     @property
     def more_scores(self) -> MoreScores | None:
-        """Return the further scores of sampled tokens that an extension computes in addition to logprobs; None if none
-        does.
+        """Scores of sampled tokens that the first extension with such scores computes in addition to logprobs; None if
+        no extension does.
         """
         found = [MoreScores(each.num_scores, each.score) for each in self.extensions if each.score is not None]
         return found[0] if found else None
@@ -138,7 +138,7 @@ class EpilogueSpec:
 
 @dataclass(frozen=True)
 class StageShape:
-    """Model, configuration and mesh that a stage's programs are made for; it makes their abstract arrays."""
+    """Model, configuration and mesh of a stage, from which its programs and their abstract arrays are built."""
 
     model: CausalLM  # abstract, built for the mesh
     config: ResolvedConfig  # resolved for the platform
@@ -154,7 +154,7 @@ class StageShape:
 
     @cached_property
     def groups(self) -> tuple[Paged | State, ...]:
-        """Cache groups of the whole model, each with the layers that this stage has of it."""
+        """Cache groups of the whole model. Each lists only those of its layers that this stage has."""
         hybrid = not self.config.disable_hybrid_kv_cache_manager
         return self.model.cache_groups(self.config.block_size, self.config.kv_cache_dtype, hybrid=hybrid)
 
@@ -174,20 +174,22 @@ class StageShape:
         return self.model.stage.is_last and self.model.config.pooler is None
 
     def shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
-        """Return an abstract array on the mesh, split as `spec` says (default: whole on every device)."""
+        """Return an abstract array on the mesh, sharded by `spec` (default: replicated on every device)."""
         return shape_on(self.mesh, shape, dtype, spec)
 
     def rows(self, num_rows: int, dtype: Any, *more: int) -> Any:
-        """Return an abstract array [replicas * num_rows, *more], split by replica."""
+        """Return an abstract array [replicas * num_rows, *more], sharded by replica."""
         return self.shape((self.num_ranks * num_rows, *more), dtype, RANKS)
 
     def hidden(self, num_tokens: int, count: int = 1) -> Any:
-        """Return abstract hidden states [replicas * num_tokens, count * D]: those after `count` layers, joined."""
+        """Return abstract hidden states [replicas * num_tokens, count * D], those of `count` layers joined, sharded by
+        replica.
+        """
         return self.rows(num_tokens, self.config.dtype, count * self.model.config.hidden_size)
 
     def handed_over(self, num_tokens: int) -> Any:
         """Return the abstract array [replicas * num_tokens, ...] that a stage passes to the next one: hidden states,
-        joined with the per-layer inputs of models that have them.
+        joined with per-layer inputs in models that have them.
         """
         model = self.model.config
         beside = model.num_layers * model.layer_input_size
@@ -222,29 +224,33 @@ class DeviceExtension:
     score: Callable[..., jax.Array] | None = None
 
     def __init__(self, shape: StageShape):
-        """Extend a stage of this shape."""
+        """Store the shape of the stage that this extends."""
         self.shape = shape
 
     def slots(self) -> Any:
-        """Return its section of SlotState, which forward passes change: a pytree of Kept; None for none."""
+        """Return the declaration of the extension's section of SlotState, which forward passes change: a pytree of
+        Kept; None for no section.
+        """
         return None
 
     def tokens(self) -> Any:
-        """Return its section of TokenState, which samplers change: a pytree of Kept; None for none."""
+        """Return the declaration of the extension's section of TokenState, which samplers change: a pytree of Kept;
+        None for no section.
+        """
         return None
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """Return its state changes, by name."""
+        """State changes of the extension, by name."""
         return {}
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Return its epilogues that run in this stage, by name."""
+        """Epilogues of the extension that run in this stage, by name."""
         return {}
 
     def message(self, bucket: Bucket) -> tuple[int, ...] | None:
-        """Return the shape of its int32 field in a bucket's messages; None for no field."""
+        """Return the shape of the extension's int32 field in a bucket's messages; None for no field."""
         return None
 
     def label(self, bucket: Bucket) -> str:
@@ -254,12 +260,14 @@ class DeviceExtension:
         return ""
 
     def given(self, bucket: Bucket) -> Any:
-        """Return the abstract arrays that a bucket's forward pass takes from it, besides the message; None for none."""
+        """Return the abstract arrays that the extension gives a bucket's forward pass, besides the message; None for
+        none.
+        """
         return None
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Return the abstract arrays that a forward pass leaves to epilogues for it; None for none. num_tokens,
-        num_rows: of one replica, the latter rows of logits.
+        """Return the abstract arrays of the extension that a forward pass leaves for epilogues; None for none.
+        num_tokens, num_rows: tokens and rows of logits of one replica.
         """
         return None
 
@@ -268,40 +276,44 @@ class DeviceExtension:
         return True
 
     def row_section(self, num_rows: int, width: int) -> Any:
-        """Return its abstract section of SampledRows for steps of `num_rows` rows with `width` tokens to sample; None
-        for none.
+        """Return the extension's abstract section of SampledRows for steps of `num_rows` rows with `width` tokens to
+        sample; None for none.
         """
         return None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Return its programs that run in addition to forward passes. params: the model's leaves, arrays or shapes."""
+        """Return the extension's programs that run in addition to forward passes. params: the model's leaves, arrays or
+        shapes.
+        """
         return ()
 
     def allocated(self) -> Mapping[str, Any]:
-        """Return abstract arrays, by purpose, that its StageExtension allocates, besides its sections of the state."""
+        """Return the abstract arrays, by purpose, that the extension's StageExtension allocates, besides its sections
+        of the state.
+        """
         return {}
 
     def memory(self) -> Mapping[str, int]:
-        """Return bytes of one device, by purpose, of the arrays that its part of a stage holds besides weights and
-        workspace: those of `allocated`, unless overridden.
+        """Return the bytes on one device, by purpose, of the arrays that the extension holds in a stage besides weights
+        and workspace: those of `allocated`, unless overridden.
         """
         return {purpose: sum(map(part_bytes, jax.tree.leaves(own))) for purpose, own in self.allocated().items()}
 
-    # Traced.
+    # Called while programs are traced:
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """Return the pass with token ids in place of each -1 of the message (a token that only the device knows); None
-        to leave them to others.
+        """Return the pass with token ids in place of each -1 of the message (a token that only the device has); None if
+        this extension does not fill them.
         """
         return None
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with this extension's inputs of the model added."""
+        """Return the pass with this extension's inputs of the model added, as sections of its batch."""
         return step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with what this extension keeps in its state, and leaves to epilogues, of the model's outputs:
-        step.hidden, and what layers have stored in its sections.
+        """Return the pass after the model has run, with the extension's state updated and its arrays for epilogues
+        added, both computed from step.hidden and from what layers have stored in its sections.
         """
         return step
 
@@ -315,31 +327,30 @@ class DeviceExtension:
         """
         return tokens
 
-    # At work.
+    # Called when a stage or runner is built:
 
     def at_stage(self, stage: Any) -> StageExtension | None:
-        """Return its StageExtension for a StageRunner, before anything is compiled; None for none."""
+        """Return the extension's StageExtension for a StageRunner, before anything is compiled; None for none."""
         return None
 
     def on_host(self, runner: Any) -> HostExtension | None:
-        """Return its HostExtension for the ModelRunner whose first or last stage this is; None for none."""
+        """Return the extension's HostExtension for the ModelRunner whose first or last stage this is; None for none."""
         return None
 
 
 def is_in_samplers(extension: DeviceExtension) -> bool:
-    """Whether samplers run code of the extension."""
+    """Whether samplers run code of the extension: process, replace, score or an overridden `remember`."""
     hooks = extension.process, extension.replace, extension.score
     return any(each is not None for each in hooks) or type(extension).remember is not DeviceExtension.remember
 
 
 class StageExtension:
-    """Part of a capability that works in a running stage: it holds arrays and runs programs. Sizes are bytes of one
-    device.
+    """Part of a capability in a running stage: it holds arrays and runs programs. Sizes are bytes on one device.
 
     Attributes:
       name: of the capability.
-      weight_bytes: bytes of its own weights, and of what it keeps for slots.
-      page_bytes: bytes that it keeps for each KV page.
+      weight_bytes: bytes of its own weights, and of the arrays that it holds for slots.
+      page_bytes: bytes that it holds for each KV page.
       models: abstract models whose weights it has; prefix: of their names in tables of weights.
       reads_message: its programs before a forward pass read the message, which is then sent to the devices once for
         all.
@@ -354,43 +365,45 @@ class StageExtension:
 
     @property
     def caches(self) -> Sequence[Any]:
-        """Return its own ExecutableCaches."""
+        """ExecutableCaches of the extension."""
         return ()
 
     @property
     def program_bytes(self) -> int:
-        """Return the bytes that its compiled programs hold."""
+        """Bytes that the extension's compiled programs hold."""
         return 0
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the workspace of its largest program, in bytes. Programs run before or after a forward pass, never
-        during one.
+        """Workspace of the extension's largest program, in bytes. Its programs run before or after a forward pass,
+        never during one.
         """
         return 0
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Estimate (program_bytes, workspace_bytes) before the number of pages is known. params: the model's leaves."""
+        """Return an estimate of (program_bytes, workspace_bytes) before the number of pages is known. params: the
+        model's leaves.
+        """
         return 0, 0
 
     def plan_pool(self, num_pages: int) -> None:
-        """Store the number of KV pages, from which the shapes of its programs and arrays follow."""
+        """Store the number of KV pages, which determines the shapes of the extension's programs and arrays."""
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compile or load its programs that run before and after a bucket's forward pass.
+        """Compile or load the extension's programs that run before and after a bucket's forward pass.
 
         params: the model's leaves.
         """
 
     def allocate(self) -> None:
-        """Allocate its arrays; called again after `release`."""
+        """Allocate the extension's arrays; called again after `release`."""
 
     def release(self) -> None:
-        """Free the arrays whose content can be computed again."""
+        """Free the extension's arrays whose content can be computed again."""
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Dispatch its programs that precede a forward pass; return the arrays of `DeviceExtension.given`, None for
-        none.
+        """Dispatch the extension's programs that precede a forward pass, without waiting; return the arrays of
+        `DeviceExtension.given`, None for none.
 
         params: the model's leaves. state: DeviceState before the step. message: the step's message, i32[replicas,
         size].
@@ -398,15 +411,16 @@ class StageExtension:
         return None
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
-        """Dispatch its work between the newest forward pass and the epilogue `name`.
+        """Dispatch the extension's work between the newest forward pass and the epilogue `name`, without waiting.
 
-        state: DeviceState before that epilogue. forwarded: Forwarded, what the pass has left.
+        state: DeviceState before that epilogue. forwarded: Forwarded, the results that the pass has left.
         """
 
     def after_sample(self, params: Sequence[Any], state: Any, forwarded: Any) -> None:
-        """Dispatch its work that follows the sampling of the newest forward pass's tokens.
+        """Dispatch the extension's work that follows the sampling of the newest forward pass's tokens, without waiting.
 
-        params: the model's leaves. state: DeviceState after the sampler. forwarded: Forwarded, what the pass has left.
+        params: the model's leaves. state: DeviceState after the sampler. forwarded: Forwarded, the results that the
+        pass has left.
         """
 
 
@@ -414,8 +428,10 @@ class HostExtension:
     """Functions of a capability that the engine's loop calls."""
 
     def __init__(self, runner: Any):
-        """Serve the extension on the host. runner: the ModelRunner."""
+        """Store the ModelRunner whose extension this is."""
         self.runner = runner
 
     def warm_up(self) -> None:
-        """Run what takes longer the first time; called when everything is compiled and before anything is served."""
+        """Run functions that are slower the first time. Called when everything is compiled and before anything is
+        served.
+        """

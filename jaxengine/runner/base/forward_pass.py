@@ -15,16 +15,16 @@ from jaxengine.scheduler.batches.buckets import Bucket
 
 
 class Rows(NamedTuple):
-    """Rows of the message, i32[S] each (StepLayout); padding rows have slot R, no tokens and sample nothing.
+    """Rows of the message, i32[S] each (StepLayout). Padding rows have slot R, no tokens and sample nothing.
 
     Attributes:
       slot: the row's slot, R in padding.
       index: the slot, for reading its state; in padding any slot.
       num_scheduled: number of tokens in the step.
       start: number of tokens computed before.
-      sample: above 0 where the row samples.
-      next_token: of rows after the decodes, the known token after the chunk, -1 if there is none.
-      told_start: `start` as the message has it, -1 where only the device has it.
+      sample: above 0 for rows that sample.
+      next_token: for rows after the decodes, the known token after the chunk, -1 if there is none.
+      told_start: `start` as the message has it, -1 if only the device has it.
     """
 
     slot: jax.Array
@@ -37,13 +37,13 @@ class Rows(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """Facts about the S rows of logits that the sampler gets.
+    """Description of the S rows of logits that the sampler gets.
 
     Attributes:
       slot: i32[S], R in padding.
       position: i32[S], of the token to be sampled, the first one if a row may get several.
       is_sampled: bool[S], rows that end at their last known token; the others' tokens are meaningless.
-      features: i32[1], union of what rows need, bits of jaxengine.scheduler.base.token_params.
+      features: i32[1], union of the rows' needs, bits of jaxengine.scheduler.base.token_params.
       sections: of extensions, by name.
     """
 
@@ -56,7 +56,7 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Static facts of a forward pass besides the model.
+    """Static inputs of a forward pass besides the model.
 
     Attributes:
       bucket, layout: shape of the step, and layout of its message.
@@ -113,13 +113,13 @@ class ForwardPass(NamedTuple):
     left: dict[str, Any] = {}
 
     def with_section(self, name: str, section: Any) -> ForwardPass:
-        """Return the pass with this section added to its batch."""
+        """Return a copy with the section `name` of its batch, the model's input, set to `section`."""
         return self._replace(batch=self.batch._replace(sections={**self.batch.sections, name: section}))
 
     def with_state(self, name: str, section: Any) -> ForwardPass:
-        """Return the pass with this section of the slots' state replaced."""
+        """Return a copy with the section `name` of the slots' state set to `section`."""
         return self._replace(slots=self.slots._replace(sections={**self.slots.sections, name: section}))
 
     def leaving(self, name: str, section: Any) -> ForwardPass:
-        """Return the pass with this section added to what it leaves to epilogues."""
+        """Return a copy with the section `name` of its results for epilogues set to `section`."""
         return self._replace(left={**self.left, name: section})

@@ -45,7 +45,7 @@ class StageNeeds(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the sum of programs, workspace and extensions, in bytes."""
+        """Sum of programs, workspace and extensions, in bytes."""
         return self.programs + self.workspace + sum(self.extensions.values())
 
 
@@ -82,13 +82,13 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the pool's pages."""
+        """Bytes of the pool's pages."""
         return self.num_pages * self.page_bytes
 
     @property
     def parts(self) -> dict[str, int]:
-        """Return the bytes that the engine will hold of one device by purpose, those of extensions included; their sum
-        is `planned`.
+        """Bytes that the engine will hold of one device by purpose, those of extensions included; their sum is
+        `planned`.
         """
         return {
             "weights": self.weights,
@@ -101,16 +101,18 @@ class MemoryPlan:
 
     @property
     def planned(self) -> int:
-        """Return the bytes of one device that the engine will hold: the sum of `parts`."""
+        """Bytes of one device that the engine will hold: the sum of `parts`."""
         return sum(self.parts.values())
 
     @property
     def num_requests(self) -> float:
-        """Return how many requests of max_model_len tokens the pool holds at once."""
+        """Number of requests of max_model_len tokens that the pool holds at once, as a fraction."""
         return self.num_pages / self.pages_per_seq
 
     def table(self) -> str:
-        """Return the plan as text of several lines, in MiB by purpose, for people."""
+        """Return the plan as text of several lines, for people: MiB by purpose, then pages and how many longest
+        requests fit, and a note if the pool is sized by need.
+        """
         rows = [
             ("weights", self.weights),
             ("programs", self.programs),
@@ -133,9 +135,8 @@ class MemoryPlan:
 
 
 def device_memory(device: Any) -> int:
-    """Return a device's bytes of memory: all of a CUDA card, of a TPU what its runtime may use, of a CPU the host's.
-
-    Where a control group limits the host's, that is what counts.
+    """Return a device's bytes of memory: all of a CUDA card, the part of a TPU that its runtime may use, the host's
+    memory for a CPU, or the control group's limit if that is lower.
     """
     if device.platform in _CARDS:
         return card_bytes(device.memory_stats()["bytes_limit"])
@@ -153,12 +154,12 @@ def device_memory(device: Any) -> int:
 
 
 def device_limit(device: Any) -> int | None:
-    """Return the bytes of a CUDA card that jax's client has; None for other devices, which it has whole."""
+    """Return the bytes of a CUDA card that jax's client has; None for other devices, whose client has no such limit."""
     return device.memory_stats()["bytes_limit"] if device.platform in _CARDS else None
 
 
 def memory_in_use(device: Any) -> int:
-    """Return the bytes of a device's memory in use now; for a CPU the process's memory without pages of files."""
+    """Return the bytes of a device's memory in use now; for a CPU the process's anonymous memory (RssAnon)."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_in_use"]
     status = Path("/proc/self/status").read_text()
@@ -166,22 +167,24 @@ def memory_in_use(device: Any) -> int:
 
 
 def return_free_memory() -> None:
-    """Return freed memory of this process to the system: compiling leaves hundreds of MiB in the C library's free
-    lists.
+    """Collect garbage, and return freed memory of this process to the system: compiling leaves hundreds of MiB in the C
+    library's free lists.
     """
     gc.collect()
     trim_heap()
 
 
 def trim_heap() -> None:
-    """Return the C library's free memory of this process to the system; does nothing where that is not glibc."""
+    """Return the C library's free memory of this process to the system; does nothing if it has no malloc_trim (not
+    glibc).
+    """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def workspace_bytes(analysis: Any) -> int:
-    """Return the bytes that a compiled program needs, besides its arguments, while it runs. analysis: its
-    `memory_analysis()`.
+    """Return the bytes that a compiled program needs, besides its arguments, while it runs: temporaries, and results
+    without donated memory. analysis: its `memory_analysis()`.
     """
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
@@ -189,16 +192,17 @@ def workspace_bytes(analysis: Any) -> int:
 def held_bytes(code: int, stored: int, backend: str) -> int:
     """Return the bytes of device memory that a loaded program holds. backend: as `jax.default_backend` names it.
 
-    code: machine code size from its `memory_analysis()`; stored: size of its file, used if the code size is not known.
+    code: machine code size from its `memory_analysis()`; stored: size of its file. On CPUs the result is a multiple of
+    `stored`; elsewhere it is `code`, or `stored` if `code` is 0.
     """
     return _CPU_BYTES_PER_STORED * stored if backend == "cpu" else code or stored
 
 
 class TooLong(ConfigError):
-    """Error of a max_model_len that is more than the pages that fit hold.
+    """Error of a max_model_len for which too few pages fit.
 
     Attributes:
-      fits: the most tokens of a request that they hold.
+      fits: the most tokens that a request can have with these pages.
     """
 
     def __init__(self, fits: int, max_model_len: int, allowed: str):
@@ -207,12 +211,12 @@ class TooLong(ConfigError):
 
 
 class StageSizes(NamedTuple):
-    """Bytes of one device of a stage, with which its memory plan begins."""
+    """Bytes on one device of a stage that are known before the memory plan."""
 
     total: int  # the device's memory
     weights: int  # those of extensions included
-    page_bytes: int  # of one page, with what extensions keep for each
-    limit: int | None = None  # as of `plan_memory`
+    page_bytes: int  # of one page, extensions' bytes for it included
+    limit: int | None = None  # bytes that jax's client has of the device; None if it has all
 
 
 def plan_stages(
@@ -223,9 +227,9 @@ def plan_stages(
     windows: tuple[int | None, ...],
     shared: int,
 ) -> MemoryPlan:
-    """Return the plan of the stage with the least room, the fewest pages.
+    """Return the plan of the stage with the fewest pages.
 
-    stages, needs: of each stage. windows, shared, and what it raises: as of `plan_memory`.
+    stages, needs: of each stage. windows, shared: arguments of `plan_memory`, whose errors this raises.
     """
     plans = [
         plan_memory(config, **sizes._asdict(), needs=own, windows=windows, shared=shared)
@@ -235,8 +239,8 @@ def plan_stages(
 
 
 def budget_of(config: ResolvedConfig, total: int, limit: int | None = None) -> int:
-    """Return the bytes of a device that an engine may plan for: the share gpu_memory_utilization of `total`, at most
-    what is usable of `limit`. total, limit: as of `plan_memory`.
+    """Return the bytes of a device that an engine may plan for: the share gpu_memory_utilization of `total`, the
+    device's bytes, and no more than what is usable of `limit`, the bytes that jax's client has (None: no limit).
     """
     budget = int(total * config.gpu_memory_utilization)
     return budget if limit is None else min(budget, usable(limit))
@@ -253,19 +257,21 @@ def plan_memory(
     windows: tuple[int | None, ...] = (None,),
     shared: int = 0,
 ) -> MemoryPlan:
-    """Plan the KV pool of one device: its size as the config fixes it (num_gpu_blocks_override, kv_cache_memory_bytes),
-    else what fits into gpu_memory_utilization of the device, and no more than requests can use.
+    """Return the memory plan of one device, with the size of its KV pool.
+
+    The pool has the size that the config fixes (num_gpu_blocks_override, kv_cache_memory_bytes), else the pages that
+    fit into gpu_memory_utilization of the device, but no more than requests can use.
 
     Args:
       total, weights, page_bytes: bytes of one device: its memory, the weights, and a page.
       needs: bytes of one device besides these.
       limit: bytes of a device that jax's client has; None if it has all.
-      windows: of the cache groups, whose pages are all `page_bytes` large.
-      shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
+      windows: of the cache groups, whose pages all have `page_bytes`.
+      shared: number of devices that share this host's memory; 0 if devices have memories of their own.
 
     Raises:
-      ConfigError: not a single page fits; says what to change. TooLong, a ConfigError: pages fit, but too few for
-        max_model_len.
+      ConfigError: not a single page fits; the message advises what to change. TooLong, a ConfigError: pages fit, but
+        too few for max_model_len.
     """
     limits = config.scheduler_config(1, windows=windows)
     pages_per_seq = most_pages_of(limits, config.max_model_len)
@@ -277,7 +283,7 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // max(1, page_bytes)
     else:
-        # More pages than all slots can fill would never be used but as cache: twice is plenty.
+        # More pages than all slots can fill serve only as prefix cache: twice as many are enough.
         needed = 2 * pages_per_seq * config.max_num_seqs
         if config.default_seq_tokens is not None:
             of_default = most_pages_of(limits, min(config.default_seq_tokens, config.max_model_len))
@@ -318,8 +324,8 @@ def plan_memory(
 
 
 def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...], most: int) -> int:
-    """Return the tokens of the longest sequence that num_pages pages hold: `most`, or fewer in a multiple of whole
-    pages. windows: of the cache groups.
+    """Return the tokens of the longest sequence that num_pages pages hold: `most` if it fits, else the largest number
+    of whole pages, in tokens; 0 if none. windows: of the cache groups.
     """
     limits = config.scheduler_config(1, windows=windows)
     if most_pages_of(limits, most) <= num_pages:
@@ -335,7 +341,9 @@ def longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | Non
 
 
 def _no_room(config: ResolvedConfig, budget: int, weights: int, needs: StageNeeds) -> ConfigError:
-    """Return the error of a device without room for a single page. weights: bytes of these and of the process."""
+    """Return a ConfigError, which the caller raises, for a device without room for a single page. weights: bytes of
+    weights and of the process.
+    """
     gib = 1 << 30
     held = {"weights": weights, "programs and what they need": needs.programs + needs.workspace, **needs.extensions}
     listed = ", ".join(f"{purpose} {size / gib:.2f} GiB" for purpose, size in held.items() if size)

@@ -18,7 +18,7 @@ class Program(NamedTuple):
       arguments: shapes with shardings and layouts.
       results: a pytree with the structure of the result.
       donate: indices of donated arguments.
-      of_model: whether the model decides what it does; else its shapes and the stage's extensions do.
+      of_model: whether the program depends on the model; if not, only on its shapes and the stage's extensions.
     """
 
     name: str
@@ -32,21 +32,21 @@ class Program(NamedTuple):
 def program_on(
     mesh: Mesh, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]
 ) -> Program:
-    """Return the program that every device of the mesh runs on its own parts of the arguments.
+    """Return a Program in which every device of the mesh runs `function` on its own parts of the arguments.
 
-    function: of one device's parts. arguments: whole shapes, which the mesh splits as their shardings say. results: a
-    pytree of shapes of which only the shardings matter. donate: indices of arguments whose memory results may take.
+    function: takes one device's parts. arguments: whole shapes, sharded over the mesh. results: a pytree of shapes of
+    which only the shardings matter. donate: indices of arguments whose memory results may take.
     """
     function = on_devices(mesh, function, _partition(arguments), _partition(results))
     return Program(name, function, arguments, results, donate)
 
 
 def on_devices(mesh: Mesh, function: Callable, arguments: Any, results: Any) -> Callable:
-    """Turn a function of one device's parts into one of whole arrays; on a mesh of one device it is the function
-    itself.
+    """Return a function of whole arrays that runs `function` on each device's parts; on a mesh of one device it is
+    `function` itself.
 
     arguments, results: pytrees with their structures, with a PartitionSpec in place of each array. Results that are not
-    split must be equal on all devices: nothing checks that.
+    sharded must be equal on all devices: nothing checks that.
     """
     if mesh.size == 1:
         return function
@@ -54,12 +54,12 @@ def on_devices(mesh: Mesh, function: Callable, arguments: Any, results: Any) -> 
 
 
 def shape_on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
-    """Return an abstract array that the mesh splits as `spec` says."""
+    """Return an abstract array that is sharded over the mesh by `spec`."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def abstract_params(params: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Return a model's leaves, arrays or shapes, as shapes with their shardings and layouts."""
+    """Return a ShapeDtypeStruct, with sharding and layout, for each of a model's leaves, which are arrays or shapes."""
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in params]
 
 

@@ -25,7 +25,7 @@ from jaxengine.runner.executables.executable_files import NotTrusted, ShippedFil
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Ends of names of facts that need not be equal: a number that may be larger here, a list that may be longer.
+# Suffixes of names of facts that need not be equal: a number may be larger here, a list may be longer.
 AT_LEAST, AMONG = " (or newer)", " (or more)"
 _MOST_BYTES = 64 << 20  # of a manifest
 _MOST_NAMED = 4  # differences in a message
@@ -34,7 +34,7 @@ _PARTS = {"facts": object, "options": object, "model": str, "sources": str, "pro
 
 
 class About(NamedTuple):
-    """Facts that programs are compiled for."""
+    """What programs are compiled for: versions, devices, options and model."""
 
     facts: Mapping[str, Any]  # versions, devices and flags as JSON values by name, of jaxengine.runner.start.bundles
     options: Mapping[str, Any]  # of the engine, as JSON values
@@ -46,14 +46,14 @@ class Bundle:
 
     Attributes:
       path: of the folder. cache_dir: the option compile_cache_dir, for all that is not in the bundle.
-      about: what it was made for; num_pages: KV pages of a replica; jaxengine: version that made it.
+      about: what its programs were compiled for; num_pages: KV pages of a replica; jaxengine: version that built it.
     """
 
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
         """Open a folder, and read and verify its manifest.
 
-        key_file: of the secret that it must be signed with; None if its owner decides (ShippedFiles). Raises
-        ConfigError for a folder that is no bundle, is damaged, of another format, or not to be trusted.
+        key_file: of the secret that it must be signed with; None trusts the folder by its owner (ShippedFiles). Raises
+        ConfigError for a folder that is not a bundle, is damaged, of another format, or not trusted.
         """
         self.path, self.cache_dir = path, cache_dir
         key = None if key_file is None else read_key("bundle_key_file", key_file)
@@ -73,7 +73,8 @@ class Bundle:
         self._sources, self._programs, self._numbers = found["sources"], found["programs"], found["numbers"]
 
     def check(self, here: About) -> None:
-        """Raise ConfigError, which names what differs, if the programs are not for `here`, the facts of this engine.
+        """Raise ConfigError, which names the differences, if the programs were not built for `here`, the description of
+        this engine.
 
         Options are compared first; a difference is then an error of that option, not of `bundle`.
         """
@@ -93,16 +94,18 @@ class Bundle:
                 raise self.refused("; ".join(found[:_MOST_NAMED]) + rest)
 
     def check_sources(self, name: str, digest: str) -> None:
-        """Raise ConfigError if the programs were traced from other sources than those of this digest.
+        """Raise ConfigError if the programs were traced from other sources than those with this digest.
 
-        name: of the model's class, or "programs" for those without a model.
+        name: of the model's class, or "programs" for programs without a model.
         """
         if (built := self._sources.get(name)) != digest:
             problem = f"jaxengine's sources of {name} are not those of jaxengine {self.jaxengine} that built it"
             raise self.refused(f"it has no {name}" if built is None else problem)
 
     def program(self, name: str, key: str) -> bytes:
-        """Return a program's bytes, verified. name: for messages. Raises ConfigError if it is missing or damaged."""
+        """Return a program's bytes, whose digest is verified. name: for messages. Raises ConfigError if it is missing
+        or damaged.
+        """
         if (entry := self._programs.get(key)) is None:
             raise self.refused(f"it has no program {name!r} of the shapes that this engine needs")
         _, digest, size = entry
@@ -115,7 +118,7 @@ class Bundle:
         return content
 
     def program_bytes(self, key: str) -> int:
-        """Return the size of a program in bytes, 0 if it has none."""
+        """Return the size of a program in bytes, 0 if the bundle lacks it."""
         return self._programs[key][2] if key in self._programs else 0
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
@@ -123,7 +126,9 @@ class Bundle:
         raise AssertionError("a bundle that is read has every program, or `program` raises")
 
     def number(self, name: str, key: str) -> int:
-        """Return a number that was found when a program was compiled. Raises ConfigError if it is missing."""
+        """Return a number that was computed when a program was compiled. name: for messages. Raises ConfigError if it
+        is missing.
+        """
         if (found := self._numbers.get(key)) is None:
             raise self.refused(f"it lacks the number {name!r} of a program that this engine needs")
         return found
@@ -133,16 +138,15 @@ class Bundle:
         raise AssertionError("a bundle that is read has every number, or `number` raises")
 
     def refused(self, why: str) -> ConfigError:
-        """Return the error of an engine that cannot use it. why: the reason."""
+        """Return a ConfigError, which the caller raises, that this bundle cannot be used. why: the reason."""
         advice = "build one for this engine (`jaxengine build`), or leave bundle out"
         return ConfigError.because("bundle", f"the bundle {self.path!r} cannot be used: {why}", advice)
 
     def _verified(self, content: bytes, key: bytes | None) -> dict[str, Any]:
-        """Return the fields of a manifest whose digest and signature are right, in a form that can be relied on. Raises
-        ConfigError for others: damaged, not signed by the key, of another format, or with fields that are missing or of
-        another form.
+        """Return the fields of a manifest, after its digest, signature, format and the types of its fields are
+        verified. Raises ConfigError if one of these is wrong.
 
-        content: of the file. key: of the signature; None if it needs none.
+        content: of the file. key: of the signature; None to skip it.
         """
         body, _, end = content.partition(b"\n")  # a line of JSON, and a line with its digest and signature
         try:
@@ -175,16 +179,16 @@ class Bundle:
 
 
 class NewBundle:
-    """Bundle that is being written, with the methods of Bundle that ExecutableCache calls.
+    """Bundle that is being written. It has the methods of Bundle that ExecutableCache calls.
 
     Programs are added as they are compiled; the manifest, which makes it a bundle, is written last.
     """
 
     def __init__(self, path: str, key_file: str | None, cache_dir: str | None = None):
-        """Make the folder. key_file: of the secret to sign with; None to leave it unsigned.
+        """Create the folder. key_file: of the secret to sign with; None to leave the bundle unsigned.
 
-        Raises ConfigError for a folder that cannot be written, or has files, unless they are a bundle: its manifest and
-        programs are then deleted.
+        The manifest and programs of an earlier bundle in it are deleted. Raises ConfigError for a folder that cannot be
+        written, or has files and is not a bundle.
         """
         self.path, self.cache_dir = named_path("out", path), cache_dir
         self._key = None if key_file is None else read_key("bundle_key_file", key_file)
@@ -196,7 +200,7 @@ class NewBundle:
             there = list(self.path.iterdir())
             if there and not (self.path / MANIFEST).is_file():
                 raise ConfigError("out", path, "a new folder, an empty one, or a bundle, which is replaced")
-            (self.path / MANIFEST).unlink(missing_ok=True)  # what is half replaced is no bundle
+            (self.path / MANIFEST).unlink(missing_ok=True)  # a half-replaced bundle must not be used
             for file in there:
                 if file.suffix == ".xla" and _is_digest(file.stem):
                     file.unlink()
@@ -210,11 +214,11 @@ class NewBundle:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of their files; equal programs share one."""
+        """Total bytes of the files of programs; equal programs share a file."""
         return sum({digest: size for _, digest, size in self._programs.values()}.values())
 
     def check_sources(self, name: str, digest: str) -> None:
-        """Add the digest of the sources that programs are traced from. name: of the model's class."""
+        """Record the digest of the sources from which programs are traced. name: of the model's class. Never raises."""
         self._sources[name] = digest
 
     def program(self, name: str, key: str) -> None:
@@ -225,18 +229,20 @@ class NewBundle:
         return self._programs[key][2] if key in self._programs else 0
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
-        """Write a program. name: for messages. Raises OSError."""
+        """Write a program to a file named by its digest, and record it under `key`. name: for messages. Raises
+        OSError.
+        """
         digest = hashlib.sha256(content).hexdigest()
         self._programs[key] = [name, digest, len(content)]
         with _replacing(self.path, f"{digest}.xla") as file:
             file.write(content)
 
     def number(self, name: str, key: str) -> int | None:
-        """Return a number that was added, or None."""
+        """Return the number added under `key`, None if there is none. name: ignored."""
         return self._numbers.get(key)
 
     def add_number(self, key: str, number: int) -> None:
-        """Add a number that was found when a program was compiled."""
+        """Record a number that was computed when a program was compiled."""
         self._numbers[key] = number
 
     def finish(self, about: About, num_pages: int, jaxengine: str) -> None:
@@ -247,7 +253,9 @@ class NewBundle:
 
 
 def write_manifest(folder: Path, found: Mapping[str, Any], key: bytes | None) -> None:
-    """Write a manifest's fields `found`, with their digest and, given a key, their signature. Raises OSError."""
+    """Write a manifest with the fields `found`, their digest and, given a key, their signature, in place of an earlier
+    one. Raises OSError.
+    """
     body = json.dumps(found, sort_keys=True).encode()
     code = None if key is None else _code(key, body).decode()
     seal = json.dumps({"sha256": hashlib.sha256(body).hexdigest(), "hmac_sha256": code}).encode()
@@ -257,8 +265,8 @@ def write_manifest(folder: Path, found: Mapping[str, Any], key: bytes | None) ->
 
 @contextlib.contextmanager
 def _replacing(folder: Path, name: str) -> Iterator[Any]:
-    """Context manager of a binary file, readable by all users, that takes its name in a folder when it is complete; an
-    error in the block deletes it.
+    """Yield a new binary file, readable by all users, that is renamed to `name` in the folder at the end of the block;
+    an error in the block deletes it instead.
     """
     descriptor, temporary = tempfile.mkstemp(prefix="tmp-", dir=folder)
     try:
@@ -289,8 +297,9 @@ def _same(built: Any, own: Any) -> bool:
 
 
 def _fits(name: str, built: Any, own: Any) -> bool:
-    """Whether programs that were built for a fact's value `built` run with `own`: a number at least as large, a list
-    that includes it, by the end of the fact's name (AT_LEAST, AMONG), or else an equal value.
+    """Whether programs that were built for a fact's value `built` run with the value `own`. By the suffix of the fact's
+    name, `own` may be a larger number (AT_LEAST) or a list that includes all of `built` (AMONG); else the values must
+    be equal.
     """
     if name.endswith(AT_LEAST) and all(isinstance(each, int | float) for each in (built, own)):
         return built <= own < math.inf
@@ -305,7 +314,9 @@ def _lacking(built: list[Any], own: list[Any]) -> list[Any]:
 
 
 def _difference(name: str, built: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return a text about a fact that differs, with its values here and in the bundle."""
+    """Return a text about a fact that differs: its values here (`own`) and in the bundle (`built`), or the elements
+    that are missing here.
+    """
     there, here = (repr(each[name]) if name in each else "not known" for each in (built, own))
     if name.endswith(AMONG) and name in own:
         there, here = "more", f"without {', '.join(map(str, _lacking(built.get(name, []), own[name])))}"

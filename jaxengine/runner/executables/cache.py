@@ -38,7 +38,7 @@ from jaxengine.runner.executables.program_sources import (
 
 logger = logging.getLogger(__name__)
 
-# Where compiled programs are kept: a folder as ExecutableFiles takes it, or a bundle.
+# Where compiled programs are stored: a folder, as in ExecutableFiles, or a bundle.
 Place = str | None | Bundle | NewBundle
 
 # Scatters and gathers of a few rows, which XLA:TPU would hand to the SparseCore and wait for.
@@ -51,7 +51,7 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "false",
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "false",
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "false",
-        # Else tpu7x brings a head of a gigabyte into another tiling in every step, for the loop over prompt logprobs.
+        # Else tpu7x converts the tiling of an LM head of a gigabyte in every step, for the loop over prompt logprobs.
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
     }
 }
@@ -64,10 +64,10 @@ _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 
 
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
-    """Compile a lowered program with the engine's compiler options for a backend.
+    """Compile a lowered program with the engine's compiler options for a backend; return the executable.
 
-    backend: as `jax.default_backend` names it. An option unknown to this compiler release is dropped for the rest of
-    the process, with a warning. Raises jax's JaxRuntimeError for other refusals of the compiler.
+    backend: as `jax.default_backend` names it. An option that this compiler release does not have is dropped for the
+    rest of the process, with a warning. Raises jax's JaxRuntimeError for other errors of the compiler.
     """
     wanted = _COMPILER_OPTIONS.get(backend, {})
     while True:
@@ -96,11 +96,11 @@ class ExecutableCache:
     ):
         """Open the cache folder.
 
-        place: as ExecutableFiles takes it, with its ConfigError; or a bundle, from which every program is then loaded,
-        or to which it is added. devices: those that the programs run on. family: the model's class; None for programs
-        without a model. weights: the model's leaves, of which some dtypes have machine code on CPUs. If the source of
-        the class is unknown, or code without a known source has changed jaxengine's own, nothing is stored; a warning
-        says so. With a bundle that is a ConfigError.
+        place: a folder, as in ExecutableFiles, with its ConfigError; or a bundle, from which every program is then
+        loaded, or to which it is added. devices: those that the programs run on. family: the model's class; None for
+        programs without a model. weights: the model's leaves, of which some dtypes have native code on CPUs. Nothing is
+        stored, and a warning is logged, if the source of the class is unknown, or if code without a known source has
+        changed jaxengine's own; with a bundle that is a ConfigError.
         """
         bundle = self._bundle = place if isinstance(place, Bundle | NewBundle) else None
         directory = place.cache_dir if isinstance(place, Bundle | NewBundle) else place
@@ -141,10 +141,12 @@ class ExecutableCache:
         donate: tuple[int, ...],
         description: str = "",
     ) -> Executable:
-        """Return the executable of a function: loaded if it is stored, else compiled, after `on_compile`, and stored.
-        On one CPU device it may be a chain of parts (jaxengine.runner.executables.layer_chain). For a new bundle, what
-        is returned for a function without arguments, which allocates, returns `results` and allocates nothing.
-        Raises as `compile_program` does, and ConfigError for a bundle that lacks the program or cannot store it.
+        """Return the executable of a function: loaded if it is stored, else compiled and stored. `on_compile` is called
+        before it is compiled.
+
+        On one CPU device it may be a chain of parts (jaxengine.runner.executables.layer_chain). For a new bundle, the
+        executable of a function without arguments returns the shapes `results` and allocates nothing. Raises the errors
+        of `compile_program`, and ConfigError for a bundle that lacks the program or cannot store it.
 
         Args:
           name: of the program, for messages; part of the key.
@@ -174,9 +176,9 @@ class ExecutableCache:
     def compile(
         self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], shardings: Any = None
     ) -> Executable:
-        """Compile a function as `get` does, but neither load nor store it.
+        """Compile a function without loading or storing it, with the compiler options and context of `get`.
 
-        shardings: a pytree of the results'; None where they follow from the arguments.
+        shardings: a pytree of the results' shardings; None if they follow from the arguments.
         """
         backend = self._devices[0].platform
         with _ENGINE(self._traces), without_rows(self.unused), self._mesh_of((arguments, shardings)):
@@ -188,10 +190,11 @@ class ExecutableCache:
             return in_parts or compile_program(traced.lower(), backend)
 
     def _mesh_of(self, shapes: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a program is traced: for a bundle's devices, which need not be here, one with the
-        program's mesh, from which kernels learn the device.
+        """Return the context in which a program is traced. For a new bundle on other devices than CPUs it sets the
+        program's mesh, from which kernels learn the device, as the devices need not be present; otherwise it does
+        nothing.
 
-        shapes: a pytree of shapes or shardings, of which one has the mesh.
+        shapes: a pytree of shapes or shardings, of which at least one has the mesh.
         """
         shardings = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(shapes))
         if not isinstance(self._bundle, NewBundle) or self._devices[0].platform == "cpu":
@@ -207,15 +210,15 @@ class ExecutableCache:
     def stored_bytes(
         self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
     ) -> int:
-        """Return the size in bytes of a program's file, 0 if it has none. Arguments as of `get`."""
+        """Return the size in bytes of a program's file, 0 if it is not stored. The arguments are those of `get`."""
         return self._kept.program_bytes(self._file_name(name, arguments, results, donate, description))
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
-        """Return a number that follows from compiling a program, from a file if it is stored there, else computed,
-        after `on_compile`, and stored. Raises ConfigError for a bundle that lacks it.
+        """Return a number that follows from compiling a program: from its file if it is stored, else computed, after
+        `on_compile`, and stored.
 
-        name: of the number. arguments, description: of the program, as in `get`. compute: computes the number, an int
-        from 0 to 2**64 - 1; if it raises, nothing is stored.
+        name: of the number. arguments, description: of the program, as in `get`. compute: returns the number, an int
+        from 0 to 2**64 - 1; if it raises, nothing is stored. Raises ConfigError for a bundle that lacks the number.
         """
         file = self._file_name(name, arguments, (), (), description)
         if (number := self._kept.number(name, file)) is None:
@@ -227,7 +230,9 @@ class ExecutableCache:
     def _file_name(
         self, name: str, arguments: Sequence[Any], results: Any, donate: tuple[int, ...], description: str
     ) -> str:
-        """Return the name of a program's file, or its key in a bundle. Arguments as of `get`."""
+        """Return the name of a program's file, or its key in a bundle: a digest of everything that determines its
+        machine code. The arguments are those of `get`.
+        """
         leaves, structure = jax.tree.flatten((arguments, results))
         if self._bundle is None:
             devices: Any = [device.id for device in self._devices]
@@ -240,13 +245,12 @@ class ExecutableCache:
         return file_name(repr((environment, devices, name, donate, shapes, str(structure), description)))
 
     def _environment(self) -> tuple[str, ...]:
-        """Return the facts of the cache's first device and model class, see the function `_environment`."""
+        """Return the facts that the machine code depends on for the cache's first device and model class."""
         return _environment(self._devices[0], self._family, self._has_native)
 
     def _know_sources(self) -> None:
-        """Compute the digest of our sources, and store their parsed imports in the cache folder for the next process.
-
-        If an earlier process of the same Python has stored such a file, those sources are not parsed again.
+        """Compute the digest of our sources, with the parsed imports that an earlier process of the same Python has
+        stored in the cache folder, and store them again if more sources were parsed.
         """
         file = file_name(f"sources {sys.version}")  # an AST is written otherwise by another Python
         if not num_known_sources():
@@ -257,9 +261,11 @@ class ExecutableCache:
             self._files.write(file, known_sources())
 
     def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> Executable | None:
-        """Return a stored program; None if it must be compiled. in_tree, out_tree: see `layer_chain.load`.
+        """Return a stored program; None if it must be compiled. A file that cannot be loaded is logged as a warning.
+        in_tree, out_tree: see `layer_chain.load`.
 
-        Raises ConfigError for a bundle that does not have it, or whose program cannot be used.
+        Raises ConfigError for a bundle that lacks the program, whose program cannot be loaded, or whose kernels failed
+        their proof here.
         """
         if isinstance(self._bundle, Bundle) and self.unused:
             failed = ", ".join(sorted(f"{op} ({kind})" for op, kind in self.unused))
@@ -277,7 +283,9 @@ class ExecutableCache:
             return None
 
     def _store(self, name: str, file: str, compiled: Executable) -> None:
-        """Store a compiled program, or log once why that is impossible; for a new bundle that is a ConfigError."""
+        """Store a compiled program, or log once why that is impossible; for a new bundle the latter raises ConfigError.
+        Nothing happens if the folder stores nothing.
+        """
         if self._bundle is None and not self._files.can_keep():
             return
         try:
@@ -295,11 +303,11 @@ class ExecutableCache:
 class _KeptPrograms:
     """Programs in a folder of executables, with the methods of a bundle that ExecutableCache calls.
 
-    A key is a file's name; what cannot be read or written counts as missing.
+    A key is a file's name. A file that cannot be read counts as missing, and a failed write is ignored.
     """
 
     def __init__(self, files: ExecutableFiles):
-        """Keep programs in `files`."""
+        """Store the folder of the programs."""
         self._files = files
 
     def program(self, name: str, key: str) -> bytes | None:
@@ -311,7 +319,7 @@ class _KeptPrograms:
         return len(self._files.read(key) or b"")
 
     def add_program(self, name: str, key: str, content: bytes) -> None:
-        """Store a program."""
+        """Store a program under its key, if possible."""
         self._files.write(key, content)
 
     def number(self, name: str, key: str) -> int | None:
@@ -320,7 +328,7 @@ class _KeptPrograms:
         return None if stored is None else int.from_bytes(stored, "little")
 
     def add_number(self, key: str, number: int) -> None:
-        """Store a number, which is not negative."""
+        """Store a number, 0 to 2**64 - 1, under its key, if possible."""
         self._files.write(key, number.to_bytes(8, "little"))
 
 
@@ -332,10 +340,11 @@ def _source_file(family: type) -> Path | None:
 
 @functools.cache
 def _environment(device: Any, family: Path | None, has_native: bool) -> tuple[str, ...]:
-    """Return the facts that every program's machine code depends on: sources, versions, device kind and number, host.
+    """Return the facts that every program's machine code depends on: sources, versions, kind and number of devices,
+    host. Computed once for equal arguments.
 
-    family: the file of the model's class; None for programs without a model. has_native: whether machine code may
-    multiply its weights on a CPU.
+    family: the file of the model's class; None for programs without a model. has_native: whether native code may
+    multiply the model's weights on a CPU.
     """
     native = (
         native_code() if has_native and device.platform == "cpu" else ""
@@ -363,7 +372,7 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """Return the host processor's features and number of cores as text, on which code for CPUs depends."""
+    """Return the host processor's features and number of cores as text, on which machine code for CPUs depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -33,7 +33,7 @@ _KEY = "key"
 _SUFFIX = ".xla"
 _TEMPORARY = "tmp"
 _UNUSED_SECONDS = 30 * 24 * 3600
-# Longer than any file takes to be written: what is left then is of a process that was killed.
+# Longer than any file takes to be written: older temporary files are of processes that were killed.
 _ABANDONED_SECONDS = 24 * 3600
 _MAX_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -45,16 +45,16 @@ class NotTrusted(Exception):
 
 
 class ExecutableFiles:
-    """Storage of a user's executables: the folder they are kept in, and optionally a folder of root's, as images ship
-    it.
+    """Storage of a user's executables: the folder to which they are written, and optionally a folder of root's, as
+    images ship it, which is only read.
     """
 
     def __init__(self, directory: str | None):
-        """Open the folders.
+        """Open the folders, and delete old files in the user's own.
 
         directory: None for the folder in JAXENGINE_CACHE_DIR or, if that is not set, the user's cache folder; "", in
         either, stores and finds nothing. If it names a folder of root's, new files go to the user's cache folder. A
-        folder that cannot be opened or made is no error: nothing is stored then (`can_keep`).
+        folder that cannot be opened or made is not an error: nothing is stored then (`can_keep`).
 
         Raises:
           ConfigError: others may write to the named folder, or it is a URL.
@@ -62,7 +62,7 @@ class ExecutableFiles:
         named = os.environ.get("JAXENGINE_CACHE_DIR") if directory is None else directory
         self._folders: list[_Folder] = []
         self._own: _Folder | None = None
-        # Why nothing can be kept; None where it can, or where nothing is to be.
+        # Why nothing can be stored; None if it can, or if storing is switched off.
         self._why_not: str | None = None
         if named == "":
             return
@@ -84,7 +84,7 @@ class ExecutableFiles:
 
     def read(self, name: str) -> bytes | None:
         """Return the payload stored under a name; None if there is none, if it is damaged, or if another user may have
-        written it.
+        written it (with a warning).
         """
         for folder in self._folders:
             if (payload := folder.read(name)) is not None:
@@ -92,12 +92,14 @@ class ExecutableFiles:
         return None
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of files with this prefix, sorted, unverified."""
+        """Return the names of files with this prefix in all folders, sorted, each once. The files are not verified."""
         found = (name for folder in self._folders for name in os.listdir(folder.descriptor))
         return sorted({name for name in found if name.startswith(prefix)})
 
     def can_keep(self) -> bool:
-        """Whether `write` stores anything. If not, one warning says that the next start takes longer."""
+        """Whether `write` stores anything. If not, and storing is not switched off, a warning is logged once that the
+        next start compiles again.
+        """
         if self._own is None and self._why_not is not None:
             _warn_once(
                 f"compiled steps are not kept, so the next start compiles again: {self._why_not}. Name a folder of "
@@ -120,8 +122,8 @@ class ExecutableFiles:
             self.can_keep()
 
     def _use(self, path: Path) -> None:
-        """Open a folder for reading, after making it if it is missing; if it is this user's own, also for writing, and
-        delete its old files.
+        """Open a folder for reading, and create it if it is missing. If it belongs to this user, it is also used for
+        writing, and its old files are deleted.
 
         Raises OSError if it cannot be opened or made, NotTrusted if others may have written to it.
         """
@@ -133,14 +135,14 @@ class ExecutableFiles:
 
 
 class ShippedFiles:
-    """Folder of files that were made elsewhere, of which it only reads."""
+    """Folder of files that another machine has written; this class only reads them."""
 
     def __init__(self, path: Path, *, by_owner: bool):
         """Open the folder.
 
-        by_owner: files are accepted by who can have written them, as in a folder of executables: this user or root.
-        False: the caller verifies what they hold. Raises OSError if there is no such folder, and with by_owner
-        NotTrusted if others may have written to it.
+        by_owner: accept files only if nobody but this user or root can have written them. False: the caller verifies
+        their content. Raises OSError if there is no such folder, and with by_owner NotTrusted if others may have
+        written to it.
         """
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))  # raises for a missing folder, which the walk would make
         self._by_owner, user = by_owner, os.geteuid()
@@ -158,7 +160,9 @@ class ShippedFiles:
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, name: str, most: int) -> bytes:
-        """Return the bytes of a file. Raises OSError, also for one of more than `most` bytes, and NotTrusted."""
+        """Return the bytes of a file. Raises OSError, also for a file of more than `most` bytes, and NotTrusted if it
+        is not a regular file or, with by_owner, others may have written it.
+        """
         return self._folder.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, most, self._by_owner)
 
 
@@ -176,8 +180,8 @@ class _Folder(NamedTuple):
     key: bytes | None  # secret of its files' authentication codes; None for a folder of root's, which is only read
 
     def read(self, name: str) -> bytes | None:
-        """Return the payload of a file that `write` wrote; None, with a warning, for one that is damaged, has another
-        owner or lacks the key's code, and for a missing one.
+        """Return the payload of a file that `write` wrote; None for a missing file, and, with a warning, for one that
+        is damaged, has another owner or lacks the key's authentication code.
         """
         try:
             content = self.content(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -210,10 +214,10 @@ class _Folder(NamedTuple):
             os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def make_key(self) -> bytes:
-        """Return the folder's key, 32 bytes; make a new one if it is missing, has a wrong length, or others may read
-        it.
+        """Return the folder's key, 32 bytes. A key that is missing, has a wrong length, or that others may read is
+        replaced by a new random one.
 
-        Raises OSError if that fails, or has failed three times.
+        Raises OSError if that fails, or has not succeeded after three attempts.
         """
         for _ in range(3):
             try:
@@ -233,8 +237,8 @@ class _Folder(NamedTuple):
         raise OSError(f"{self.path / _KEY} is no key, and none can be made there")
 
     def prune(self) -> None:
-        """Delete executables that no start has used for a month, which version changes leave behind, and temporary
-        files a day old. Other files stay, and so do those that cannot be deleted.
+        """Delete executables that no start has used for 30 days, as version changes leave them behind, and temporary
+        files older than a day. Other files stay, and files that cannot be deleted are ignored.
         """
         now = time.time()
         for name in os.listdir(self.descriptor):
@@ -252,11 +256,11 @@ class _Folder(NamedTuple):
         by_owner: bool = True,
         forbidden: int = _OTHERS_WRITE,
     ) -> bytes:
-        """Return the bytes of a file in this folder; with a key, also mark it as used now.
+        """Return the bytes of a file in this folder; with a key, also set its modification time to now.
 
-        flags: for os.open. most: bytes that it may have; None for any number. forbidden: permission bits that it must
-        not have. Raises OSError, also for a file of more bytes, and NotTrusted if it is no regular file or, with
-        by_owner, not the owner's or has forbidden permissions.
+        flags: for os.open. most: largest allowed size in bytes; None for any. forbidden: permission bits that it must
+        not have. Raises OSError, also for a larger file, and NotTrusted if it is not a regular file or, with by_owner,
+        has another owner or forbidden permissions.
         """
         with open(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             status = os.fstat(file.fileno())
@@ -281,8 +285,8 @@ class _Folder(NamedTuple):
 
     @contextlib.contextmanager
     def _removing(self, name: str, *, always: bool = False):
-        """Context manager that deletes a file of this folder if its block fails, or in any case with `always`; ignores
-        OSError.
+        """Delete a file of this folder at the end of the block if the block fails, or in any case with `always`;
+        OSError is ignored. A context manager.
         """
         done = False
         try:
@@ -295,10 +299,10 @@ class _Folder(NamedTuple):
 
 
 def _open_folder(path: Path) -> _Folder:
-    """Open a folder, after making it if it is missing: the user's own, with its key read or made, or root's, without a
+    """Open a folder, and create it if it is missing: the user's own, with its key read or made, or root's, without a
     key.
 
-    Its descriptor stays open. Raises OSError, and NotTrusted if others may have written to it.
+    The caller closes its descriptor. Raises OSError, and NotTrusted if others may have written to it.
     """
     user = os.geteuid()
     at, sealed = _walk(path, user)
@@ -321,15 +325,13 @@ def _open_folder(path: Path) -> _Folder:
 
 
 def _walk(path: Path, user: int) -> tuple[int, bool]:
-    """Return a descriptor (O_PATH) of a folder, made if it is missing, and whether only root and this user could
-    replace the folder. user: this user's uid. The caller closes the descriptor.
+    """Return (descriptor, opened with O_PATH, of a folder, which is made if it is missing; whether only root and this
+    user could replace the folder). user: this user's uid. The caller closes the descriptor.
 
     The path is walked step by step from the root, so that nothing can be exchanged between a check and the next step. A
     link is followed only if this user or root owns it: another user's could lead to a folder of theirs with this user's
     files. Folders above the user's own are not checked for writers, who could only put files there that are not the
-    user's or lack the key.
-
-    Raises OSError, and NotTrusted for another user's link.
+    user's or lack the key. Raises OSError, also for more than 40 links, and NotTrusted for another user's link.
     """
     rest, links, sealed = list(reversed(path.parts[1:])), 0, True
     at = os.open("/", os.O_PATH | os.O_DIRECTORY)
@@ -368,7 +370,7 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
 
 def _step(at: int, part: str) -> int:
     """Return a descriptor (O_PATH) of the entry `part` in the folder with the descriptor `at`: a link itself, not its
-    target; a new folder if there is none. The caller closes it. Raises OSError.
+    target. A missing entry is created as a folder. The caller closes it. Raises OSError.
     """
     look: Callable[[], int] = functools.partial(os.open, part, os.O_PATH | os.O_NOFOLLOW, dir_fd=at)
     try:
@@ -387,14 +389,14 @@ def _default_folder() -> Path:
 
 
 def _code(key: bytes, name: str, digest: bytes) -> bytes:
-    """Return the authentication code (HMAC-SHA256) of a file's name and digest. With the name in it, a file cannot
-    replace another.
+    """Return the authentication code (HMAC-SHA256) of a file's name and digest. As it depends on the name, a file
+    cannot replace another.
     """
     return hmac.digest(key, name.encode() + b"\0" + digest, "sha256")
 
 
 def _described(status: os.stat_result) -> str:
-    """Return kind, owner and permissions of a file as text."""
+    """Return a text with kind, owner and permissions of a file."""
     kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a file" if stat.S_ISREG(status.st_mode) else "something"
     return f"{kind} of uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}"
 

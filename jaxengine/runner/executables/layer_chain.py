@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jaxengine.models.layers.decoder_step import LAYER
 
-# Fewer layers are compiled as they are, and steps of fewer tokens, which are so short that calls would be felt.
+# Fewer layers are compiled as one program, and so are steps of fewer tokens, in which calls would take noticeable time.
 _LEAST_LAYERS = 6
 LEAST_TOKENS = 32
 _MAGIC = b"parts"
@@ -46,7 +46,8 @@ class Chain(NamedTuple):
       constants: indices of constant values, with the values.
       calls: in the order of execution.
       results: indices of the leaves of the result.
-      peak_bytes: the most memory of live values at once, without arguments and results that take an argument's place.
+      peak_bytes: the most bytes of live values at once, with temporaries, without arguments and without values that
+        take a donated argument's memory.
     """
 
     constants: tuple[tuple[int, np.ndarray], ...]
@@ -56,8 +57,8 @@ class Chain(NamedTuple):
 
 
 class Analysis(NamedTuple):
-    """Memory of a chain in the fields of `jax.stages.Compiled.memory_analysis` that are used, in bytes: everything but
-    arguments counts as temporary.
+    """Memory of a chain in bytes, in the fields of `jax.stages.Compiled.memory_analysis` that callers read. Everything
+    but arguments counts as temporary.
     """
 
     temp_size_in_bytes: int
@@ -70,7 +71,7 @@ class InParts:
     """Compiled chain, called like a `jax.stages.Compiled`."""
 
     def __init__(self, chain: Chain, programs: Sequence[jax.stages.Compiled], in_tree: Any, out_tree: Any, device: Any):
-        """Combine a chain with its compiled programs.
+        """Store a chain with its compiled programs, and copy its constants to the device.
 
         in_tree: tree structure of (arguments, {}); out_tree: of the result. device: which the programs run on.
         """
@@ -92,7 +93,7 @@ class InParts:
         return jax.tree.unflatten(self._out_tree, [values[place] for place in self.chain.results])
 
     def memory_analysis(self) -> Analysis:
-        """Return the most memory that values and temporaries take at once, as `jax.stages.Compiled` does."""
+        """Return an Analysis with the most bytes that values and temporaries take at once."""
         return Analysis(self.chain.peak_bytes)
 
 
@@ -104,8 +105,8 @@ class NotStorableError(Exception):
 
 
 def serialize(compiled: Executable) -> bytes:
-    """Return a program as bytes for `load`. Raises NotStorableError if the platform cannot, or the program calls
-    Python.
+    """Return a program, or a chain of programs, as bytes for `load`. Raises NotStorableError if the platform cannot
+    serialise it, or the program calls Python.
     """
     if not isinstance(compiled, InParts):
         return _serialize_one(compiled)
@@ -118,8 +119,8 @@ def serialize(compiled: Executable) -> bytes:
 
 
 def serialized_bytes(compiled: Executable) -> tuple[int, int]:
-    """Return the size of `serialize`'s result, and about the size that the program would have without being cut into a
-    chain.
+    """Return (bytes of all programs when serialised, estimate of those bytes if the chain were one program). For a
+    program that is not a chain both are equal. A program that cannot be serialised counts with its machine code, or 0.
     """
     if not isinstance(compiled, InParts):
         return (size := _stored_size(compiled)), size
@@ -128,17 +129,21 @@ def serialized_bytes(compiled: Executable) -> tuple[int, int]:
 
 
 def _serialize_one(program: jax.stages.Compiled) -> bytes:
-    """Return one program as bytes. Raises NotStorableError as `serialize` does."""
+    """Return one program as bytes. Raises NotStorableError if the platform cannot serialise it, or the program calls
+    Python.
+    """
     try:
         return serialize_executable.serialize(program)[0]
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise NotStorableError(f"this platform's cannot be: {error}") from error
-    except Exception as error:  # of Python's serialiser: beside the machine code stands the function that is called
+    except Exception as error:  # Python's serialiser fails on the function that the program calls
         raise NotStorableError("it calls Python (jax.debug.print, jax.debug.callback, io_callback, ...)") from error
 
 
 def _stored_size(program: jax.stages.Compiled) -> int:
-    """Return the bytes of a program's file; if it cannot be stored, of its machine code; 0 if even that is unknown."""
+    """Return the size of a program in bytes when serialised; if that fails, of its machine code; 0 if even that is
+    unknown.
+    """
     try:
         return len(_serialize_one(program))
     except NotStorableError:
@@ -148,10 +153,10 @@ def _stored_size(program: jax.stages.Compiled) -> int:
 
 
 def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Executable:
-    """Load a program that `serialize` wrote; this runs code from the payload.
+    """Load a program or chain that `serialize` wrote; this runs code from the payload.
 
-    in_tree, out_tree: tree structures of (arguments, {}) and of the result. devices: which it runs on. Raises whatever
-    jax raises for a payload that it cannot load.
+    in_tree, out_tree: tree structures of (arguments, {}) and of the result. devices: which it runs on. Raises any
+    exception of jax for a payload that it cannot load.
     """
     if not payload.startswith(_MAGIC):
         return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
@@ -182,7 +187,7 @@ def compile_parts(
     compile_lowered: Callable[[Any], Any],
     device: Any,
 ) -> InParts | None:
-    """Compile a traced program as a chain of parts; return None if it is better compiled whole, with few layers or few
+    """Compile a traced program as a chain of parts; return None, with nothing compiled, if it has few layers or few
     tokens.
 
     Args:
@@ -207,7 +212,7 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
     """Cut a trace into lists of operations: those before the layers, then each group of layers, then those after them.
 
     Returns None with fewer than _LEAST_LAYERS layers or LEAST_TOKENS tokens. All groups but the last have one size,
-    chosen so that the fewest layers are compiled and the fewest calls made.
+    chosen to minimise the number of compiled layers plus the number of calls.
     """
     eqns = jaxpr.eqns
     layers = [place for place, eqn in enumerate(eqns) if eqn.params.get("name") == LAYER]
@@ -222,20 +227,22 @@ def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
 
     size = min(range(len(layers), 0, -1), key=cost)
     starts, end = layers[::size], layers[-1] + 1
-    # What stands between two layers goes with the one before.
+    # Operations between two layers belong to the group of the first.
     groups = [eqns[start:stop] for start, stop in zip(starts, [*starts[1:], end], strict=True)]
     return [eqns[: layers[0]], *groups, eqns[end:]]
 
 
 class _Plan:
-    """Chain under construction, to which parts are added one by one. A value's place is its index in the chain.
+    """Chain under construction, to which parts are added one by one. The "place" of a value is its index in the chain.
 
     Attributes:
       lowered: the lowered programs, without duplicates.
     """
 
     def __init__(self, closed: ClosedJaxpr, leaves: Sequence[Any], may_overwrite: Sequence[bool]):
-        """Begin with the arguments of a trace. leaves: their shapes. may_overwrite: for each, whether it is donated."""
+        """Begin with the arguments and constants of a trace as the first values. leaves: shapes of the arguments.
+        may_overwrite: for each, whether it is donated.
+        """
         self._jaxpr = closed.jaxpr
         self._shapes = list(leaves)
         self._places: dict[Any, int] = {var: place for place, var in enumerate(self._jaxpr.invars)}
@@ -244,20 +251,20 @@ class _Plan:
             self._places[var] = self._constant(np.asarray(value))
         self._own = {place for place, may in enumerate(may_overwrite) if may}
         self._results: list[int] = []
-        # Values like these are large. Others are not overwritten, so that equal parts stay equal.
+        # Donated arguments are large. Values of other signatures are not overwritten, so that equal parts stay equal.
         self._large = {_signature(leaves[place]) for place in self._own}
         self._calls: list[Call] = []
         self._programs: dict[Any, int] = {}
         self.lowered: list[Any] = []
 
     def add(self, parts: Sequence[Sequence[JaxprEqn]], index: int) -> None:
-        """Add part number `index` as a call; its program is lowered unless an equal one was. Earlier parts must have
-        been added.
+        """Add part number `index` as a call; its program is lowered unless an equal one was lowered before. Parts must
+        be added in order; the last one also sets the chain's results.
 
         parts: all parts, as `_cut` returns them.
         """
         eqns, outer = parts[index], index in (0, len(parts) - 1)
-        # Layers differ in numbers, too, which their program therefore takes as arguments.
+        # Layers also differ in literals, which their program therefore takes as arguments.
         eqns = (
             list(eqns) if outer else [eqn.replace(invars=list(map(self._without_literal, eqn.invars))) for eqn in eqns]
         )
@@ -291,21 +298,23 @@ class _Plan:
             self._results = [copies[i] if i in copies else self._places[var] for i, var in enumerate(outvars)]
 
     def _copied(self) -> dict[int, Var]:
-        """Return the results, by number, that the last part must copy: constants, arguments that are not donated, and
-        values that are returned twice. A caller may donate a result, so it must not share memory with another value.
+        """Return {result number: variable} of the results that the last part must copy: constants, arguments that are
+        not donated, and values that are returned twice. A caller may donate a result, so it must not share memory with
+        another value.
         """
         found: dict[int, Var] = {}
         seen: set[Var] = set()
         for number, atom in enumerate(self._jaxpr.outvars):
             var = self._without_literal(atom)
-            place = self._places.get(var)  # none yet where the last part makes it
+            place = self._places.get(var)  # None if the last part computes it
             if var in seen or (place is not None and place not in self._own):
                 found[number] = var
             seen.add(var)
         return found
 
     def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
-        """Return the input numbers of a part that are donated, so that outputs of the same shape may take their memory.
+        """Return the positions among a part's inputs that are donated, so that outputs of the same signature may take
+        their memory.
 
         places: value indices of all inputs. last: those that no later part reads. outputs: the part's output variables.
         """
@@ -319,7 +328,7 @@ class _Plan:
         return tuple(found)
 
     def chain(self, programs: Sequence[Any]) -> Chain:
-        """Return the finished chain, after all parts have been added.
+        """Return the finished Chain, after all parts have been added.
 
         programs: `lowered`, compiled, in that order; their temporary memory counts in the chain's peak.
         """
@@ -340,7 +349,9 @@ class _Plan:
         return 0 if signature in self._large else int(np.prod(shape)) * dtype.itemsize
 
     def _without_literal(self, atom: Any) -> Any:
-        """Return a variable as it is, and for a literal a new variable, whose place is that of the constant."""
+        """Return a variable unchanged. For a literal, add its value as a constant, and return a new variable with that
+        constant's index.
+        """
         if not isinstance(atom, Literal):
             return atom
         var = Var(atom.aval)
@@ -348,7 +359,7 @@ class _Plan:
         return var
 
     def _constant(self, value: np.ndarray) -> int:
-        """Return the index of a constant among the values: of an equal one if there is one, else it is added."""
+        """Return the index of a constant among the values; it is added unless an equal one exists."""
         for place, known in self._constants.items():
             if known.dtype == value.dtype and known.shape == value.shape and known.tobytes() == value.tobytes():
                 return place
@@ -357,7 +368,7 @@ class _Plan:
         return place
 
     def _new(self, shape: Any) -> int:
-        """Add a value of this shape; return its index."""
+        """Append a value of this shape to the values; return its index."""
         self._shapes.append(shape)
         return len(self._shapes) - 1
 
@@ -373,7 +384,9 @@ def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
-    """Return shape, dtype and layout of a value; values of equal signature can be arguments of one program."""
+    """Return (shape, dtype, layout) of a value; the layout is None for the default order. Values of equal signature can
+    be arguments of one program.
+    """
     order = None if leaf.sharding is None else getattr(leaf.format.layout, "major_to_minor", None)
     if order == tuple(range(len(leaf.shape))):
         order = None
@@ -383,7 +396,7 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return a key that is equal for parts that do the same computation on arguments of the same shapes.
 
-    inputs, outputs: the variables that the part takes and gives, in order.
+    inputs, outputs: the part's input and output variables, in order.
     """
     numbers = {var: number for number, var in enumerate(inputs)}
 
@@ -391,7 +404,7 @@ def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]
         return repr(atom) if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers))
 
     def static(value: Any) -> Any:
-        # Layers of one kind share one trace.
+        # Equal layers share one trace object.
         return id(value) if isinstance(value, Jaxpr | ClosedJaxpr) else repr(value)
 
     done = [

@@ -30,11 +30,11 @@ _PROGRAMS = (
     "jaxengine.models.layers.next_token",
     "jaxengine.models.layers.exact",
 )
-_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement keeps other statements
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a statement that contain statements
 
 
 class _Source(NamedTuple):
-    """Content of a source file, as far as programs depend on it.
+    """The content of a source file that programs depend on.
 
     Attributes:
       digest: of its syntax tree without docstrings.
@@ -49,8 +49,8 @@ _known: dict[str, _Source] = {}  # by the SHA-256 of a file's bytes
 
 
 def source_digest(root: Path, modules: Iterable[str], family: Path | None = None) -> str:
-    """Return the SHA-256, in hexadecimal, of the files of `program_sources`, whose arguments it takes and errors it
-    raises; docstrings, comments and layout do not count.
+    """Return the SHA-256, in hexadecimal, of the names and syntax trees of the files of `program_sources`; docstrings,
+    comments and layout do not count. It has the arguments and errors of `program_sources`.
     """
     digest = hashlib.sha256()
     for path, source in sorted(_sources(root, modules, family).items()):
@@ -60,12 +60,16 @@ def source_digest(root: Path, modules: Iterable[str], family: Path | None = None
 
 
 def known_sources() -> bytes:
-    """Return the sources that this process has parsed, as bytes for `learn_sources` in a process of the same Python."""
+    """Return the sources that this process has parsed or learnt, as bytes for `learn_sources` in a process of the same
+    Python.
+    """
     return json.dumps(_known).encode()
 
 
 def learn_sources(known: bytes) -> None:
-    """Remember the parsed sources that `known_sources` returned in another process; damaged entries are ignored."""
+    """Add the parsed sources that `known_sources` returned in another process to this process's; known ones are kept,
+    and reading stops without an error at a damaged entry.
+    """
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         for content, (digest, imports) in json.loads(known).items():
             _known.setdefault(content, _Source(digest, [(module, name) for module, name in imports]))
@@ -77,28 +81,32 @@ def num_known_sources() -> int:
 
 
 def file_digest(root: Path, file: Path) -> str:
-    """Return a digest, like `source_digest`'s, of a user's own file, of all that it imports from jaxengine or beside
-    it, and of the step programs. root: the folder that holds `jaxengine`. Raises SyntaxError or OSError.
+    """Return the SHA-256, in hexadecimal, of a user's own file, of all that it imports from jaxengine or beside it, and
+    of the step programs, in the form of `source_digest`. root: the folder that holds `jaxengine`. Raises SyntaxError or
+    OSError.
     """
     return source_digest(root, (), file)
 
 
 def program_sources(root: Path, modules: Iterable[str], family: Path | None = None) -> list[Path]:
-    """Return the files that the step programs can have been traced from, sorted.
+    """Return the paths of the files from which the step programs can have been traced, sorted.
 
     Args:
       root: the folder that holds `jaxengine`.
       modules: dotted names of modules that the step programs look up rather than import: the kernels.
       family: the file of the model's class; None for programs without a model.
 
-    Imports count wherever they stand, also in functions and under TYPE_CHECKING: an annotation names the type of an
+    Imports count wherever they occur, also in functions and under TYPE_CHECKING: an annotation names the type of an
     argument, whose code is then part of the program. Raises SyntaxError or OSError for a file that cannot be read.
     """
     return sorted(_sources(root, modules, family))
 
 
 def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Path, _Source]:
-    """Return the files of `program_sources`, whose arguments it takes and errors it raises, with their content."""
+    """Return the content of each file of `program_sources`, by path: the modules that build programs, `modules`,
+    `family`, everything that these import, and the `__init__` files of all their packages. It has the arguments and
+    errors of `program_sources`.
+    """
     found: dict[Path, _Source] = {}
     own_file = functools.cache(functools.partial(_own_file, root))
     waiting = [path for name in (*_PROGRAMS, *modules) if (path := own_file(name))]
@@ -109,7 +117,7 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
             found[path] = _source(path)
             waiting += _imported(root, path, found[path], own_file)
     for path in [*found]:
-        # Importing a module runs its packages' own files. What their functions import on demand belongs to others.
+        # Importing a module runs its packages' own files. Imports inside their functions do not count for it.
         folder = path.parent
         while (package := folder / "__init__.py").is_file():
             if package not in found:
@@ -119,8 +127,8 @@ def _sources(root: Path, modules: Iterable[str], family: Path | None) -> dict[Pa
 
 
 def _source(path: Path) -> _Source:
-    """Return the content of a file, parsed unless a file with these bytes has been; remembers it in `_known`. Raises
-    SyntaxError or OSError.
+    """Return the content of a file; parse it unless a file with the same bytes was parsed, and store the result in
+    `_known`. Raises SyntaxError or OSError.
     """
     content = path.read_bytes()
     key = hashlib.sha256(content).hexdigest()
@@ -156,16 +164,18 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _own_file(root: Path, module: str) -> Path | None:
-    """Return the file of one of jaxengine's modules; None for other names, and if there is none."""
-    # Installed, jaxengine stands among all others: only it is ours.
+    """Return the file of a module of jaxengine, by its dotted name; None for other names, and for a module that does
+    not exist.
+    """
+    # In site-packages, other packages are next to jaxengine.
     return _file_of(root, module) if module.partition(".")[0] == _PACKAGE else None
 
 
 def _file_beside(path: Path, module: str) -> Path | None:
-    """Return the file of a module that a user's source imports if it is the user's own, too; else None.
+    """Return the file of a module that a user's source imports if that file is the user's own; else None.
 
-    path: of the source. module: dotted name, with leading dots for a relative import. Modules are looked for in the
-    folder of the source's outermost package; in site-packages only that package is the user's own.
+    path: of the source. module: dotted name, with leading dots for a relative import. Modules are searched for in the
+    folder of the source's outermost package; in site-packages only that package counts as the user's own.
     """
     folder = path.parent
     if module.startswith("."):
@@ -186,8 +196,8 @@ def _file_of(root: Path, module: str) -> Path | None:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every statement inside of `node`, at any depth. Expressions, which contain no statement, are skipped, to
-    save time.
+    """Yield every statement inside of `node`, at any depth, `node` excluded. Expressions, which contain no statement,
+    are skipped, to save time.
     """
     for block in _BLOCKS:
         for child in getattr(node, block, ()):

@@ -23,50 +23,50 @@ _PARTS = "verdicts", "running", "engines"
 
 
 class Verdicts:
-    """Verdicts of one environment, by the text of a call.
+    """Verdicts on kernel calls in one environment, by the text of a call, in a file.
 
-    Several processes may use the file at once: each change reads it anew. A change that is lost is made again.
+    Several processes may use the file at once: each change reads it anew. A change of one process may overwrite that of
+    another, which then judges again.
     """
 
     def __init__(self, directory: str | None, environment: Sequence[str]):
-        """Open the folder, as ExecutableFiles does, with its ConfigError. environment: facts on which verdicts depend,
-        the first a digest of sources.
+        """Open the folder of executables; ExecutableFiles' ConfigError is raised. environment: facts on which verdicts
+        depend, the first a digest of sources.
         """
         self._files = ExecutableFiles(directory)
-        self._about = list(environment[1:7])  # the rest is long, or says what flags were set
+        self._about = list(environment[1:7])  # the rest is long, or lists flags
         self._name = f"{_PREFIX}{hashlib.sha256(repr(environment).encode()).hexdigest()[:32]}{_SUFFIX}"
         self._lock = threading.Lock()
-        self._here: dict[str, Any] | None = None  # what this process knows, if nothing can be kept
+        self._here: dict[str, Any] | None = None  # content after this process's last change
 
     def known(self) -> dict[str, dict[str, Any]]:
         """Return the fields of each verdict, by the text of its call."""
         return self._read()["verdicts"]
 
     def calls_of(self, engine: str) -> list[str] | None:
-        """Return the calls that an engine of this digest makes, if all of them have been judged; else None."""
+        """Return the calls that were stored for an engine with this digest, if all of them have verdicts; else None."""
         found = self._read()
         calls = found["engines"].get(engine)
         return None if calls is None or any(call not in found["verdicts"] for call in calls) else calls
 
     def unfinished(self) -> list[str]:
-        """Return the call of each note by this process or one that has ended; a call occurs as often as it has notes.
-
-        A call with a verdict is finished, whatever notes were left of it.
+        """Return the call of each note by this process or by one that has ended, without calls that have a verdict. A
+        call occurs as often as it has notes.
         """
         found = self._read()
         notes = [(process, call) for process, call in found["running"].items() if call not in found["verdicts"]]
         return [call for process, call in notes if process == _own() or not _lives(process)]
 
     def begin(self, call: str) -> None:
-        """Store a note that this process begins the proof of a call."""
+        """Store a note that this process begins the proof of a call, in place of its earlier note."""
         self._change(lambda found: found["running"].update({_own(): call}))
 
     def takes_long(self, call: str) -> None:
-        """Store a second note of the proof that this process has begun, as it takes long."""
+        """Store a second note of a call whose proof this process has begun, because it takes long."""
         self._change(lambda found: found["running"].update({f"{_LATE}{_own()}": call}))
 
     def end(self, call: str, verdict: Mapping[str, Any]) -> None:
-        """Store a verdict's fields, and delete the notes of its call."""
+        """Store a verdict's fields for a call, and delete all notes of that call."""
 
         def change(found: dict[str, Any]) -> None:
             found["verdicts"][call] = dict(verdict)
@@ -75,7 +75,7 @@ class Verdicts:
         self._change(change)
 
     def forget(self, call: str) -> None:
-        """Delete the notes that the proof of a call has begun."""
+        """Delete all notes of a call."""
 
         def change(found: dict[str, Any]) -> None:
             found["running"] = {process: each for process, each in found["running"].items() if each != call}
@@ -83,11 +83,11 @@ class Verdicts:
         self._change(change)
 
     def engine(self, engine: str, calls: Sequence[str]) -> None:
-        """Store the calls that an engine of this digest makes."""
+        """Store the calls that an engine with this digest makes."""
         self._change(lambda found: found["engines"].update({engine: list(calls)}))
 
     def _change(self, change: Any) -> None:
-        """Read the content, call change(content), which changes it in place, and write it."""
+        """Read the content, call `change(content)`, which modifies it in place, and write it."""
         with self._lock:
             found = self._read()
             change(found)
@@ -96,20 +96,22 @@ class Verdicts:
             self._files.write(self._name, json.dumps(content, indent=1).encode())
 
     def _read(self) -> dict[str, Any]:
-        """Return the content of the file, or of this process's last change if there is none; else empty parts."""
+        """Return the content of the file; if it is missing or damaged, the content after this process's last change, or
+        empty parts.
+        """
         return _parsed(self._files.read(self._name)) or self._here or {part: {} for part in _PARTS}
 
 
 def all_verdicts(directory: str | None) -> list[dict[str, Any]]:
-    """Return the content of every file of verdicts in the folder of executables, sorted by file name, without damaged
-    ones. Raises ConfigError as ExecutableFiles does.
+    """Return the content of every file of verdicts in the folder of executables, sorted by file name; damaged files are
+    left out. Raises ConfigError for a folder that ExecutableFiles refuses.
     """
     files = ExecutableFiles(directory)
     return [found for name in files.names(_PREFIX) if (found := _parsed(files.read(name))) is not None]
 
 
 def _parsed(content: bytes | None) -> dict[str, Any] | None:
-    """Return the content of a file; None if there is none, or it is of another form."""
+    """Return the content of a file of verdicts; None if `content` is None, no JSON, or lacks a part."""
     try:
         found = json.loads(content or b"")
     except ValueError:
@@ -118,7 +120,7 @@ def _parsed(content: bytes | None) -> dict[str, Any] | None:
 
 
 def _own() -> str:
-    """Return the name of this process: boot of the host, process id, start time."""
+    """Return the name of this process: boot id of the host, process id and start time, separated by spaces."""
     return f"{_boot()} {os.getpid()} {_started(os.getpid())}"
 
 
@@ -129,7 +131,7 @@ def _lives(process: str) -> bool:
 
 
 def _boot() -> str:
-    """Return the id of this boot of the host, "unknown" where there is none."""
+    """Return the id of this boot of the host; "unknown" on a system without one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -137,7 +139,9 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in clock ticks since the host was; "-" if there is none, or no /proc."""
+    """Return when a process was started, in clock ticks since the host's boot, as text; "-" if there is no such
+    process, or no /proc.
+    """
     try:
         # The process's name, which comes second and in parentheses, may contain any characters.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

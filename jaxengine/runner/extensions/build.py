@@ -14,7 +14,9 @@ from jaxengine.runner.programs.step_programs import StepPrograms
 
 
 def extensions_of(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the DeviceExtensions of a stage, in the order in which they take part in traced programs."""
+    """Yield the DeviceExtensions that a stage needs for its model and options, in the order in which they take part in
+    traced programs.
+    """
     model, config = shape.model.config, shape.config
     if config.speculative_config is not None and shape.samples:
         from jaxengine.runner.extensions.drafts.section import DraftsExtension
@@ -82,7 +84,9 @@ def _of_options(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the DeviceExtensions of a pooling model."""
+    """Yield the DeviceExtensions of a pooling model: one for prompts, and one for tokens if the pooler has tasks about
+    tokens.
+    """
     pooler = shape.model.config.pooler
     assert pooler is not None
     if pooler.splade is not None:
@@ -97,7 +101,7 @@ def _poolers(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
-    """Yield the extension of the model's tower, or of embeddings in requests; none without either."""
+    """Yield the extensions of the model's encoder tower, or of embeddings in requests; none without either."""
     tower = shape.model.config.tower
     if tower is not None and tower.crosses:
         from jaxengine.runner.extensions.sounds.section import SoundsExtension
@@ -114,7 +118,7 @@ def _tower_extensions(shape: StageShape) -> Iterator[DeviceExtension]:
 
 
 def step_programs(model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh) -> StepPrograms:
-    """Return the programs of a model, or of one of its stages, with the capabilities that its config enables.
+    """Return the programs of a model, or of one of its stages, with the extensions that its config enables.
 
     model: abstract, built for the mesh. config: resolved for the platform.
     """

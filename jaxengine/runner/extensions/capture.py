@@ -50,14 +50,14 @@ class EngineTaps(NamedTuple):
 
 
 class StageTaps(NamedTuple):
-    """Taps of an engine that one of its stages has, in the order in which its Activations have them."""
+    """The taps of an engine that one of its stages has, in the order of its Activations."""
 
     hidden: tuple[Tap, ...]  # of hidden states
     router: tuple[Tap, ...]  # of router logits
 
     @property
     def every(self) -> tuple[Tap, ...]:
-        """All of them."""
+        """All taps: those of hidden states, then those of router logits."""
         return (*self.hidden, *self.router)
 
 
@@ -69,7 +69,9 @@ def engine_taps(config: ResolvedConfig, model: ModelConfig) -> EngineTaps:
 
 
 def stage_taps(taps: EngineTaps, stage: Stage) -> StageTaps:
-    """Return the taps of a stage, each once. A residual stream belongs to the stage whose layer produces it."""
+    """Return the taps whose activations a stage computes, each once. A residual stream belongs to the stage whose layer
+    produces it.
+    """
     own = [tap for tap in dict.fromkeys((*taps.named, *taps.layers)) if _is_of(tap, stage)]
     return StageTaps(tuple(tap for tap in own if tap.kind != ROUTER), tuple(tap for tap in own if tap.kind == ROUTER))
 
@@ -96,7 +98,9 @@ class CaptureExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Find the stage's taps. Raises TapError for one that the model lacks, ValueError for a part that it lacks."""
+        """Determine the stage's taps. Raises TapError for one that the model lacks, ValueError for a part that it
+        lacks.
+        """
         super().__init__(shape)
         config, stage = shape.model.config, shape.model.stage
         self.taps = engine_taps(shape.config, config)
@@ -119,21 +123,23 @@ class CaptureExtension(DeviceExtension):
         )
 
     def memory(self) -> Mapping[str, int]:
-        """Return bytes of one device for the activations of the steps in flight and of the one that the host is
-        reading.
+        """Return the bytes on one device, by purpose, for the activations of the steps in flight and of the one that
+        the host is reading.
         """
         num_hidden = len(self.own.hidden) * self.shape.model.config.hidden_size
         of_token = num_hidden * jnp.dtype(self.shape.config.dtype).itemsize + 4 * self._num_logits
         return {"captured activations": fetched_tokens(self.shape) * of_token}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the layers' taps of this stage, into which they store activations."""
+        """Return the pass with a Taps section, in which layers store activations; unchanged in a stage without taps."""
         if not self.own.every:
             return step
         return step.with_section(SECTION, Taps(tap for tap in self.own.every if tap.kind != FINAL_NORM))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with its Activations left under NAME; unchanged in a stage without taps."""
+        """Return the pass with the Activations at this stage's taps left under NAME, taps of one kind concatenated;
+        unchanged in a stage without taps.
+        """
         if not self.own.every:
             return step
         found: Taps = step.batch.sections[SECTION]
@@ -151,7 +157,7 @@ class CaptureExtension(DeviceExtension):
 
     @property
     def _num_logits(self) -> int:
-        """Return the number of router logits of a token that are captured."""
+        """Number of router logits of a token that this stage captures, over all its taps."""
         return sum(tap.width(self.shape.model.config) for tap in self.own.router)
 
 
@@ -168,7 +174,7 @@ class StepActivations(HostExtension):
         self._stages: list[StageTaps] = [stage.programs.extension(NAME).own for stage in runner.stages]
 
     def keep(self, pending: PendingStep) -> None:
-        """Keep the activations of a step in its outputs, to fetch them later. To be called before the step's sampler is
+        """Store references to a step's activations in its outputs, for `fetch`. Call it before the step's sampler is
         dispatched.
         """
         assert pending.forwarded is not None
@@ -176,9 +182,9 @@ class StepActivations(HostExtension):
         pending.outputs[NAME] = [sections.get(NAME) for sections in stages]
 
     def fetch(self, pending: PendingStep) -> dict[Tap, np.ndarray]:
-        """Return the activations at each tap in a step that was kept, [replicas, T, width]; waits for the step.
+        """Return the activations at each tap in a step passed to `keep`, [replicas, T, width]; waits for the step.
 
-        T: tokens of the step's bucket, with padding. Raises KeyError for a step that was not kept.
+        T: tokens of the step's bucket, padding included. Raises KeyError for another step.
         """
         found: dict[Tap, np.ndarray] = {}
         for own, left in zip(self._stages, pending.output(NAME), strict=True):

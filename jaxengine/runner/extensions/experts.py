@@ -49,10 +49,10 @@ class ExpertCounts(HostExtension):
     """Host extension that reads the counts of all stages."""
 
     def load(self) -> np.ndarray:
-        """Return u32[layers with experts, E experts]: tokens of all replicas for which each expert was selected so far,
-        modulo 2**32.
+        """Return u32[layers with experts, E experts]: the number of tokens, of all replicas, for which each expert has
+        been selected so far, modulo 2**32.
 
-        Waits for the steps in flight; the engine's other processes do the same.
+        Waits for the steps in flight. In an engine of several processes, the other processes take part in the call.
         """
         stages, fetch = self.runner.stages, self.runner.fetch
 

@@ -43,7 +43,7 @@ class ProcessorsExtension(DeviceExtension):
 
     @property
     def description(self) -> str:
-        """Names, sources and settings of the processors, as text: part of the key of every stored program."""
+        """Names, sources and settings of the processors, as text, which is part of the key of every stored program."""
         root = Path(__file__).parents[3]
         files = [source_file(each) for each in self.processors]
         sources = [None if file is None else file_digest(root, file) for file in files]
@@ -52,7 +52,7 @@ class ProcessorsExtension(DeviceExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """Return the change that writes the columns of NUM_ROWS slots."""
+        """The state change, by name, that writes the columns of NUM_ROWS slots."""
         shapes = [((NUM_ROWS,), np.int32, EVERYWHERE), ((NUM_ROWS, self.width), np.int32, EVERYWHERE)]
         return {COLUMN_ROWS: StateChange(_write_rows, shapes)}
 
@@ -98,7 +98,7 @@ class SlotColumns(HostExtension):
 
     def words(self, values: Mapping[int, tuple[float | int | bool, ...]]) -> np.ndarray:
         """Return a request's row i32[1 + columns] for `set_columns`: bits of the processors that it uses, then the 32
-        bits of each parameter of all processors, the default for those of processors that it does not use.
+        bits of each parameter of all processors. Processors that it does not use have their defaults.
 
         values: for each processor that the request uses, by its number, the values of all its columns.
         """
@@ -110,14 +110,18 @@ class SlotColumns(HostExtension):
         return np.array(words, np.int64).astype(np.int32)
 
     def set_columns(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
-        """Write rows of `words` for slots numbered over all replicas; None for a slot that uses no processor."""
+        """Write rows of `words` to the devices, for slots numbered over all replicas; None for a slot that uses no
+        processor.
+        """
         none = np.zeros(0, np.int32)
         own = [(slot, none if words is None else words) for slot, words in rows]
         self.runner.change_slots(COLUMN_ROWS, own, NUM_ROWS, self._width)
 
 
 def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[str, Any], vocab: VocabColumns) -> Any:
-    """Call a processor and return its logits. Raises ValueError, when an engine starts, for a wrong shape or dtype."""
+    """Call a processor and return its logits. Raises ValueError, while programs are traced, for a wrong shape
+    or dtype.
+    """
     found = each.process(logits, columns, vocab)
     if getattr(found, "shape", None) != logits.shape or found.dtype != logits.dtype:
         got = f"{getattr(found, 'dtype', type(found).__name__)}{list(getattr(found, 'shape', ()))}"
@@ -126,7 +130,7 @@ def _processed(each: type[LogitsProcessor], logits: jax.Array, columns: Mapping[
 
 
 def _typed(words: jax.Array, dtype: str) -> jax.Array:
-    """Return a column's values in their dtype, from the int32 that hold their bits."""
+    """Return a column's values in `dtype`, from the int32 that hold their bits; "bool" is true above 0."""
     return words > 0 if dtype == "bool" else lax.bitcast_convert_type(words, np.dtype(dtype))
 
 

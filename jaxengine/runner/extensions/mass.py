@@ -13,8 +13,8 @@ NAME = "mass"
 
 
 class MassExtension(DeviceExtension):
-    """Device extension that adds three scores of each sampled token, in the stage that samples: its raw and its
-    processed log-probability, and how much of the distribution truncation kept.
+    """Device extension that adds three scores of each sampled token, in the stage that samples: its raw
+    log-probability, its processed one, and the log of the probability that truncation kept.
     """
 
     name = NAME

@@ -25,7 +25,7 @@ from jaxengine.scheduler.batches.buckets import Bucket
 NAME, STATES = "offload", "states"
 # Pages of a replica that one launch copies.
 SIZES = (4, 32)
-# Arrays of the largest size that may be on their way at once, to the host and back.
+# Largest number of arrays in transit at once, to the host and back.
 MAX_LEAVING, MAX_COMING = 4, 2
 
 Entry = tuple[bytes, int]  # key, row
@@ -37,7 +37,9 @@ class OffloadExtension(DeviceExtension):
     name = NAME
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of the arrays in which pages are copied, as many as may be on their way at once."""
+        """Return the bytes on one device, by purpose, of the arrays in which pages are copied, as many as may be in
+        transit at once.
+        """
         page = page_bytes_of_group(self.shape.groups, platform=self.shape.platform.name)
         return {"pages on their way": (MAX_LEAVING + MAX_COMING) * SIZES[-1] * page}
 
@@ -59,7 +61,7 @@ class PageCopies(StageExtension):
     name = NAME
 
     def __init__(self, stage: Any):
-        """Note the shapes of pages and states; nothing is compiled. stage: the StageRunner."""
+        """Store the shapes of pages and states; nothing is compiled. stage: the StageRunner."""
         self._stage = stage
         self._shape: StageShape = stage.programs.shape
         self._places = num_places(self._shape.groups)
@@ -82,7 +84,7 @@ class PageCopies(StageExtension):
         return max((workspace_bytes(own.memory_analysis()) for _, own in self._compiled.values()), default=0)
 
     def plan_pool(self, num_pages: int) -> None:
-        """Set the number of pages, and with it `page_shape` and `page_dtype`."""
+        """Store the number of pages, and set `page_shape` and `page_dtype`."""
         self._num_pages = num_pages
         kv = self._stage.programs.kv_shapes(num_pages)
         self._data, spec = kv.data, kv_partition(kv).data
@@ -94,30 +96,32 @@ class PageCopies(StageExtension):
             self._compile()
 
     def allocate(self) -> None:
-        """Compile or load the programs if start-up has not, as with enforce_eager; there are no arrays of its own."""
+        """Compile or load the programs unless `compile` has, as with enforce_eager. No arrays are allocated."""
         if not self._compiled:  # enforce_eager
             self._compile()
 
     def gather(self, ids: np.ndarray) -> jax.Array:
-        """Dispatch the copying of pages i32[replicas * n], -1 for none, to an array [replicas * n, *page_shape]."""
+        """Dispatch the copying of pages i32[replicas * n], -1 for none, and return the array [replicas * n,
+        *page_shape] of their contents.
+        """
         size = len(ids) // self._shape.num_ranks
         return self._launched(self._compiled[f"gather {size}"][1](self._stage.pages.data, ids))
 
     def place(self, pages: np.ndarray) -> jax.Array:
-        """Send pages [replicas * n, *page_shape] to the devices; return them as `scatter` takes them. Thread-safe."""
+        """Send pages [replicas * n, *page_shape] to the devices; return the array for `scatter`. Thread-safe."""
         return jax.device_put(pages, self._pages(len(pages) // self._shape.num_ranks).sharding)
 
     def scatter(self, ids: np.ndarray, pages: jax.Array) -> None:
-        """Dispatch the writing of pages, as `place` returns them, to pages i32[replicas * n], -1 for none. The stage's
-        pool is donated, and replaced.
+        """Dispatch the writing of the contents `pages`, from `place`, to the pages `ids`, i32[replicas * n], -1 for
+        none. The stage's pool is donated, and replaced.
         """
         size = len(ids) // self._shape.num_ranks
         kv = self._stage.pages
         self._stage.pages = replace(kv, data=self._launched(self._compiled[f"scatter {size}"][1](kv.data, ids, pages)))
 
     def gather_states(self, ids: np.ndarray) -> list[jax.Array]:
-        """Dispatch the copying of a snapshot of each replica, i32[replicas], -1 for none, to arrays [replicas, ...],
-        one for each array of states; [] without states.
+        """Dispatch the copying of one snapshot of each replica, `ids` i32[replicas], -1 for none; return arrays
+        [replicas, ...], one for each array of states. [] without states.
         """
         if not self._states:
             return []
@@ -125,14 +129,14 @@ class PageCopies(StageExtension):
         return list(self._launched(self._compiled["gather states"][1](leaves, ids)))
 
     def place_states(self, rows: Sequence[np.ndarray]) -> list[jax.Array]:
-        """Send one state of each replica to the devices; return them as `scatter_states` takes them. rows: for each
-        array of states, [replicas, ...]. Thread-safe.
+        """Send one state of each replica to the devices; return the arrays for `scatter_states`. rows: for each array
+        of states, [replicas, ...]. Thread-safe.
         """
         return [jax.device_put(row, like.sharding) for row, like in zip(rows, self._rows, strict=True)]
 
     def scatter_states(self, ids: np.ndarray, rows: Sequence[jax.Array]) -> None:
-        """Dispatch the writing of states to snapshots i32[replicas], -1 for none; nothing without states. The stage's
-        arrays of states are donated, and replaced.
+        """Dispatch the writing of states, `rows` from `place_states`, to the snapshots `ids`, i32[replicas], -1 for
+        none; nothing without states. The stage's arrays of states are donated, and replaced.
         """
         if self._states:
             sections = self._stage.slots.sections
@@ -143,14 +147,14 @@ class PageCopies(StageExtension):
             )
 
     def _launched(self, arrays: Any) -> Any:
-        """Return a launch's arrays; on several CPU devices after waiting for them, as XLA:CPU hangs with many launches
+        """Return `arrays` of a launch. On several CPU devices, wait for them first, as XLA:CPU hangs with many launches
         in flight (see MAX_LAUNCHES_AHEAD of the stage runner).
         """
         devices = self._shape.mesh.devices
         return jax.block_until_ready(arrays) if devices.size > 1 and devices.flat[0].platform == "cpu" else arrays
 
     def _pages(self, size: int) -> Any:
-        """Return the abstract array of `size` pages of each replica."""
+        """Return the abstract array of the contents of `size` pages of each replica."""
         return self._shape.shape((self._shape.num_ranks * size, *self.page_shape), self.page_dtype, self._spec)
 
     def _compile(self) -> None:
@@ -162,14 +166,14 @@ class PageCopies(StageExtension):
         self._compiled = {own.name: (own, self._stage.compiled(own._replace(name=name))) for name, own in names.items()}
 
     def _pool_rows(self, ids: jax.Array) -> jax.Array:
-        """Return the indices of a device's pool rows that pages i32[n] take: i32[n, rows of a page]. For no page (-1)
-        they are the index after the last row.
+        """Return i32[n, rows of a page], the indices of the rows of a device's pool that the pages `ids`, i32[n], take.
+        For no page (-1) they are the index after the last row.
         """
         rows = jnp.arange(self._places)[None] * self._num_pages + ids[:, None]
         return jnp.where(ids[:, None] < 0, self._places * self._num_pages, rows)
 
     def _gather(self, size: int) -> Program:
-        """Return the program (pool, pages i32[replicas * size]) -> copies of these pages; undefined for -1."""
+        """Return the program (pool, pages i32[replicas * size]) -> contents of these pages; undefined for -1."""
 
         def gather(data: jax.Array, ids: jax.Array) -> jax.Array:
             return jnp.take(data, self._pool_rows(ids), axis=0, mode="clip")
@@ -178,7 +182,7 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"gather {size}", gather, arguments, self._pages(size), ())
 
     def _scatter(self, size: int) -> Program:
-        """Return the program (pool, pages i32[replicas * size], their content) -> the pool with these pages written,
+        """Return the program (pool, pages i32[replicas * size], their contents) -> the pool with these pages written,
         none for -1. The pool is donated.
         """
 
@@ -189,7 +193,9 @@ class PageCopies(StageExtension):
         return program_on(self._shape.mesh, f"scatter {size}", scatter, arguments, self._data, (0,))
 
     def _gather_states(self) -> Program:
-        """Return the program (arrays of states, i32[replicas]) -> the row of each of these snapshots; of -1 any row."""
+        """Return the program (arrays of states, snapshots i32[replicas]) -> the rows of these snapshots; undefined for
+        -1.
+        """
 
         def gather(leaves: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
             rows = jnp.clip(ids + self._first_row, 0)
@@ -212,7 +218,7 @@ class PageCopies(StageExtension):
 
 
 class Leaving(NamedTuple):
-    """Copies on their way to the host.
+    """Copies in transit to the host.
 
     Attributes:
       entries: (key, row of the arrays) of each page or state.
@@ -225,7 +231,7 @@ class Leaving(NamedTuple):
     size: int
 
     def blocks(self) -> dict[bytes, np.ndarray]:
-        """Return the content of each key, u8[n]; waits for the copies. Thread-safe."""
+        """Return the content of each key over all stages, u8[n]; waits for the copies. Thread-safe."""
         arrays = [np.asarray(array) for array in self.arrays]
         return {key: np.concatenate([_bytes(array[row]) for array in arrays]) for key, row in self.entries}
 
@@ -235,7 +241,7 @@ class Coming(NamedTuple):
 
     Attributes:
       rank: index of the replica. keys: of the pages, or of the state.
-      arrays: of each stage, as its PageCopies takes them.
+      arrays: of each stage, for `scatter` or `scatter_states` of its PageCopies.
       size: pages of a replica in the arrays; 0 for a state.
     """
 
@@ -247,7 +253,7 @@ class Coming(NamedTuple):
 
 class PageMover(HostExtension):
     """Host extension that copies pages and states of all stages. A page's content is that of all layers of a group in
-    all stages, u8[page_bytes]; a state's likewise, u8[state_bytes].
+    all stages, u8[page_bytes], and a state's is u8[state_bytes].
     """
 
     def __init__(self, runner: Any):
@@ -257,22 +263,22 @@ class PageMover(HostExtension):
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of a page's content."""
+        """Bytes of a page's content, over all stages."""
         return sum(int(np.prod(each.page_shape)) * each.page_dtype.itemsize for each in self._stages)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of a state's content."""
+        """Bytes of a state's content, over all stages; 0 without states."""
         rows = [row for each in self._stages for row in each.state_rows]
         return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in rows)
 
     @property
     def block_bytes(self) -> int:
-        """Return the most bytes of the content of a page or a state."""
+        """Bytes of the larger of the two contents, a page's or a state's."""
         return max(self.page_bytes, self.state_bytes)
 
     def warm_up(self) -> None:
-        """Run each program once, with no page or snapshot to copy; waits."""
+        """Run each program once with no page or snapshot to copy, so that nothing is changed; waits for the gathers."""
         for size in SIZES:
             nothing = np.full(self._num_ranks * size, -1, np.int32)
             pages = [np.zeros((len(nothing), *each.page_shape), each.page_dtype) for each in self._stages]
@@ -286,8 +292,8 @@ class PageMover(HostExtension):
             stage.scatter_states(nothing, stage.place_states(states))
 
     def describe(self) -> str:
-        """Return text that is equal for two engines if equal keys have equal content in both, given equal weights:
-        shapes, dtypes, scales, programs and meshes.
+        """Return text that is equal for two engines if equal keys have equal content in both, given equal weights: page
+        size, shapes, dtypes, scales, programs and meshes.
         """
         stages = [stage.programs for stage in self.runner.stages]
         scales = [
@@ -300,8 +306,8 @@ class PageMover(HostExtension):
         return repr((self.runner.config.block_size, shapes, scales, [(each.description, each.mesh) for each in stages]))
 
     def save(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
-        """Dispatch the copying of pages to the host, as they are after the newest dispatched step; return the copies,
-        each of at most SIZES[-1] pages of a replica.
+        """Dispatch the copying of pages to the host, as they are after the newest dispatched step; return the copies in
+        transit, each of at most SIZES[-1] pages of a replica.
 
         ranks: for each replica, (key, page) of those to copy.
         """
@@ -315,7 +321,7 @@ class PageMover(HostExtension):
 
     def save_states(self, ranks: Sequence[Sequence[Entry]]) -> list[Leaving]:
         """Dispatch the copying of snapshots to the host, as they are after the newest dispatched step; return the
-        copies, each of at most one snapshot of a replica.
+        copies in transit, each of at most one snapshot of a replica.
 
         ranks: for each replica, (key, snapshot) of those to copy.
         """
@@ -358,7 +364,7 @@ class PageMover(HostExtension):
         return Coming(rank, [key], jax.block_until_ready(arrays), 0)
 
     def install(self, coming: Coming, pages: Sequence[Entry]) -> None:
-        """Dispatch the writing of pages, or of a state, that have come.
+        """Dispatch the writing of the pages, or the state, that `send` or `send_state` has sent.
 
         pages: (key, page), or (key, snapshot), to write to; keys of `coming` that it lacks are dropped.
         """
@@ -372,9 +378,10 @@ class PageMover(HostExtension):
             write(ids, array)
 
     def _rows(self, ranks: Sequence[Sequence[Entry]], size: int) -> tuple[list[Entry], np.ndarray]:
-        """Return (key, row of the copied arrays) of all entries, and their pages i32[replicas * size], -1 for none.
+        """Return (key, row of the copied arrays) of all entries, and their page or snapshot numbers i32[replicas *
+        size], -1 for none.
 
-        ranks: for each replica, at most `size` of (key, page).
+        ranks: for each replica, at most `size` pairs (key, page or snapshot).
         """
         ids = np.full(self._num_ranks * size, -1, np.int32)
         entries = []

@@ -27,9 +27,9 @@ from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.pages.snapshots import LOAD, SAVE
 
 NAME, STATES = "recording", "states"
-# Rows that one launch copies: of the pool, a page of one layer each, and of states and of the sampler's long arrays.
+# Rows that one launch copies: of the pool (a row is a page of one layer), and of states and the sampler's long arrays.
 PAGE_ROWS, SLOT_ROWS = 64, 8
-# Of SamplingState and TokenState, arrays with a long row for each slot.
+# Arrays of SamplingState and TokenState with a long row for each slot.
 LONG = ("token_counts", "logit_bias", "token_mask")
 
 
@@ -53,8 +53,8 @@ class RecordingExtension(DeviceExtension):
         return self.shape.hidden(num_tokens, self.num_kept) if self.keeps_layers else None
 
     def memory(self) -> Mapping[str, int]:
-        """Return bytes of one device: copies of pages, and with "layers" the hidden states of the steps in flight and
-        one more.
+        """Return the bytes on one device, by purpose: copies of pages, and with "layers" the hidden states of the steps
+        in flight and one more.
         """
         config, model = self.shape.config, self.shape.model.config
         spec = pool_spec(self.shape.groups, 1)
@@ -69,7 +69,7 @@ class RecordingExtension(DeviceExtension):
         return step.with_section(NAME, Capture(range(self.num_kept - 1))) if self.keeps_layers else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the hidden states of all layers left under NAME, if they are recorded."""
+        """Return the pass with the hidden states of all layers left under NAME; unchanged unless they are recorded."""
         if not self.keeps_layers:
             return step
         assert step.hidden is not None
@@ -89,14 +89,14 @@ class StepTaker(StageExtension):
     Attributes:
       is_on: whether steps are recorded.
       newest: bucket and arrays of the step dispatched last, a new dict for each step; see docs/troubleshooting.md. None
-        for a step that is not recorded; one that turns out too large later has no arrays any more.
+        for a step that is not recorded; the dict of one that turns out too large later is emptied.
       num_too_large: steps not recorded because they are larger than record_steps_bytes.
     """
 
     name = NAME
 
     def __init__(self, stage: Any, extension: RecordingExtension):
-        """Begin with recording on and no step. stage: the StageRunner that samples."""
+        """Start with recording on and no step. stage: the StageRunner that samples."""
         self._stage, self._programs, self._extension = stage, stage.programs, extension
         self._shape: StageShape = stage.programs.shape
         self.is_on, self.num_too_large, self._max_bytes = True, 0, self._shape.config.record_steps_bytes
@@ -109,7 +109,7 @@ class StepTaker(StageExtension):
         self._num_pages = num_pages
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
-        """Compile or load the programs that copy, at the first call."""
+        """Compile or load the programs that copy, at the first call; later calls do nothing."""
         if self._copies:
             return
         state = self._programs.state_shapes
@@ -122,8 +122,8 @@ class StepTaker(StageExtension):
         self._copies = {name: self._stage.compiled(program) for name, program in programs.items()}
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
-        """Copy to the host what the step reads, and set `newest`: None if recording is off or the step is too large.
-        Waits for the copies. Returns None.
+        """Copy to the host the arrays that the step reads, and store them in `newest`: None if recording is off or the
+        step is too large. Waits for the copies. Returns None.
         """
         self.newest = None
         if not self.is_on:
@@ -145,8 +145,9 @@ class StepTaker(StageExtension):
         return None
 
     def before_epilogue(self, name: str, state: Any, forwarded: Any) -> None:
-        """Add to `newest` what the forward pass has written and left, and what the sampler reads; waits for it. Drops
-        the step if it is too large with that. Does nothing before other epilogues.
+        """Add to `newest` the pages, states and results of the forward pass, and the arrays that the sampler reads;
+        waits for them. Drops the step, and counts it, if it is too large with these. Does nothing before other
+        epilogues.
         """
         if self.newest is None or name != SAMPLE:
             return
@@ -165,7 +166,7 @@ class StepTaker(StageExtension):
         arrays |= {f"sampling/{name}": array for name, array in zip(LONG, long, strict=True)}
         arrays |= _places("rows", [[(at,) for at in range(len(rows))] for rows in self._ranks], ("row",))
         arrays["rows/slot"] = np.array([slot for own in slots for slot in own], np.int32)
-        # Of padding nothing is kept.
+        # Padding is left out.
         rows = arrays["rows/rank"], arrays["rows/row"]
         arrays["logits"] = _by_rank(forwarded.logits, len(self._ranks))[rows]
         counts = [sum(row.count for row in rows) for rows in self._ranks]
@@ -176,7 +177,7 @@ class StepTaker(StageExtension):
             arrays["layers"] = hidden.reshape(len(hidden), self._extension.num_kept, -1)
 
     def _find_rows(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> None:
-        """Store the slots' rows of each replica that the step uses, and the rows of states that they read or write.
+        """Store, for each replica, the message's rows and the rows of recurrent states that the step reads or writes.
 
         arrays: of the step so far; "message", "state/num_computed" and "state/page_table" are read.
         """
@@ -193,16 +194,17 @@ class StepTaker(StageExtension):
             self._states.append([row for row in found if 0 <= row < most])
 
     def _tables(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Return the page tables of each replica as the forward pass reads them.
+        """Return the page tables of each replica with the message's new entries, as the forward pass reads them.
 
-        arrays: recorded arrays of the step; the message's changes are applied to the tables of the state.
+        arrays: recorded arrays of the step; "message" and "state/page_table" are read.
         """
         layout, message = self._programs.packer.layouts[bucket], arrays["message"]
         tables = arrays["state/page_table"].reshape(len(message), -1, arrays["state/page_table"].shape[-1])
         return [page_tables(layout, *own) for own in zip(message, tables, strict=True)]
 
     def _is_too_large(self, arrays: Mapping[str, np.ndarray], pages: Sequence[Sequence[int]], of_row: int = 0) -> bool:
-        """Whether the arrays so far, these pages and the states exceed record_steps_bytes; if so, count the step.
+        """Return whether the arrays so far, these pages and the states exceed record_steps_bytes; if so, increment
+        num_too_large.
 
         pages: for each replica, rows of its pool. of_row: bytes of a row's sampler inputs; 0 before a forward pass,
         when it is unknown whether a sampler follows. Hidden states are counted with the sampler inputs.
@@ -224,8 +226,8 @@ class StepTaker(StageExtension):
     def _find_pages(
         self, bucket: Bucket, arrays: Mapping[str, np.ndarray], *, written: bool
     ) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
-        """Return the pages that the step reads or, with `written`, only those that it writes: for each replica
-        (layer, page) of each page of a layer, and the row of each in the pool.
+        """Return, for each replica, (layer, page) of each page of a layer that the step reads, and its rows in the pool
+        in the same order. written: only pages that the step writes.
 
         arrays: as for `_find_rows`, which must have been called before.
         """
@@ -248,14 +250,14 @@ class StepTaker(StageExtension):
         self, places: Sequence[Sequence[tuple[int, int]]], wanted: Sequence[Sequence[int]]
     ) -> dict[str, np.ndarray]:
         """Return columns "pages/rank", "pages/layer" and "pages/page" for the pages that `_find_pages` returned, and
-        "pages/data", their present content; waits for it.
+        "pages/data", their current content; waits for it.
         """
         found = self._rows("pages", [self._stage.pages.data], wanted, PAGE_ROWS)
         return {**_places("pages", places, ("layer", "page")), "pages/data": found[0]}
 
     def _take_states(self) -> dict[str, np.ndarray]:
-        """Return the rows of recurrent states that the step reads or writes, with their present content: columns
-        "states/rank" and "states/row", and "states/0", ... for each array. Empty for a model without states.
+        """Return the rows of recurrent states that the step reads or writes, with their current content: columns
+        "states/rank" and "states/row", and "states/0", ... for each array. {} for a model without states.
         """
         if STATES not in self._copies:
             return {}
@@ -265,7 +267,8 @@ class StepTaker(StageExtension):
         return {**places, **{f"{STATES}/{index}": array for index, array in enumerate(found)}}
 
     def _rows(self, name: str, arrays: Any, wanted: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-        """Return the wanted rows of each array, those of the first replica first; waits for them.
+        """Copy the wanted rows of each array to the host, and return them for each array, in the order of replicas;
+        waits for them.
 
         name: of the program that copies them, `size` rows of each replica at a time. wanted: for each replica, its own
         row numbers.
@@ -285,7 +288,7 @@ class StepTaker(StageExtension):
     def _rows_program(self, name: str, arrays: Sequence[Any], size: int) -> Program:
         """Return the program (arrays, i32[replicas * size]) -> these rows of each array, numbered within the replica.
 
-        name: for messages. arrays: shapes, split by replica along their first axis.
+        name: for messages. arrays: shapes, sharded by replica along their first axis.
         """
         ids, num_ranks = self._shape.rows(size, np.int32), self._shape.num_ranks
         results = [
@@ -299,8 +302,8 @@ class StepTaker(StageExtension):
         return program_on(self._shape.mesh, f"record {name}", function, (list(arrays), ids), results, ())
 
     def _copy_program(self, name: str, arrays: Any) -> Program:
-        """Return the program (arrays) -> copies of them, which remain when steps take the originals as donated
-        arguments.
+        """Return the program (arrays) -> copies of them, which stay valid when steps take the originals as donated
+        arguments. name: for messages.
         """
 
         def function(arrays: Any) -> Any:
@@ -310,32 +313,32 @@ class StepTaker(StageExtension):
 
 
 class StepRecorder(HostExtension):
-    """Host extension by which the loop fetches the newest step and ends the recording."""
+    """Host extension through which the engine's loop gets the newest recorded step and stops the recording."""
 
     def newest(self) -> tuple[Bucket, dict[str, np.ndarray]] | None:
-        """Return the bucket and arrays of the step dispatched last, None if it is not recorded; its sampler's arrays
-        are added when the sampler is dispatched.
+        """Return the bucket and arrays of the step dispatched last; None if it is not recorded. The arrays of its
+        sampler are added to the dict when the sampler is dispatched.
         """
         return self._taker.newest
 
     @property
     def num_too_large(self) -> int:
-        """Return the number of steps not recorded because they are larger than record_steps_bytes."""
+        """Number of steps not recorded because they are larger than record_steps_bytes."""
         return self._taker.num_too_large
 
     def stop(self) -> None:
-        """Record no more steps."""
+        """Stop recording: later steps are not copied."""
         self._taker.is_on = False
 
     @property
     def _taker(self) -> StepTaker:
-        """Part of the recording in the stage that samples."""
+        """The StepTaker of the stage that samples."""
         return self.runner.last.extensions[NAME]
 
 
 def _short(state: Any) -> dict[str, dict[str, Any]]:
-    """Return the arrays of DeviceState that are copied whole, by name: "state" before a forward pass, "sampling" before
-    a sampler. state: of arrays or shapes.
+    """Return the arrays of DeviceState that are copied whole, by name: those under "state" before a forward pass, those
+    under "sampling" before a sampler. state: of arrays or shapes.
     """
     slots, sampling = state.slots, state.sampling
     found = {"page_table": slots.page_table, "num_computed": slots.num_computed, "last_token": state.tokens.last_token}
@@ -360,7 +363,7 @@ def _long(state: Any) -> list[Any]:
 
 
 def _row_bytes(arrays: Sequence[Any]) -> int:
-    """Return the bytes of one row of each array, along its first axis, in sum."""
+    """Return the bytes of one row, along the first axis, summed over the arrays."""
     return sum(array.nbytes // len(array) for array in arrays)
 
 

@@ -21,10 +21,10 @@ NAME = "routed_experts"
 
 
 class RoutedExpertsExtension(DeviceExtension):
-    """Device extension whose forward passes leave the experts of every token in this stage's layers, [T, L * k] of
-    `dtype`; nothing in a stage without experts.
+    """Device extension whose forward passes leave the selected experts of every token in this stage's layers, [T, L *
+    k] of `dtype`; nothing in a stage without experts.
 
-    There is no epilogue: the host fetches what the forward passes of all stages left.
+    There is no epilogue: the host fetches the arrays that the forward passes of all stages have left.
 
     Attributes:
       num_per_token: k, experts of a token in each layer.
@@ -34,7 +34,7 @@ class RoutedExpertsExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Find the stage's layers with experts."""
+        """Determine the stage's layers with experts. The model must have experts (asserted)."""
         super().__init__(shape)
         experts = shape.model.config.experts
         assert experts is not None
@@ -46,14 +46,16 @@ class RoutedExpertsExtension(DeviceExtension):
         return f", {self.description}"
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Return the abstract experts of tokens, [T, L * k] of each replica, in the form of `fetched_shape`; None in a
-        stage without experts.
+        """Return the abstract array of the tokens' experts, [T, L * k] of each replica, in the form of `fetched_shape`;
+        None in a stage without experts.
         """
         width = len(self._taps) * self.num_per_token
         return fetched_shape(self.shape, num_tokens, width, self.dtype) if width else None
 
     def memory(self) -> Mapping[str, int]:
-        """Return bytes of one device for the experts of the steps in flight and of the one that the host is reading."""
+        """Return the bytes on one device, by purpose, for the experts of the steps in flight and of the one that the
+        host is reading.
+        """
         of_token = len(self._taps) * self.num_per_token * np.dtype(self.dtype).itemsize
         return {"routed experts": fetched_tokens(self.shape) * of_token}
 
@@ -89,7 +91,7 @@ class StepExperts(HostExtension):
         self.num_per_token, self.dtype = extension.num_per_token, extension.dtype
 
     def keep(self, pending: PendingStep) -> None:
-        """Keep the experts of a step in its outputs, to fetch them later. To be called before the step's sampler is
+        """Store references to a step's experts in its outputs, for `fetch`. Call it before the step's sampler is
         dispatched.
         """
         assert pending.forwarded is not None
@@ -97,9 +99,9 @@ class StepExperts(HostExtension):
         pending.outputs[NAME] = [sections[NAME] for sections in stages if NAME in sections]
 
     def fetch(self, pending: PendingStep) -> np.ndarray:
-        """Return the experts of a step that was kept, [replicas, T, layers with experts, k]; waits for the step.
+        """Return the experts of a step passed to `keep`, [replicas, T, layers with experts, k]; waits for the step.
 
-        T: tokens of the step's bucket; padding is undefined. Raises KeyError for a step that was not kept.
+        T: tokens of the step's bucket; padding is undefined. Raises KeyError for another step.
         """
         shape = self.runner.num_ranks, pending.bucket.num_tokens, -1, self.num_per_token
         return np.concatenate([each.reshape(shape) for each in pending.output(NAME)], axis=2)

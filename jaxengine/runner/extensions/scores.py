@@ -42,7 +42,9 @@ class ScoresExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Return the scoring epilogue, for buckets that can have prompts."""
+        """The scoring epilogue, by name, for buckets that can have prompts; its size is the bucket's number of
+        tokens.
+        """
         own = Epilogue(
             make_score,
             arguments=("params", "sampling", NAME),
@@ -58,11 +60,11 @@ class ScoresExtension(DeviceExtension):
         return Scored(self.shape.hidden(num_tokens), of_tokens, of_tokens)
 
     def leaves(self, bucket: Bucket) -> bool:
-        """Whether a bucket can have prompts."""
+        """Whether a bucket can have prompts to score."""
         return bucket in self.shape.buckets.prompt
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with its Scored left under NAME, if its bucket can have prompts."""
+        """Return the pass with its Scored left under NAME; unchanged if its bucket cannot have prompts."""
         if not self.leaves(step.spec.bucket):
             return step
         assert step.hidden is not None
@@ -76,10 +78,10 @@ class Scorer(HostExtension):
     """Host extension that scores prompts."""
 
     def prompt_logprobs(self, pending: PendingStep, given: bool) -> TokenLogprobs:
-        """Return the prompt tokens' logprobs of a step that has been scored, as numpy arrays; waits for them.
+        """Return the prompt tokens' logprobs of a step passed to `score`, as numpy arrays; waits for them.
 
         given: whether to fetch logprobs of the token ids that requests name, too; otherwise `given_logprobs` has no
-        columns, in the step's output either. Raises KeyError for a step that was not scored.
+        columns, and the step's output is replaced so. Raises KeyError for another step.
         """
         if not given:
             own = pending.outputs[SCORE]
@@ -88,19 +90,21 @@ class Scorer(HostExtension):
         return pending.output(SCORE)
 
     def score(self, pending: PendingStep) -> None:
-        """Dispatch the scoring of a step's prompts. To be called before the step's sampler is dispatched; the engine's
-        other processes do the same.
+        """Dispatch the scoring of a step's prompts, here and in the engine's other processes, and store its output in
+        the step. Call it before the step's sampler is dispatched.
         """
         pending.outputs[SCORE] = self.runner.run_epilogue(SCORE, pending)
 
 
 def make_score(spec: EpilogueSpec) -> Callable:
-    """Make the epilogue that scores prompt tokens: (params: list of arrays, SamplingState, Scored) -> (TokenLogprobs,).
+    """Return the epilogue function that scores prompt tokens: (params: list of arrays, SamplingState, Scored) ->
+    (TokenLogprobs,).
 
     Its fields are [replicas, T, ...], for the target of each token; a token without one gets (-inf, 0, ...).
     """
 
     def score_prompts(params: list[jax.Array], sampling: SamplingState, scored: Scored):
+        """Compute the prompt logprobs of one device's tokens, and gather them over replicas."""
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
         with jax.named_scope("prompt_logprobs"):
             scores = prompt_logprobs(
@@ -119,7 +123,9 @@ def make_score(spec: EpilogueSpec) -> Callable:
 
 
 def _targets(step: ForwardPass) -> jax.Array:
-    """Return i32[T]: the prompt token after each token, -1 if there is none."""
+    """Return i32[T]: the prompt token after each token, also across the end of the step's chunk; -1 if there is
+    none.
+    """
     batch, rows = step.batch, step.rows
     if batch.token_ids.shape == rows.slot.shape:  # one token a row
         return rows.next_token

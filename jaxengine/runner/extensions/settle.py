@@ -10,10 +10,11 @@ from jaxengine.media.open import open_processor
 
 
 def settled(config: EngineConfig, source: ModelSource) -> EngineConfig:
-    """Return the config with its draft model or head, if it names one, found or downloaded and named by its path, and
-    with room for the adapter that the checkpoint has for prompts with sounds.
+    """Return the config with its draft model or head, if it names one, downloaded and named by its path, and with room
+    for the adapter that the checkpoint has for prompts with sounds.
 
-    source: the opened target model. Raises ConfigError or ModelFileError as `settle_draft` and `with_sound_adapter` do.
+    source: the opened target model. Raises ConfigError or ModelFileError for a draft or an adapter that is missing or
+    cannot be used.
     """
     config = with_sound_adapter(config, source)
     if config.speculative_config is None:

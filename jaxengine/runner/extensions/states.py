@@ -18,20 +18,20 @@ NAME = "states"
 
 
 class StatesExtension(DeviceExtension):
-    """Device extension of recurrent state. Its section of SlotState is jaxengine.models.cache.Cache's: for each layer
-    with state its arrays [rows, ...]; none in a stage without such layers. Snapshots have a page table of their own
-    (jaxengine.scheduler.pages.snapshots).
+    """Device extension of recurrent state. Its section of SlotState has the states of jaxengine.models.cache.Cache: for
+    each layer with state its arrays [rows, ...]; none in a stage without such layers. Snapshots have a page table of
+    their own (jaxengine.scheduler.pages.snapshots).
     """
 
     name = NAME
     counts_slots = True
 
     def __init__(self, shape: StageShape):
-        """Find the stage's arrays of states, and the page table that snapshots need, if there are any."""
+        """Determine the stage's arrays of states, and the page table that snapshots need, if there are any."""
         super().__init__(shape)
         self.num_snapshots = shape.config.num_state_snapshots
         self.num_tables = int(self.num_snapshots > 0)
-        self.least_columns = 3 * self.num_tables  # that name a snapshot to load, one to save and its position
+        self.least_columns = 3 * self.num_tables  # for a snapshot to load, one to save, and the position of the latter
         self._arrays = state_arrays(shape.groups)
 
     def slots(self) -> Any:
@@ -48,13 +48,13 @@ class StatesExtension(DeviceExtension):
         return own or None
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of all rows of states."""
+        """Return the bytes on one device, by purpose, of all rows of states."""
         of_row = sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for own in self._arrays for each in own)
         return {NAME: (self.shape.num_slots + self.num_snapshots) * of_row}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the rows at which states are read and written, and with the states in its cache;
-        unchanged in a stage without states.
+        """Return the pass with a section of the rows at which states are read and written, and with the states added to
+        its cache; unchanged in a stage without states.
         """
         if not self._arrays:
             return step
@@ -63,17 +63,20 @@ class StatesExtension(DeviceExtension):
         return step.with_section(NAME, self._rows(step))._replace(cache=Cache(pool, states))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the new states in the slots' state, and the KV pool alone as its cache."""
+        """Return the pass with the new states in the slots' state, and the KV pool alone as its cache; unchanged in a
+        stage without states.
+        """
         if not self._arrays:
             return step
         assert isinstance(step.cache, Cache)
         return step._replace(cache=step.cache.kv).with_state(NAME, step.cache.states)
 
     def _rows(self, step: ForwardPass) -> StateRows:
-        """Return the row numbers at which the states of a message's rows are read, written and saved, i32[S] each.
+        """Return the row numbers at which the states of a message's rows are read, written and saved, i32[S] each, with
+        the batch's lengths.
 
         A row's state is in its slot's row. A row at position 0 reads none (-1); one that just got its slot after a
-        cached prefix reads a snapshot. Where nothing is to be written or saved the result is the total number of rows.
+        cached prefix reads a snapshot. If nothing is to be written or saved, the number is the total number of rows.
         """
         rows, ragged, num_slots = step.rows, step.batch.ragged[0], self.shape.num_slots
         assert ragged.num_decode is not None

@@ -33,8 +33,8 @@ class SteeringExtension(DeviceExtension):
     counts_slots = True
 
     def __init__(self, shape: StageShape):
-        """Find the taps of the option steer. Raises TapError for one that the model lacks, ValueError for a part that a
-        layer lacks.
+        """Determine the taps of the option steer. Raises TapError for one that the model lacks, ValueError for a part
+        that a layer lacks.
         """
         super().__init__(shape)
         config = shape.model.config
@@ -63,8 +63,8 @@ class SteeringExtension(DeviceExtension):
         return {WRITE: StateChange(_write_vectors, vectors), SWITCH: StateChange(_switch, column_shapes())}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the vectors, and for each token the slot whose vectors are added to it; the number of
-        slots, which is none, where they are off.
+        """Return the pass with a section of the vectors and, for each token, the slot whose vectors are added to it;
+        the number of slots, which no slot has, if none are.
         """
         section, num_slots = step.slots.sections[NAME], self.shape.num_slots
         is_on = step.is_token & (section["is_on"][step.rows.index][step.token_row] > 0)
@@ -77,7 +77,7 @@ class SteeringExtension(DeviceExtension):
 
 
 class SlotVectors(HostExtension):
-    """Host extension that sets the vectors of slots, which are numbered over all replicas."""
+    """Host extension that sets the steering vectors of slots, which are numbered over all replicas."""
 
     def __init__(self, runner: Any, extension: SteeringExtension):
         super().__init__(runner)
@@ -86,10 +86,10 @@ class SlotVectors(HostExtension):
         self._known = np.zeros(runner.num_ranks * runner.config.max_num_seqs, np.int32)
 
     def write(self, slot: int, steer: Sequence[tuple[str, bytes]]) -> None:
-        """Store a slot's vectors, added to its tokens' activations from the next forward pass on; taps not named get
-        zeros.
+        """Write a slot's vectors to the devices, for forward passes dispatched afterwards while the slot is switched
+        on; taps that `steer` does not name get zeros.
 
-        steer: pairs of a tap's name and a vector as little-endian float32 bytes.
+        steer: pairs of a tap's name and a vector as little-endian float32 bytes. Raises KeyError for another tap.
         """
         vectors = np.zeros((1, *self._of_slot), np.float32)
         for at, values in steer:
@@ -97,7 +97,7 @@ class SlotVectors(HostExtension):
         self.runner.change_state(WRITE, np.array([slot], np.int32), vectors)
 
     def switch(self, slots: list[int], values: list[int]) -> None:
-        """Turn the vectors of slots on (value 1) or off (0)."""
+        """Turn the vectors of slots on (value 1) or off (0); only changes are sent to the devices."""
         self.runner.set_column(SWITCH, self._known, slots, values)
 
 
@@ -116,5 +116,5 @@ def _switch(state: DeviceState, slots: jax.Array, values: jax.Array) -> DeviceSt
 
 
 def _with(state: DeviceState, section: Any) -> DeviceState:
-    """Return the state with this section in place of the old one."""
+    """Return the state with this extension's section replaced by `section`."""
     return state._replace(slots=state.slots._replace(sections={**state.slots.sections, NAME: section}))

@@ -33,7 +33,7 @@ class StructuredExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Derive num_parts and stored_words from the mesh and the vocabulary."""
+        """Compute num_parts and stored_words from the mesh and the vocabulary."""
         super().__init__(shape)
         mesh, config = shape.model.mesh, shape.model.config
         self.num_parts = mesh.num_shards("sampled_vocab")
@@ -69,8 +69,8 @@ class SlotMasks(HostExtension):
     def set_masks(
         self, rows: list[tuple[int, np.ndarray | None]], positions: list[tuple[int, int, np.ndarray]] | None = None
     ) -> None:
-        """Set which tokens slots may take: (slot over all replicas, i32[num_words]), distinct slots; None allows every
-        token. Bit t % 32 of int32 number t // 32 allows token t.
+        """Write the token masks of slots to the devices: (slot over all replicas, i32[num_words]), distinct slots; None
+        allows every token, and is only sent if the slot had a mask. Bit t % 32 of int32 number t // 32 allows token t.
 
         positions: masks for positions of the next step with drafts: (replica, row * width + position in the row,
         i32[num_words]) each; None for none.

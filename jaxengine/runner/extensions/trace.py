@@ -19,10 +19,10 @@ NAME, TRACE_ROWS = "trace", "trace rows"
 
 class TraceExtension(DeviceExtension):
     """Device extension of traces in the stage that samples. Its section of TokenState is i32[R, max_model_len]: for
-    each slot and position, 1 + the token to decode there, or 0 where the request samples. Samplers only read it.
+    each slot and position, 1 + the token to decode there, or 0 if the request samples there. Samplers only read it.
 
-    A whole trace is there from the beginning, by position, so no step needs the host for it, however many tokens a step
-    verifies or computes again.
+    The whole trace is written at the beginning, by position, so no step needs the host for it, however many tokens a
+    step verifies or computes again.
     """
 
     name = NAME
@@ -35,7 +35,9 @@ class TraceExtension(DeviceExtension):
         return long_rows(TRACE_ROWS, _set_traces, self.shape.config.max_model_len, np.int32, EVERYWHERE)
 
     def replace(self, tokens: TokenState, token_ids: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the rows' tokens i32[S], with those of their traces in place of sampled ones."""
+        """Return the rows' tokens i32[S], with those of their traces in place of sampled ones. token_ids: sampled
+        tokens; slots, positions: i32[S].
+        """
         own = tokens.sections[NAME].at[slots, positions].get(mode="fill", fill_value=0)
         return jnp.where(own > 0, own - 1, token_ids)
 
@@ -47,8 +49,8 @@ class SlotTraces(HostExtension):
     """Host extension that writes the traces of slots."""
 
     def set_traces(self, rows: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Write slots' traces, in place of earlier ones: (slot over all replicas, position of the first token, token
-        ids), with no ids for a slot without a trace.
+        """Write slots' traces to the devices, in place of earlier ones: (slot over all replicas, position of the first
+        token, token ids); no ids clear a slot's trace.
         """
         longest = self.runner.config.max_model_len
         own = [(slot, np.pad(1 + np.array(ids, np.int32), (first if ids else 0, 0))) for slot, first, ids in rows]

@@ -28,7 +28,7 @@ SAMPLE = "sample"
 
 
 def make_sample(spec: EpilogueSpec) -> Callable:
-    """Make the epilogue that samples a token for every row and stores it.
+    """Return the epilogue function that samples a token for every row and stores it.
 
     It is (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) -> (TokenState, SampleOutput), the latter of
     all replicas, [replicas, S, ...]. Rows that do not sample get a token, too, which is not stored.
@@ -57,8 +57,8 @@ def choose(
     flags: SamplerFlags,
     **more: Any,
 ) -> SampleOutput:
-    """Sample a token for each row of logits f32[S, V / n] by jaxengine.sampling.sampler.sample, with the functions of
-    the stage's extensions. slot, position: i32[S], of the rows.
+    """Sample a token for each row of logits f32[S, V / n], with jaxengine.sampling.sampler.sample and the functions of
+    the stage's extensions; return its SampleOutput. slot, position: i32[S], of the rows.
 
     more: further arguments of `sample`, such as `assumed`.
     """
@@ -90,11 +90,12 @@ def remember(
     is_kept: jax.Array,
     flags: SamplerFlags,
 ) -> TokenState:
-    """Return the token state after sampling: `last` i32[S] stored as last tokens of the slots target i32[S], and all
+    """Return the token state after sampling: `last` i32[S] stored as last tokens of the slots `target` i32[S], and all
     kept tokens stored in extensions' sections and counted for penalties.
 
-    slot, position, token_ids: i32[N], of all tokens sampled; is_kept: bool[N], those that count. flags: features of the
-    step; without penalties nothing is counted. A target >= R changes nothing; a negative last token is stored as 0.
+    slot, position, token_ids: i32[N], of all tokens sampled; is_kept: bool[N], whether a token counts. flags: features
+    of the step; without penalties nothing is counted. A target >= R changes nothing; a negative last token is stored as
+    0.
     """
     # The -1 of a row that is not finite would index the embedding; its request ends anyway.
     last_token = write_slots(tokens.last_token, target, jnp.maximum(last, 0))
@@ -107,11 +108,11 @@ def remember(
 
 
 def stack_results(results: Any, chosen: SampleOutput, flags: SamplerFlags) -> tuple[Any, TokenLogprobs]:
-    """Gather `results`, a pytree of arrays, and the logprobs of sampled tokens, over all replicas: [replicas, ...]
-    each.
+    """Gather `results`, a pytree of arrays, and the logprobs of sampled tokens over all replicas; return both, with
+    arrays [replicas, ...].
 
-    Logprobs are exchanged only if a row asks for them; otherwise, with several replicas, they are zeros. All of it is
-    in one conditional: XLA:CPU would begin exchanges outside of it in any order, each device in its own
+    Logprobs are exchanged only if a row needs them; otherwise, with several replicas, they are zeros. Everything is in
+    one conditional: XLA:CPU would begin exchanges outside of it in any order, each device in its own
     (tests/sharding/exchange_order.py).
     """
     scores, ranks = TokenLogprobs(*chosen[1:]), num_shards("batch")

@@ -14,17 +14,17 @@ from jaxengine.runner.executables.layer_chain import Executable, serialized_byte
 class Foreseen(NamedTuple):
     """Memory estimate of a program, in bytes of one device."""
 
-    held: int  # what it will hold as long as it is loaded
-    held_as_whole: int  # what it would hold if it were not cut into parts (jaxengine.runner.executables.layer_chain)
-    workspace: int  # what it needs besides its arguments while it runs
+    held: int  # bytes that it will hold as long as it is loaded
+    held_as_whole: int  # the same if it were not cut into parts (jaxengine.runner.executables.layer_chain)
+    workspace: int  # bytes that it needs besides its arguments while it runs
 
 
 def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
-    """Estimate the bytes of one device that a program will take; it is compiled for this, and not kept, unless the
-    numbers are stored.
+    """Estimate the bytes on one device that a program will take. It is compiled for this, and discarded, unless the
+    numbers are stored; new numbers are stored.
 
     executables: the cache that stores them. description: as in ExecutableCache.get; backend: as `jax.default_backend`
-    names it. Raises as `compile_program` does; AssertionError if the platform reports no sizes.
+    names it. Raises the errors of `compile_program`; AssertionError if the platform reports no sizes.
     """
 
     @functools.cache
@@ -45,13 +45,14 @@ def foresee(program: Program, executables: ExecutableCache, description: str, ba
 def held_by(
     program: Program, compiled: Executable, executables: ExecutableCache, description: str, backend: str
 ) -> int:
-    """Return the bytes of one device that a compiled program holds as long as it is loaded.
+    """Return the bytes on one device that a compiled program holds as long as it is loaded; measured once, and stored
+    in the cache.
 
-    compiled: the executable of `program`. Other arguments as of `foresee`.
+    compiled: the executable of `program`. The other arguments are those of `foresee`.
     """
 
     def measure() -> int:
-        # One that was loaded cannot be made into a file again, and one that was just compiled may not be kept.
+        # A loaded program cannot be serialised again, and a compiled one may not have been stored.
         stored = executables.stored_bytes(
             program.name, program.arguments, program.results, donate=program.donate, description=description
         )
@@ -61,8 +62,8 @@ def held_by(
 
 
 def _held_bytes(compiled: Executable, backend: str, stored: int = 0) -> tuple[int, int]:
-    """Return the bytes that an executable holds, and those that it would hold without being cut into parts. stored:
-    size of its file, 0 if it has none.
+    """Return (bytes that an executable holds, bytes that it would hold without being cut into parts). stored: size of
+    its file, 0 if it has none.
     """
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes

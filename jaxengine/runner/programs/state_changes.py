@@ -34,15 +34,15 @@ _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 def column_shapes() -> list[Shape]:
-    """Return the argument shapes of a change that sets an int32 of each of some slots: slots and values,
+    """Return the argument shapes of a change that sets one int32 for each of several slots: slots and values,
     i32[NUM_COLUMN_ROWS] each.
     """
     return [((NUM_COLUMN_ROWS,), np.int32, EVERYWHERE)] * 2
 
 
 def long_rows(name: str, function: Callable, length: int, dtype: Any, spec: Any) -> dict[str, StateChange]:
-    """Return two StateChanges, by name, that replace rows of slots, for `ModelRunner.change_rows`: of one slot, and of
-    NUM_LONG_ROWS at once.
+    """Return two StateChanges, by name, that replace rows of slots: one of a single slot, one of NUM_LONG_ROWS slots at
+    once. `ModelRunner.change_rows` runs them.
 
     function: (DeviceState, slots i32[n], rows [n, length]) -> DeviceState. dtype, spec: of the rows; spec is the
     PartitionSpec of both axes.
@@ -53,13 +53,13 @@ def long_rows(name: str, function: Callable, length: int, dtype: Any, spec: Any)
 
 
 def rows_name(name: str, size: int) -> str:
-    """Return the name of the change that replaces `size` long rows."""
+    """Return the name of the state change `name` that replaces `size` long rows."""
     return f"{name}, {size} at once"
 
 
 def own_slot(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """Convert slots i32[n] numbered over all replicas to this replica's own numbers; the number of slots of a replica
-    for those of others.
+    """Convert slots i32[n] numbered over all replicas to this replica's own numbers. Slots of other replicas become the
+    number of slots of a replica.
     """
     return own_slots(slots, state.slots.num_computed.shape[0])
 
@@ -78,10 +78,10 @@ def _set_counts(state: DeviceState, slots: jax.Array, rows: jax.Array) -> Device
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
-    """Turn a function that changes sampling parameters of some slots into one that changes DeviceState.
+    """Return a function that changes DeviceState, from one that changes SamplingState.
 
-    function: (sampling parameters, slots i32[n] by the replica's own numbers, ...) -> sampling parameters. The result
-    takes slots numbered over all replicas.
+    function: (SamplingState, slots i32[n] by the replica's own numbers, ...) -> SamplingState. The result takes slots
+    numbered over all replicas.
     """
 
     def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:

@@ -27,7 +27,7 @@ class HandedOn(NamedTuple):
 
     Attributes:
       hidden: [T, D], input of the next stage.
-      sections: what extensions leave, by name.
+      sections: arrays that extensions leave, by name.
     """
 
     hidden: jax.Array
@@ -38,11 +38,11 @@ class Forwarded(NamedTuple):
     """Arrays that a forward pass through the last stage leaves to epilogues.
 
     Attributes:
-      rows: facts about the rows of logits.
+      rows: description of the rows of logits.
       logits: f32[S, V / n] of the rows that may sample, f32[S * W, V / n] in steps whose rows have W tokens; None if
         tokens are not sampled.
       sections: arrays that extensions leave, by name.
-      earlier: the same of the stages before, in order.
+      earlier: sections of the stages before, in order.
     """
 
     rows: SampledRows
@@ -60,10 +60,10 @@ def unpack(
 ) -> ForwardPass:
     """Expand a replica's message, buffer i32[size], into a ForwardPass. Its slots are `slots` with the message's
     page-table entries, and with the numbers of tokens that are computed once the step has run. Tokens that only the
-    device knows are still -1.
+    device has are still -1.
 
     last_token: i32[R], of TokenState; None if the message has every token. given: arrays that extensions provide. Both
-    are only passed on.
+    are stored in the result unchanged.
     """
     layout = spec.layout
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
@@ -106,7 +106,7 @@ def unpack(
 
 
 def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tuple[SlotState, Rows]:
-    """Return `slots` with the page-table entries of a replica's message, buffer i32[size], and the message's rows. The
+    """Return (`slots` with the page-table entries of a replica's message, buffer i32[size]; the message's rows). The
     rows' numbers of computed tokens are not written into `slots`.
     """
     slots = write_page_deltas(slots, layout.view(buffer, "deltas"))
@@ -118,7 +118,7 @@ def unpack_rows(slots: SlotState, buffer: jax.Array, layout: StepLayout) -> tupl
 
 
 def with_last_tokens(step: ForwardPass) -> ForwardPass:
-    """Return the pass with each slot's last token in place of -1; the pass as it is if it has no last tokens."""
+    """Return the pass with each slot's last token in place of -1; unchanged if it has no last tokens."""
     if step.last_token is None:
         return step
     known, own = step.last_token[step.rows.index][step.token_row], step.batch.token_ids
@@ -126,7 +126,7 @@ def with_last_tokens(step: ForwardPass) -> ForwardPass:
 
 
 def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Callable:
-    """Make the forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message, given) -> (kv,
+    """Return the forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message, given) -> (kv,
     SlotState, Forwarded).
 
     A stage that is not the first takes hidden states as a further argument; one that is not the last returns HandedOn
@@ -142,6 +142,9 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         given: dict[str, Any],
         *hidden: jax.Array,
     ):
+        """Run one device's part of the forward pass: unpack the message, call the extensions before and after the
+        model, and compute logits in a stage that samples.
+        """
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
             step = unpack(spec, slots, last_token, message.reshape(-1), given)._replace(cache=kv)
@@ -171,7 +174,7 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
 
 def _last_of_rows(step: ForwardPass) -> jax.Array:
     """Return i32[S * W]: indices of the first W tokens of each row of a wide step, after which tokens are sampled; a
-    row with fewer repeats its last.
+    row with fewer tokens repeats its last.
     """
     rows, width = step.rows, step.spec.bucket.width
     column = jnp.minimum(jnp.arange(width, dtype=jnp.int32), jnp.maximum(rows.num_scheduled - 1, 0)[:, None])
@@ -180,8 +183,8 @@ def _last_of_rows(step: ForwardPass) -> jax.Array:
 
 
 def _sampled(step: ForwardPass) -> SampledRows:
-    """Return the rows of the pass for the sampler, padded to the number of rows of logits; in a wide step its S rows,
-    each with the position after its first token.
+    """Return the rows of the pass for the sampler, padded to the number of rows of logits. In a wide step there are S
+    rows, and `position` is the one after the row's first token.
     """
     rows, kv_lens, features = step.rows, step.batch.ragged[0].kv_lens, step.features[None]
     if step.spec.bucket.width > 1:
@@ -195,6 +198,8 @@ def _sampled(step: ForwardPass) -> SampledRows:
 
 
 def pad_rows(step: ForwardPass, x: jax.Array, fill: Any = 0) -> jax.Array:
-    """Pad a step's rows x [S, ...] (in wide steps, of all positions) with `fill` to the length of its logits."""
+    """Return a step's rows x [S, ...] padded with `fill` to the number of rows of logits; unchanged in wide steps,
+    whose x has all positions.
+    """
     more = 0 if step.spec.bucket.width > 1 else step.spec.num_logits - step.spec.layout.num_seqs
     return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)), constant_values=fill) if more else x

@@ -61,20 +61,20 @@ class StepPrograms:
     """Programs of one model, or of one of its pipeline stages.
 
     Attributes:
-      shape: what they are made for; model, mesh, groups: fields of it.
+      shape: model, config and mesh that they are built for; model, mesh, groups: fields of it.
       extensions: the optional capabilities of the stage.
       platform: name of the platform whose kernels run, and read the KV pool.
       num_columns: columns of a page table.
       epilogues: those of this stage, by name.
       state_shapes: the state kept between steps, abstract.
       vocab_size: size of the sampler's vocabulary, padding of the last device's part included.
-      own_vocab_size: of one device.
+      own_vocab_size: part of it that one device has.
       description: static facts that the shapes do not show; part of the key of a stored executable.
-      shared_description: the same for programs that no model decides; engines of many models share those.
+      shared_description: the same for programs that do not depend on the model; engines of many models share those.
     """
 
     def __init__(self, shape: StageShape, extensions: Sequence[DeviceExtension]):
-        """Derive the shapes; nothing is compiled. shape: the stage's model, config, platform and mesh.
+        """Compute the shapes; nothing is compiled. shape: the stage's model, config, platform and mesh.
 
         extensions: in the order in which they take part in traced programs.
         """
@@ -114,26 +114,27 @@ class StepPrograms:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return, for each cache group with pages, how many keys must stay for a token; None for all.
+        """For each cache group with pages, the number of keys that must stay for a token; None for all.
 
-        These are the keys that the token sees, and those that a replacement sees if tokens before it are not accepted.
+        These are the keys that the token attends to, and those that a replacement attends to if tokens before it are
+        not accepted.
         """
         windows = (group.window for group in paged_groups(self.groups))
         return tuple(None if window is None else window + self._slack for window in windows)
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page on one device, in all layers of a group."""
+        """Bytes of one page on one device, in all layers of a group."""
         return page_bytes_of_group(self.groups, platform=self.platform)
 
     @property
     def memory(self) -> dict[str, int]:
-        """Return bytes of one device, by purpose, that extensions hold besides weights and workspace."""
+        """Bytes on one device, by purpose, that extensions hold besides weights and workspace; none of 0 bytes."""
         return {purpose: size for each in self.extensions for purpose, size in each.memory().items() if size}
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of one device of all slot state, without what `memory` counts by itself."""
+        """Bytes on one device of all slot state, without sections that `memory` includes."""
         leaves = jax.tree.leaves(self.state_shapes)
         slots = self.state_shapes.slots.sections
         own = [slots.get(each.name) for each in self.extensions if each.counts_slots]
@@ -145,7 +146,7 @@ class StepPrograms:
 
     def forward(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
         """Return a bucket's forward pass: (params, kv, slots, last_token, message, given[, hidden]) -> (kv, slots,
-        Forwarded).
+        Forwarded). kv and slots are donated.
 
         params: the model's leaves, arrays or shapes; kv: from `kv_shapes`. In a stage that is not the last, the third
         result is HandedOn; a stage that is not the first takes hidden states.
@@ -176,7 +177,7 @@ class StepPrograms:
         return self._forwarded(bucket.num_tokens, size, bucket.width, left)
 
     def epilogue_sizes(self) -> list[tuple[str, int]]:
-        """Return the name and size of every compiled epilogue of this stage."""
+        """Return (name, size) of every compiled epilogue of this stage."""
         return [(name, size) for name, each in self.epilogues.items() for size in each.sizes(self.packer.buckets)]
 
     def last_epilogue(self, bucket: Bucket) -> str:
@@ -186,14 +187,14 @@ class StepPrograms:
 
     def epilogue(self, name: str, size: int, params: Sequence[Any]) -> Program:
         """Return an epilogue in one of `epilogue_sizes`: (the arguments that it names) -> (the state that it changes,
-        its output).
+        which is donated, then its output).
 
         params: the model's leaves, arrays or shapes.
         """
         own = self.epilogues[name]
         shapes = {"params": abstract_params(params), **self.state_shapes._asdict()}
         shapes |= self._forwarded(size, size, own.width, self.extensions).fields()
-        everywhere = self.shape.shape((), np.int32)  # only where it lies matters
+        everywhere = self.shape.shape((), np.int32)  # only its sharding matters
         output = own.output(*[everywhere] * len(own.output._fields))
         results = (*(shapes[change] for change in own.changes), output)
         donate = tuple(own.arguments.index(change) for change in own.changes)
@@ -202,14 +203,16 @@ class StepPrograms:
         return program._replace(of_model=own.of_model)
 
     def forwarded_bytes(self, name: str, size: int) -> int:
-        """Return the bytes of one device that forward passes leave to an epilogue of this size."""
+        """Return the bytes on one device of the arrays that a forward pass leaves to an epilogue of this size."""
         own = self.epilogues[name]
         fields = self._forwarded(size, size, own.width, self.extensions).fields()
         taken = [fields[argument] for argument in own.arguments if argument in fields]
         return sum(map(part_bytes, jax.tree.leaves(taken)))
 
     def state_changes(self) -> dict[str, Program]:
-        """Return the programs that change the state between steps, by name: (state, their arguments) -> state."""
+        """Return the programs that change the state between steps, by name: (state, the change's arguments) ->
+        state.
+        """
         changes = state_changes(self.vocab_size if self.shape.samples else None)
         for each in self.extensions:
             changes |= each.changes
@@ -225,7 +228,7 @@ class StepPrograms:
     def _program(
         self, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]
     ) -> Program:
-        """Return a program on the stage's mesh, as `program_on` does."""
+        """Return a Program on the stage's mesh; see `program_on` for the arguments."""
         return program_on(self.mesh, name, function, arguments, results, donate)
 
     def num_logits(self, bucket: Bucket) -> int:
@@ -249,11 +252,15 @@ class StepPrograms:
         return Forwarded(rows, shape.shape(size, np.float32, _RANKS_VOCAB) if shape.samples else None, left)
 
     def _sections(self, of: Callable[[DeviceExtension], Any]) -> dict[str, Any]:
-        """Return the pytrees of Kept that `of` returns, by extension name, of those extensions that have one."""
+        """Return the pytrees of Kept that `of` returns for each extension, by its name, without those for which it
+        returns None.
+        """
         return {each.name: kept for each in self.extensions if (kept := of(each)) is not None}
 
     def _state_partition(self) -> DeviceState:
-        """Return the state with a PartitionSpec in place of each array."""
+        """Return a DeviceState with a PartitionSpec in place of each array; without `tokens` and `sampling` in a stage
+        that does not sample.
+        """
         ranks: Any = RANKS
         vocab: Any = _RANKS_VOCAB
         slots, tokens = (
@@ -266,7 +273,9 @@ class StepPrograms:
         return DeviceState(slot_state, TokenState(ranks, vocab, tokens), sampling_state.partition(ranks, vocab))
 
     def _own_state(self) -> DeviceState:
-        """Return one device's part of the initial state."""
+        """Return one device's part of the initial state; without `tokens` and `sampling` in a stage that does not
+        sample.
+        """
         num_slots = self.shape.num_slots
         slots, tokens = (
             jax.tree.map(Kept.begin, self._sections(of))
@@ -288,20 +297,20 @@ class StepPrograms:
         return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
 
     def pool(self, kv: KVPages) -> Program:
-        """Return the program () -> the initial KV pool of these shapes; each device makes its own part."""
+        """Return the program () -> the initial KV pool of these shapes; each device creates its own part."""
         return self._program("pool", partial(device_kv, kv), (), kv, donate=())
 
     @property
     def paged_layers(self) -> list[int]:
-        """Return the layers of this stage that have pages, by their numbers in the whole model."""
+        """Layers of this stage that have pages, by their numbers in the whole model, ascending."""
         return sorted(layer for group in paged_groups(self.groups) for layer in group.layers)
 
     def largest(self, kv: KVPages) -> Program:
         """Return the program (pool) -> the largest magnitudes of keys and of values, f32[replicas, layers with pages,
         heads] each.
 
-        Those of values are None if values lie in keys. heads: of the pool, which may store a KV head several times. kv:
-        from `kv_shapes`.
+        The latter is None if values are stored within keys. heads: those of the pool, which may store a KV head several
+        times. kv: from `kv_shapes`.
         """
         places = layer_places(self.groups)
         of_heads = self.shape.shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
@@ -321,6 +330,6 @@ class StepPrograms:
         return program._replace(of_model=False)
 
     def gather_ranks(self, x: jax.Array) -> jax.Array:
-        """Return x [replicas, ...], which is split by replica, whole on every device."""
+        """Return x [replicas, ...], which is sharded by replica, replicated on every device."""
         gather = on_devices(self.mesh, lambda part: stack_ranks(part[0]), (RANKS,), EVERYWHERE)
         return jax.jit(gather)(x)

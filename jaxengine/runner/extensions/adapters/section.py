@@ -55,7 +55,7 @@ class AdaptersExtension(DeviceExtension):
         return {CHANGE: StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())}
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Return its one program, which writes an adapter into a pool slot: (the arrays of `pools`, slot i32[], the
+        """Return the one program that writes an adapter into a pool slot: (the arrays of `pools`, slot i32[], the
         adapter's matrices for each) -> the arrays with the adapter in the slot. The arrays are donated.
 
         params: the model's leaves, arrays or shapes.
@@ -72,12 +72,12 @@ class AdaptersExtension(DeviceExtension):
 
     @property
     def write_name(self) -> str:
-        """Name of the program that writes an adapter into a pool slot."""
+        """Name of the program that writes an adapter into a pool slot of this stage."""
         return f"adapter of {self.shape.model.stage}"
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with each token's pool slot i32[T], -1 for no adapter, and the form in which products apply
-        adapters: 0 in a step without any.
+        """Return the pass with a section for products: each token's pool slot i32[T], -1 for no adapter, and the form
+        in which adapters are applied, 0 in a step without any.
         """
         slot = jnp.where(step.is_token, step.rows.index[step.token_row], self.shape.num_slots)
         own = step.slots.sections[NAME].at[slot].get(mode="fill", fill_value=-1)
@@ -101,7 +101,7 @@ class StagePools(StageExtension):
 
     @property
     def pools(self) -> list[DeclaredPool]:
-        """Return the arrays of the stage's model that hold adapters."""
+        """Arrays of the stage's model that hold adapters, as declared."""
         return self._extension.pools
 
     def put(self, matrices: Matrices) -> list[jax.Array]:
@@ -125,27 +125,31 @@ class AdapterPools(HostExtension):
     """Host extension that writes adapters into the pools of all stages, and sets which of them each slot uses."""
 
     def __init__(self, runner: Any):
-        """Begin with slots that use no adapter."""
+        """Store the runner, and -1 (no adapter) as the known adapter of every slot."""
         super().__init__(runner)
         self._known = np.full(runner.num_ranks * runner.config.max_num_seqs, -1, np.int32)
 
     @property
     def targets(self) -> AdapterTargets:
-        """Return the modules of the model, of all stages, that an adapter may change."""
+        """Modules of the model, of all stages, that an adapter may change."""
         return targets_of([stage.programs.model for stage in self.runner.stages])
 
     @property
     def forms(self) -> list[dict[str, str]]:
-        """Return how each kind of product with adapters is computed on this platform: rows of a table for people."""
+        """How each kind of product with adapters is computed on this platform: rows of a table for people."""
         models = [stage.programs.model for stage in self.runner.stages]
         return product_forms(models, platform_of(self.runner.device))
 
     def put(self, matrices: Matrices) -> list[list[jax.Array]]:
-        """Copy an adapter's matrices to the devices, wait for that, and return them for `write`. Thread-safe."""
+        """Copy an adapter's matrices to the devices, wait for that, and return one list of arrays for each stage, for
+        `write`. Thread-safe.
+        """
         return jax.block_until_ready([stage.extensions[NAME].put(matrices) for stage in self.runner.stages])
 
     def write(self, slot: int, values: list[list[jax.Array]]) -> None:
-        """Write the arrays of `put` into a pool slot of every stage; steps dispatched from now on read them there."""
+        """Dispatch the writing of the arrays of `put` into a pool slot of every stage. Steps dispatched afterwards read
+        them there.
+        """
         for stage, own in zip(self.runner.stages, values, strict=True):
             stage.extensions[NAME].write(slot, own)
 
@@ -162,7 +166,9 @@ class AdapterPools(HostExtension):
         self.runner.set_column(CHANGE, self._known, slots, adapters)
 
     def warm_up(self) -> None:
-        """Run every forward pass with adapters once: the first run takes longer, on a CPU as long as a step."""
+        """Run every forward pass with adapters once, and wait: the first run is slower, on a CPU by as much as
+        a step.
+        """
         lora = self.runner.stages[0].programs.model.build.lora
         forms = (ADAPTER, ADAPTER | FEW_ADAPTERS) if lora.may_group else (ADAPTER,)
         for bucket, features in itertools.product(self.runner.buckets, forms):

@@ -60,7 +60,7 @@ class GivenAdapter(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """Result of replacing an adapter."""
+    """Result of AdapterStore.replace."""
 
     old: Adapter | None  # that had the name; None for a new name
     new: Adapter  # that has the name now
@@ -68,7 +68,7 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Upload:
-    """Adapter on its way to a pool slot."""
+    """Adapter that is being read and copied to the devices for a pool slot."""
 
     slot: int  # of the pool
     adapter: Adapter  # that gets the slot
@@ -87,10 +87,12 @@ class _Load:
 
 
 class AdapterStore:
-    """Store of adapters. Not thread-safe, but for `read` and `read_given`: the engine's thread alone uses it."""
+    """Store of adapters. Only the engine's thread may use it, except for `read` and `read_given`, which are
+    thread-safe.
+    """
 
     def __init__(self, runner: Any):
-        """Start without adapters, with a thread of its own that `shutdown` ends.
+        """Create an empty store, with a thread for reading that `shutdown` ends.
 
         runner: the ModelRunner of an engine with enable_lora; KeyError for any other.
         """
@@ -109,21 +111,23 @@ class AdapterStore:
 
     @property
     def adapters(self) -> list[AdapterRecord]:
-        """Return the records of the adapters that requests may name."""
+        """Records of the adapters that requests may name."""
         return list(self._named.values())
 
     @property
     def num_kept(self) -> int:
-        """Return how many adapters host memory holds."""
+        """Number of adapters in host memory."""
         return len(self._host)
 
     @property
     def is_uploading(self) -> bool:
-        """Whether an adapter is on its way to the devices, for which a request waits."""
+        """Whether an adapter is being read or copied to the devices, for a request that waits for it."""
         return self._upload is not None
 
     def read(self, path: str) -> AdapterWeights:
-        """Read an adapter's folder, here or at a URL, and check it against this model. Raises ModelFileError."""
+        """Read an adapter's folder, local or at a URL, and check it against this model; return its matrices in host
+        memory. Raises ModelFileError.
+        """
         try:
             folder = Path(local_adapter(path)).expanduser()
         except RuntimeError as error:  # "~NAME" of an unknown user
@@ -131,11 +135,11 @@ class AdapterStore:
         return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
     def known(self, name: str, path: str, number: int) -> bool:
-        """Whether an adapter of this name, path and number is loaded; for one given from memory the path is not
+        """Whether an adapter with this name, path and number is loaded. The path of an adapter given from memory is not
         compared.
 
         Raises RequestError if the name or number is not allowed, if another adapter has one of them or a name that
-        looks alike, or if no further adapter may be loaded.
+        looks alike, or if MAX_ADAPTERS are loaded.
         """
         _check_name(name)
         if type(number) is not int or number < 1:
@@ -157,13 +161,14 @@ class AdapterStore:
         return False
 
     def free_number(self) -> int:
-        """Return a lora_int_id that no adapter has."""
+        """Return a lora_int_id that no named adapter has: the largest one plus 1."""
         return max((record.number for record in self._named.values()), default=0) + 1
 
     def add(self, name: str, path: str, number: int, weights: AdapterWeights) -> None:
-        """Register an adapter that was read from `path`, so that requests may name it. weights: the result of `read`.
+        """Register an adapter that was read from `path`, so that requests may name it, and store its matrices in host
+        memory. weights: the result of `read`.
 
-        Raises RequestError as `known` does, and if the adapter is loaded already.
+        Raises RequestError if the adapter is loaded already, or for a name or number that `known` refuses.
         """
         if self.known(name, path, number):
             raise RequestError(f"the adapter {name!r} is loaded already", param="lora_name", value=name)
@@ -173,8 +178,8 @@ class AdapterStore:
         self._keep(adapter, weights)
 
     def add_unnamed(self, path: str) -> Adapter:
-        """Read an adapter's folder and register it under no name; return its identity. To be kept by `in_use`. Raises
-        ModelFileError.
+        """Read an adapter's folder and register it without a name; return its identity. It is dropped unless the
+        callers' `in_use` includes it. Raises ModelFileError.
         """
         weights = self.read(path)
         adapter = self._adapter("", weights)
@@ -185,7 +190,7 @@ class AdapterStore:
     def read_given(
         self, name: str, source: WeightSource, config: Mapping[str, Any] | None, number: int | None
     ) -> GivenAdapter:
-        """Check an adapter's tensors, under PEFT's names, for `replace`. Thread-safe. Changes nothing.
+        """Check an adapter's tensors, under PEFT's names, and return them for `replace`. Thread-safe. Changes nothing.
 
         config: content of adapter_config.json; None for that of the adapter which has the name. number: its
         lora_int_id, not checked here; None for that of its name, or for a free one. Raises ModelFileError, whose
@@ -203,11 +208,12 @@ class AdapterStore:
         return GivenAdapter(name, number, adapter_of(settings, source, self._targets, self._max_rank, self._dtype))
 
     def replace(self, given: GivenAdapter, slots: AdapterSlots) -> Replaced:
-        """Replace the matrices of an adapter from the next step on, or add an adapter under a new name.
+        """Replace the matrices of the adapter with the given name from the next step on, or add an adapter under a new
+        name.
 
         given: from `read_given`. slots: the scheduler's adapter slots; the adapter keeps its pool slot if it has one.
-        Raises RequestError, with nothing changed, as `known` does for a new name, and for a number other than the
-        adapter's.
+        If the pools are not on the devices (a sleeping engine), that slot is marked for reloading. Raises RequestError,
+        with nothing changed, for a new name or number that `known` refuses, and for a number other than the adapter's.
         """
         name, number, weights = given
         old = self._named.get(name)
@@ -232,18 +238,20 @@ class AdapterStore:
         return Replaced(None if old is None else old.adapter, adapter)
 
     def _adapter(self, name: str, weights: AdapterWeights) -> Adapter:
-        """Return the identity of an adapter, with a digest that distinguishes cached pages. Once matrices have been
-        replaced from memory, the digest differs from that of the adapter's file.
+        """Return a new identity of an adapter: its name, and a digest of name and matrices that distinguishes cached
+        pages. After any replacement from memory, the digest also includes the number of replacements, and so differs
+        from that of the adapter's file.
         """
         replaced = str(self._num_replaced).encode() if self._num_replaced else b""
         digest = hashlib.sha256(f"{len(name)} {name}".encode() + weights.digest + replaced).digest()
         return Adapter(name, digest)
 
     def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
-        """Remove a name, so that no further request can use its adapter; running requests keep it to their ends.
+        """Remove a name, so that no further request can use its adapter; running requests use it until they end.
 
         slots: the scheduler's adapter slots, of which the adapter's becomes the next to be reused. in_use: returns the
-        adapters of unfinished requests. Raises RequestError for an unknown name.
+        adapters of unfinished requests; the adapter is dropped at once if it is not among them. Raises RequestError for
+        an unknown name.
         """
         if name not in self._named:
             text = f"the adapter {show_value(name)} does not exist"
@@ -255,9 +263,9 @@ class AdapterStore:
     def begin_load(self, name: str, path: str, number: int | None = None, in_place: bool = False) -> int:
         """Start to read an adapter on the store's thread; return the ticket for `is_loaded`, 0 if it is loaded already.
 
-        number: its lora_int_id; None for a free one, and it is then an error if the adapter is loaded already.
-        in_place: the adapter that has the name, if any, gives name and number up once the new one is read. Raises as
-        `known` does, and RequestError if too many adapters are being read.
+        number: its lora_int_id; None for a free one, and an adapter of that name that is loaded already is then an
+        error. in_place: the adapter that has the name, if any, loses name and number once the new one is read. Raises
+        RequestError for a name or number that `known` refuses, and if _MAX_LOADS adapters are being read.
         """
         if not (in_place and name in self._named) and self._is_there(name, path, number):
             return 0
@@ -271,11 +279,11 @@ class AdapterStore:
         return self._num_loads
 
     def is_loaded(self, ticket: int, unload: Callable[[str], None]) -> bool:
-        """Whether the load of a ticket is done. Returns True once; from then on requests may name the adapter.
+        """Return whether the load of a ticket is done. When it is, register the adapter, so that requests may name it,
+        and forget the ticket: True is returned only once.
 
-        unload: removes a name, as of `remove`, for a load in place. Raises RequestError if the load has failed, for a
-        ticket that is unknown or was reported, and as `add` does if another adapter has taken the name or number
-        meanwhile.
+        unload: removes a name, for a load in place. Raises RequestError if the load has failed, for a ticket that is
+        unknown or was reported, and if another adapter has taken the name or number meanwhile.
         """
         load = self._loads.get(ticket)
         if load is None:
@@ -296,8 +304,8 @@ class AdapterStore:
         return True
 
     def _is_there(self, name: str, path: str, number: int | None) -> bool:
-        """Whether the adapter of a load is loaded already. Raises RequestError as `known` does, and, with number None,
-        if the name is.
+        """Whether the adapter of a load is loaded already. Raises RequestError for a name or number that `known`
+        refuses, and, with number None, if the name is loaded.
         """
         if number is not None:
             return self.known(name, path, number)
@@ -306,14 +314,18 @@ class AdapterStore:
         return self.known(name, path, self.free_number())
 
     def find(self, request: Request) -> None:
-        """Set the request's adapter from the name in it. Raises UnknownAdapterError if no adapter has that name."""
+        """Set `request.adapter` from the name `request.lora`, None without a name. Raises UnknownAdapterError if no
+        adapter has that name.
+        """
         if request.lora is not None and request.lora not in self._named:
             text = f"the adapter {show_value(request.lora)} does not exist"
             raise UnknownAdapterError(text, param="model", value=request.lora)
         request.adapter = None if request.lora is None else self._named[request.lora].adapter
 
     def set_rows(self, step: ScheduledStep, max_num_seqs: int) -> None:
-        """Set on the devices which adapter slot each request uses that got its slot in this step; -1 for none."""
+        """Set on the devices, for each request that was admitted to a slot in this step, the pool slot of its adapter;
+        -1 for none.
+        """
         admitted = [request for batch in step.batches for request in batch.admitted]
         if admitted:
             slots = [request.rank * max_num_seqs + request.slot for request in admitted]
@@ -321,9 +333,9 @@ class AdapterStore:
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
         """Complete a finished upload and start the next of those that the scheduler requests (slots.loads, which is
-        emptied); does not wait. Drops adapters that no request may name or uses.
+        emptied); does not wait. Drops adapters without a name that no unfinished request uses.
 
-        Uploads go one at a time, because running requests wait while one is written, and one in transit takes memory
+        Uploads run one at a time, because running requests wait while one is written, and one in transit takes memory
         besides the pools. in_use: returns the adapters of unfinished requests. Returns the requests whose adapter could
         not be read, each with its error.
         """
@@ -341,9 +353,10 @@ class AdapterStore:
         return failed
 
     def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
-        """Write an uploaded adapter into its pool slot, if the slot is still the adapter's. The upload must be done.
+        """Write an uploaded adapter into its pool slot, unless the slot has another owner now. The upload must be done.
 
-        Returns the requests whose adapter could not be read, each with its error.
+        Returns the requests whose adapter could not be read, each with its error; they are removed from the slots'
+        waiting requests.
         """
         if slots.owners[upload.slot] is not upload.adapter:
             return []
@@ -358,16 +371,16 @@ class AdapterStore:
         return []
 
     def wait(self, seconds: float) -> None:
-        """Wait until the current upload is done, for `seconds` at most; return at once if there is none."""
+        """Wait until the current upload is done, at most `seconds`; return at once if there is none."""
         wait([] if self._upload is None else [self._upload.job], seconds)
 
     def shutdown(self) -> None:
-        """End the store's thread."""
+        """End the store's thread without waiting, and cancel reads that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self, in_use: Callable[[], set[Adapter]]) -> None:
-        """Drop adapters that no request may name and no unfinished request uses. in_use: returns the adapters of the
-        latter.
+        """Drop records and matrices of adapters that have no name and that no unfinished request uses. in_use: returns
+        the adapters of unfinished requests.
         """
         if len(self._records) > len(self._named):
             kept = {record.adapter for record in self._named.values()} | in_use()
@@ -376,7 +389,8 @@ class AdapterStore:
                 self._host.pop(adapter, None)
 
     def _put(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
-        """Return an adapter's matrices in host memory and on the devices; reads its files again if it is not kept.
+        """Return an adapter's matrices in host memory and on the devices; its files are read again if they are not in
+        host memory.
 
         Runs on the store's thread. Raises ModelFileError for files that cannot be read, or have changed.
         """
@@ -390,7 +404,9 @@ class AdapterStore:
         return weights, self._pools.put(weights.matrices)
 
     def _keep(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Keep an adapter in host memory as the latest used, and drop those least recently used beyond the limit."""
+        """Store an adapter's matrices in host memory as the latest used, and drop those least recently used beyond
+        num_cpu_loras.
+        """
         self._host[adapter] = weights
         self._host.move_to_end(adapter)
         while len(self._host) > self._most_kept:
@@ -398,7 +414,9 @@ class AdapterStore:
 
 
 def _check_name(name: str) -> None:
-    """Raise RequestError for a name that an adapter may not have."""
+    """Raise RequestError unless the name is 1 to MAX_NAME printable characters without white space at its ends, and not
+    empty in the form that `seen_as` compares.
+    """
     right = isinstance(name, str) and 1 <= len(name) <= MAX_NAME and name.isprintable() and name == name.strip()
     if not right or not seen_as(name):
         allowed = f"a text of 1 to {MAX_NAME} printable characters, without white space at its ends"

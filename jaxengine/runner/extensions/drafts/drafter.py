@@ -34,8 +34,8 @@ class Drafter(StageExtension):
     reads_message = True
 
     def __init__(self, programs: DraftPrograms, params: Any, place: Place):
-        """Prepare the programs. params: weights of the draft model or head, an nnx.State or its leaves, on the target's
-        mesh.
+        """Store the programs and weights, and open the cache of executables; nothing is compiled. params: weights of
+        the draft model or head, an nnx.State or its leaves, on the target's mesh.
 
         place: of the ExecutableCache, whose ConfigError is raised.
         """
@@ -59,23 +59,23 @@ class Drafter(StageExtension):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one device of the draft model's weights, and of the arrays that it keeps for slots."""
+        """Bytes on one device of the draft model's weights, and of the arrays that it holds for slots."""
         return self.programs.weight_bytes(self.params)
 
     @property
     def workspace_bytes(self) -> int:
-        """Workspace in bytes of one device of the program that needs most; all programs must have been compiled."""
+        """Workspace in bytes on one device of the program that needs most; all programs must have been compiled."""
         return max(workspace_bytes(compiled.memory_analysis()) for compiled in self._compiled.values())
 
     @property
     def program_bytes(self) -> int:
-        """Bytes of one device that all its programs hold; they must have been compiled."""
+        """Bytes on one device that all programs hold; they must have been compiled."""
         how = self.executables, self.programs.description, self._backend
         return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
 
     def estimate(self, params: Sequence[Any]) -> tuple[int, int]:
-        """Estimate the bytes that all programs will hold, and the largest workspace, from the largest program of each
-        kind. That one is compiled with a small pool unless its needs are stored.
+        """Estimate (bytes that all programs will hold, largest workspace in bytes) from the largest program of each
+        kind, which is compiled with a small pool unless its needs are stored.
 
         params: the leaves of the target model.
         """
@@ -91,7 +91,7 @@ class Drafter(StageExtension):
         return held, workspace
 
     def plan_pool(self, num_pages: int) -> None:
-        """Set the size of the draft model's pool, in pages of a replica."""
+        """Store the shapes of the draft model's pool, of num_pages pages of a replica, and of its states of slots."""
         self._shapes = self.programs.kept_shapes(num_pages)
 
     def compile(self, bucket: Bucket, params: Sequence[Any]) -> None:
@@ -105,7 +105,9 @@ class Drafter(StageExtension):
                 self._compiled[when, bucket] = self._get(program)
 
     def allocate(self) -> None:
-        """Allocate the arrays that the draft model keeps between steps: its pool and its states of slots."""
+        """Allocate the arrays that the draft model holds between steps: its pool and its states of slots. `plan_pool`
+        must have been called.
+        """
         self._kept = self._get(self.programs.start(self._shapes))()
 
     def release(self) -> None:
@@ -115,11 +117,11 @@ class Drafter(StageExtension):
     def before_forward(
         self, bucket: Bucket, params: Sequence[Any], state: DeviceState, message: jax.Array
     ) -> Drafts | None:
-        """Dispatch the draft programs that precede a bucket's forward pass; return the drafts of a wide bucket, else
-        None.
+        """Dispatch the draft program that precedes a bucket's forward pass, if any; return the drafts of a wide bucket,
+        else None.
 
         params: the target model's leaves. state: DeviceState before the step. message: the step's, i32[replicas, size]
-        on the devices.
+        on the devices; stored for `after_sample`.
         """
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:
@@ -130,9 +132,10 @@ class Drafter(StageExtension):
         return drafts
 
     def after_sample(self, params: Sequence[Any], state: DeviceState, forwarded: Forwarded) -> None:
-        """Dispatch the draft head's own pass over the tokens just sampled; nothing for a draft model.
+        """Dispatch the draft head's pass over the tokens just sampled; nothing for a draft model.
 
-        params: the target model's leaves. state: DeviceState after the sampler. forwarded: what the forward pass left.
+        params: the target model's leaves. state: DeviceState after the sampler. forwarded: the results that the forward
+        pass has left.
         """
         assert self._newest is not None
         bucket, message = self._newest

@@ -61,16 +61,16 @@ class DraftHeadSpec(DraftSpec):
     model_tree: Any
 
     def both(self, weights: HeadWeights) -> tuple[Any, Any]:
-        """Return the draft head and the target model, as modules."""
+        """Return the modules (draft head, target model) with these weights."""
         lender = nnx.merge(self.model_graph, jax.tree.unflatten(self.model_tree, weights.model))
         return self.model(weights.own), lender
 
 
 def make_follow(spec: DraftHeadSpec) -> Callable:
-    """Make the program that runs the head over a step whose tokens have been sampled.
+    """Return the function that runs the head over a step whose tokens have been sampled.
 
-    The program is (HeadWeights, HeadState, DeviceState after the sampler, SampledRows, hidden states [T, F], message)
-    -> HeadState, with the head's keys and values of the step's tokens, and its hidden state at each row's last position
+    It is (HeadWeights, HeadState, DeviceState after the sampler, SampledRows, hidden states [T, F], message) ->
+    HeadState, with the head's keys and values of the step's tokens, and its hidden state at each row's last position
     that counts as computed.
     """
 
@@ -82,6 +82,7 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
         hidden: jax.Array,
         message: jax.Array,
     ) -> HeadState:
+        """Run the head over the step's tokens, each with the next token's embedding; return the new HeadState."""
         buffer, layout, tokens = message.reshape(-1), spec.layout, state.tokens
         assert tokens is not None
         history = tokens.sections[NAME]
@@ -109,16 +110,18 @@ def make_follow(spec: DraftHeadSpec) -> Callable:
 
 
 def make_head_draft(spec: DraftHeadSpec) -> Callable:
-    """Make the program that proposes drafts after each row's last token with the head.
+    """Return the function that proposes drafts after each row's last token with the head.
 
-    The program is (HeadWeights, HeadState, DeviceState before the step, message) -> (HeadState, Drafts of S rows,
-    spec.width - 1 of each). The drafts' keys and values come from the head's own hidden states; `follow` writes them
-    again.
+    It is (HeadWeights, HeadState, DeviceState before the step, message) -> (HeadState, Drafts of S rows, spec.width - 1
+    of each). The drafts' keys and values come from the head's own hidden states; `follow` writes them again.
     """
 
     def draft(
         weights: HeadWeights, kept: HeadState, state: DeviceState, message: jax.Array
     ) -> tuple[HeadState, Drafts]:
+        """Propose drafts for each row: the first from the slot's stored hidden state, each later one after a pass of
+        the head over the draft before it.
+        """
         rows = unpack_drafting(spec, state, message.reshape(-1))
         first = kept.hidden[jnp.minimum(rows.slot, kept.hidden.shape[0] - 1)]
         num_drafts = spec.width - 1
@@ -130,7 +133,7 @@ def make_head_draft(spec: DraftHeadSpec) -> Callable:
         def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array, jax.Array]):
             kv, hidden, token, drafts = carried
             head, model = spec.both(weights)
-            # One position before the token's, as all keys of the head.
+            # The head's keys are one position before their tokens.
             batch = one_token_each(spec, rows, step, token, back=1)
             hidden, kv = head(batch, kv, hidden, head.embeddings(token, model))
             return kv, hidden, *choose(step, hidden, drafts)

@@ -28,7 +28,7 @@ from jaxengine.sharding.stages import Stage
 
 
 class OpenedDraft(NamedTuple):
-    """Opened draft model or head."""
+    """Opened draft model or head, whose weights are not read yet."""
 
     model: Any  # abstract
     source: ModelSource  # of its weights, open
@@ -36,12 +36,12 @@ class OpenedDraft(NamedTuple):
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the config with its draft model or head, if it names one, downloaded: speculative_config then has its
-    local path, no revision, and the head's streams (the target layers whose hidden states it reads). Otherwise the
-    config itself.
+    """Return the config with its draft model or head downloaded: speculative_config then has its local path, no
+    revision, and the head's streams (the target layers whose hidden states it reads). A config whose draft method has
+    no files of its own is returned unchanged.
 
-    model: config of the target model. Raises as `open_draft` does, and ConfigError for streams that differ from the
-    head's.
+    model: config of the target model. Raises the errors of `open_draft`, and ConfigError for streams that differ from
+    the head's.
     """
     chosen = config.speculative_config
     if chosen is None or chosen.method not in STORED:
@@ -61,7 +61,7 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
 
     Raises:
       ConfigError: there is no such model, or it cannot draft for this target.
-      ModelFileError: as jaxengine.checkpoint.model_source.open_model.
+      ModelFileError: its files are missing or invalid.
     """
     chosen = config.speculative_config
     assert chosen is not None
@@ -98,7 +98,8 @@ def _open_head(config: EngineConfig, model: ModelConfig) -> ModelSource:
     """Open the EAGLE-3 head that `config.model` names, with its weights as stored; without weights for load_format
     "dummy".
 
-    model: config of the target model. Raises ConfigError and ModelFileError as `open_draft` does.
+    model: config of the target model. Raises ConfigError for a file in place of a folder, and ModelFileError for
+    missing or invalid files.
     """
     path = find_model(config)
     if not path.is_dir():
@@ -113,9 +114,9 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
     """Open the draft model or head that a config names for the target model of `source`, split over the same mesh
     layout.
 
-    Returns None if drafts need no weights on the devices, or there are none. The weights are read later, so the opened
-    source stays open; the caller closes `source`. Raises as `open_draft` does, and ConfigError if the draft cannot be
-    split or used, or is not in the checkpoint.
+    Returns None without a draft method, or with one that has no weights. The weights are read later, so the opened
+    source stays open; the caller closes `source`. Raises the errors of `open_draft`, and ConfigError if the draft
+    cannot be split or used, or is not in the checkpoint.
     """
     chosen, model = config.speculative_config, source.config
     if chosen is None or not chosen.has_model:
@@ -144,8 +145,7 @@ def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayou
 
 
 def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
-    """Return a head's source with its weights under the names that Eagle3 declares; the source itself if it has no
-    weights.
+    """Return a head's source with its weights under the names that Eagle3 declares; unchanged if it has no weights.
 
     model: weights of the target model, some of which the head may share; None if they cannot be read by name. Raises
     ModelFileError, after closing the head's source.
@@ -159,8 +159,8 @@ def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
 
 
 def _split(method: str, build: Callable[[], Any]) -> Any:
-    """Return build(), an abstract draft model or head. Raises ConfigError, naming the method, if it cannot be built or
-    split.
+    """Return build(), an abstract draft model or head. Raises ConfigError about speculative_config, with `method`, if
+    it cannot be built or split.
     """
     try:
         return build()

@@ -43,10 +43,10 @@ class DraftPrograms:
     """
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
-        """Split the draft model into its graph and weights. config: of the engine."""
+        """Store the abstract draft model, split into graph and weights, and its cache groups. config: the engine's."""
         self.model = model
         self.target = target
-        # Its keys and values are never coded: they are few, and need no scales.
+        # Its keys and values are never quantised: they are few, and need no scales.
         self._groups = model.cache_groups(config.block_size, config.dtype, hybrid=False)
         self._group = [group.window for group in paged_groups(target.groups)].index(None)
         self._graph, params = nnx.split(model)
@@ -61,61 +61,67 @@ class DraftPrograms:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one device that the draft model keeps for slots."""
+        """Bytes on one device of the arrays that the draft model holds for slots, besides its pool."""
         return 0
 
     def weight_bytes(self, own: Sequence[Any]) -> int:
-        """Return the bytes of one device of its own leaves, arrays or shapes, and of what it keeps for slots."""
+        """Return the bytes on one device of the draft model's leaves, arrays or shapes, and of the arrays that it holds
+        for slots.
+        """
         return sum(map(part_bytes, own)) + self.slot_bytes
 
     def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
-        """Return the weights that its programs take: the draft model's leaves, and those of the target model that it
-        needs.
+        """Return the weights that the programs take: the draft model's leaves, and leaves of the target model if they
+        are needed, as a head's are.
 
         own, model: leaves of the draft model and of the target, arrays or shapes.
         """
         return own
 
     def kept_shapes(self, num_pages: int) -> Any:
-        """Return the abstract arrays kept between steps: the draft model's pool, `num_pages` pages per replica as in
-        the target's.
+        """Return the abstract arrays that stay on the devices between steps: the draft model's pool, with as many pages
+        (`num_pages`) per replica as the target's.
         """
         return abstract_kv(self._groups, num_pages, platform=self.target.platform, mesh=self.target.mesh)
 
     def start(self, kept: Any) -> Program:
-        """Return the program () -> the initial arrays kept between steps; each device makes its own part.
+        """Return the program () -> the initial arrays of `kept_shapes`; each device creates its own part.
 
-        kept: their shapes, of `kept_shapes`. A pool begins as `device_kv` makes it, other arrays as zeros.
+        kept: their shapes. A pool begins as `device_kv` creates it, other arrays as zeros.
         """
         return program_on(self.target.mesh, "draft's pool", partial(device_kv, kept), (), kept, ())
 
     def before(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
         """Return the program that runs before a bucket's forward pass; None if there is none.
 
-        It is (weights, kept, DeviceState, message) -> kept; for a wide bucket the result is (kept, Drafts).
+        It is (weights, kept, DeviceState, message) -> kept; for a wide bucket the result is (kept, Drafts). weights,
+        kept: shapes.
         """
         if bucket.width == 1:
             return self._program(f"draft's {bucket}", make_extend(self._spec(bucket)), bucket, weights, kept)
         return self._drafting(bucket, make_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
-        """Return the program that runs once a bucket's tokens have been sampled; None if there is none.
+        """Return the program that runs once a bucket's tokens have been sampled; None if there is none, as for a draft
+        model.
 
-        It is (weights, kept, DeviceState, SampledRows, hidden states, message) -> kept.
+        It is (weights, kept, DeviceState, SampledRows, hidden states, message) -> kept. weights, kept: shapes.
         """
         return None
 
     def _spec(self, bucket: Bucket) -> Any:
-        """Return the DraftSpec of a bucket's programs."""
+        """Return the DraftSpec of the programs for a bucket."""
         return DraftSpec(self._graph, self._params_tree, *self._where(bucket))
 
     def _where(self, bucket: Bucket) -> tuple[Bucket, StepLayout, int, int]:
-        """Return the fields of DraftSpec that describe a bucket's steps."""
+        """Return (bucket, layout of its message, tokens of a page, index of the cache group that keeps all keys),
+        fields of DraftSpec.
+        """
         return bucket, self.target.packer.layouts[bucket], self.target.packer.page_size, self._group
 
     def _drafting(self, bucket: Bucket, function: Callable, weights: Any, kept: Any) -> Program:
-        """Return the program (weights, kept, DeviceState, message) -> (kept, Drafts) of a wide bucket, which computes
-        `function`. weights, kept: shapes.
+        """Return the program (weights, kept, DeviceState, message) -> (kept, Drafts) of a wide bucket, with this
+        function. weights, kept: shapes.
         """
         results = kept, drafts_of(self.target.shape, bucket)
         return self._program(f"drafts of {bucket}", function, bucket, weights, kept, results=results)
@@ -130,7 +136,8 @@ class DraftPrograms:
         step: tuple[Any, ...] = (),
         results: Any = None,
     ) -> Program:
-        """Return the program `function` of (weights, kept, DeviceState, *step, message), with `kept` donated.
+        """Return the program with this name and `function` of (weights, kept, DeviceState, *step, message), with `kept`
+        donated.
 
         step: further arguments, shapes. results: shapes; None for those of `kept`.
         """
@@ -144,7 +151,9 @@ class HeadPrograms(DraftPrograms):
     """Programs of a draft head that reads the target model's hidden states, for the steps of one target on one mesh."""
 
     def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
-        """Make the programs of a head, whose target gives it hidden states. config: of the engine."""
+        """Store the abstract head, the shape of its hidden states of slots, and the static parts of the target model.
+        config: the engine's.
+        """
         super().__init__(model, target, config)
         self._hidden = target.shape.rows(config.max_num_seqs, config.dtype, model.config.hidden_size)
         graph, params = nnx.split(target.model)
@@ -159,7 +168,7 @@ class HeadPrograms(DraftPrograms):
         return HeadWeights(list(own), list(model))
 
     def kept_shapes(self, num_pages: int) -> HeadState:
-        """Return the abstract HeadState: a pool of `num_pages` pages per replica, and the hidden state of each slot."""
+        """Return the abstract HeadState: a pool of `num_pages` pages per replica, and a hidden state for each slot."""
         return HeadState(super().kept_shapes(num_pages), self._hidden)
 
     def start(self, kept: HeadState) -> Program:
@@ -172,7 +181,7 @@ class HeadPrograms(DraftPrograms):
         return program_on(self.target.mesh, "head's pool", begin, (), kept, ())
 
     def before(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
-        """Return the program that makes the drafts of a wide bucket, see `make_head_draft`; None for a bucket without
+        """Return the program that proposes the drafts of a wide bucket (`make_head_draft`); None for a bucket without
         drafts.
         """
         if bucket.width == 1:
@@ -180,7 +189,7 @@ class HeadPrograms(DraftPrograms):
         return self._drafting(bucket, make_head_draft(self._spec(bucket)), weights, kept)
 
     def after(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
-        """Return the program that runs the head over a step's tokens, see `make_follow`."""
+        """Return the program that runs the head over a step's tokens (`make_follow`)."""
         forwarded = self.target.forwarded(bucket)
         step = forwarded.rows, forwarded.sections[NAME]
         return self._program(f"head's {bucket}", make_follow(self._spec(bucket)), bucket, weights, kept, step)

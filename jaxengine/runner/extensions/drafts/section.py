@@ -58,7 +58,9 @@ class DraftRows(NamedTuple):
 
 
 class VerifyOutput(NamedTuple):
-    """Output of a step whose rows had drafts, for the host: of SampleOutput's fields those for all S * W positions."""
+    """Output of a step whose rows had drafts, for the host: the fields of SampleOutput for all S * W positions, and
+    counts of each row.
+    """
 
     token_ids: jax.Array  # i32[replicas, S * W]
     logprob: jax.Array  # this and the next four: [replicas, S * W, ...], see SampleOutput
@@ -72,8 +74,8 @@ class VerifyOutput(NamedTuple):
 
 class DraftsExtension(DeviceExtension):
     """Device extension of drafts in the stage that samples. Its section of TokenState is the history, i32[R, L]: the
-    known tokens of each slot by position, if drafts are made of them. The host writes the tokens that a request brings,
-    the sampler those that it samples.
+    known tokens of each slot by position, if drafts are computed from it. The host writes the tokens of a request's
+    prompt, the sampler those that it samples.
 
     Attributes:
       proposer: of drafts within the forward pass; None if the message, a draft model or a head provides them.
@@ -82,7 +84,9 @@ class DraftsExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Choose the proposer, which pipeline stages do without, and the sampler's rows for masks of drafts."""
+        """Choose the proposer, None with pipeline stages, and the number of sampler rows for grammar masks of
+        drafts.
+        """
         super().__init__(shape)
         chosen, config = shape.config.speculative_config, shape.config
         assert chosen is not None
@@ -93,30 +97,30 @@ class DraftsExtension(DeviceExtension):
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the tokens of all slots are kept on the device, for n-gram lookup or for a draft head."""
+        """Whether the devices store the tokens of all slots, for n-gram lookup or for a draft head."""
         return self.proposer is not None or self._is_read
 
     def tokens(self) -> Any:
-        """Return the history, i32[R, max_model_len], as a Kept; None where drafts are not made of it."""
+        """Return the history, i32[R, max_model_len], as a Kept; None if drafts are not computed from it."""
         size = self.shape.num_slots, self.shape.config.max_model_len
         return Kept(size, jnp.int32) if self.keeps_history else None
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """Return the changes that write slots' histories; none without a history."""
+        """State changes that write slots' histories, by name; none without a history."""
         if not self.keeps_history:
             return {}
         return long_rows(HISTORY_ROWS, _set_history, self.shape.config.max_model_len, np.int32, EVERYWHERE)
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Return an epilogue that verifies drafts for each width of wide buckets, by `verifier`."""
+        """Epilogues that verify drafts, by name (`verifier`): one for each width of wide buckets."""
         widths = sorted({bucket.width for bucket in self.shape.buckets.wide})
         return {verifier(width): _verify_epilogue(width) for width in widths}
 
     def label(self, bucket: Bucket) -> str:
-        """Return what decides a forward pass beyond its shapes: the layers whose states it leaves and, for a wide
-        bucket, where its drafts come from.
+        """Return text about a forward pass that its shapes do not show: the layers whose states it leaves and, for a
+        wide bucket, the source of its drafts. "" if there is nothing to add.
         """
         label = f", read after {self._streams}" * bool(self._streams)
         if bucket.width > 1:
@@ -126,7 +130,7 @@ class DraftsExtension(DeviceExtension):
 
     def given(self, bucket: Bucket) -> Any:
         """Return, for a wide bucket, the abstract Drafts of a draft model or head, or the history that the proposer
-        reads; None for other buckets, and where the message has all drafts.
+        reads; None for other buckets, and if the message has all drafts.
         """
         if bucket.width == 1:
             return None
@@ -136,8 +140,8 @@ class DraftsExtension(DeviceExtension):
         return None if self.proposer is None else self.shape.rows(*size)
 
     def left(self, num_tokens: int, num_rows: int) -> Any:
-        """Return the hidden states [T, D], or those of several layers joined, that a draft head reads; None without a
-        head.
+        """Return the abstract hidden states [T, D], or those of several layers joined, that a draft head reads; None
+        without a head.
         """
         return self.shape.hidden(num_tokens, max(1, len(self._streams))) if self._is_read else None
 
@@ -150,7 +154,8 @@ class DraftsExtension(DeviceExtension):
         return DraftRows(rows(num_rows, np.int32, width - 1), rows(num_rows, np.int32), flag, flag)
 
     def fill_tokens(self, step: ForwardPass) -> ForwardPass | None:
-        """Return the pass with token ids in place of each -1: a row's last token, then the row's drafts.
+        """Return the pass with token ids in place of each -1 (a row's last token, then the row's drafts), and with its
+        Drafts as a section.
 
         Returns None if the message has all drafts, or rows have none; other code then fills in the last tokens.
         """
@@ -164,8 +169,8 @@ class DraftsExtension(DeviceExtension):
         return step._replace(batch=step.batch._replace(token_ids=own)).with_section(NAME, drafts)
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the DraftRows of a wide step for the sampler, and with the layers whose states a head
-        reads to be captured.
+        """Return the pass with the DraftRows of a wide step for the sampler, and, with streams, with a Capture section
+        for the layers whose hidden states a head reads.
         """
         if step.spec.bucket.width > 1:
             assert step.sampled is not None
@@ -174,7 +179,7 @@ class DraftsExtension(DeviceExtension):
         return step.with_section("capture", Capture(self._streams)) if self._streams else step
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the hidden states that a draft head reads left under NAME."""
+        """Return the pass with the hidden states that a draft head reads left under NAME; unchanged without a head."""
         if not self._is_read:
             return step
         return step.leaving(NAME, step.batch.sections["capture"].joined() if self._streams else step.hidden)
@@ -196,7 +201,7 @@ class DraftsExtension(DeviceExtension):
 
     def _drafts(self, step: ForwardPass) -> Drafts | None:
         """Return this step's drafts, at most W - 1 a row: those of the draft model or head, or those that the proposer
-        makes from the history. None if the message has all of them, or rows have none.
+        computes from the history. None if the message has all of them, or rows have none.
         """
         count = step.spec.bucket.width - 1
         if not count or NAME not in step.given:
@@ -221,7 +226,7 @@ class SlotHistory(HostExtension):
     """Host extension of drafts: writes the histories of slots, and reads the results of steps with drafts.
 
     Attributes:
-      keeps_history: as DraftsExtension's.
+      keeps_history: whether the tokens of all slots are stored on the device.
     """
 
     def __init__(self, runner: Any, extension: DraftsExtension):
@@ -230,18 +235,14 @@ class SlotHistory(HostExtension):
 
     def verified(self, pending: PendingStep) -> tuple[np.ndarray, np.ndarray] | None:
         """Return how many tokens each row of a step got and how many drafts it had, both i32[replicas, rows]; waits for
-        the step.
-
-        None for a step without drafts.
+        the step. None for a step without drafts.
         """
         counts, num_drafts = pending.result("counts"), pending.result("num_drafts")
         return None if counts is None or num_drafts is None else (counts, num_drafts)
 
     def drafts(self, pending: PendingStep) -> np.ndarray | None:
-        """Return the drafts, i32[replicas, rows, W - 1], that a draft model or head made for a step; waits for these
-        alone.
-
-        None if neither made any.
+        """Return the drafts, i32[replicas, rows, W - 1], that a draft model or head proposed for a step; waits for
+        these alone. None if the drafts had another source, or there were none.
         """
         if not isinstance(own := pending.given.get(NAME), Drafts):
             return None
@@ -257,29 +258,33 @@ class SlotHistory(HostExtension):
 
 
 def drafts_of(shape: StageShape, bucket: Bucket) -> Drafts:
-    """Return the abstract Drafts of a wide bucket's rows, those of all replicas joined: token ids
-    i32[replicas * S, W - 1] and counts i32[replicas * S].
+    """Return the abstract Drafts of a wide bucket's rows, over all replicas: token ids i32[replicas * S, W - 1] and
+    counts i32[replicas * S].
     """
     rows = shape.rows
     return Drafts(rows(bucket.num_seqs, np.int32, bucket.width - 1), rows(bucket.num_seqs, np.int32))
 
 
 def verifier(width: int) -> str:
-    """Return the name of the epilogue that samples and verifies where rows have `width` tokens."""
+    """Return the name of the epilogue that samples and verifies rows of `width` tokens."""
     return f"verify {width}"
 
 
 def make_verify(spec: EpilogueSpec) -> Callable:
-    """Make the epilogue that samples a token at every position of every row, and keeps those that follow accepted
-    drafts.
+    """Return the epilogue function that samples a token at every position of every row, and accepts those that follow
+    accepted drafts.
 
     It is (SlotState, TokenState, SamplingState, SampledRows, logits f32[S * W, V / n]) -> (SlotState, TokenState,
-    VerifyOutput). Positions after a row's first wrong draft count as not computed, and are computed again.
+    VerifyOutput). Positions after a row's first wrong draft count as not computed (num_computed), and are computed
+    again.
     """
 
     def verify_rows(
         slots: SlotState, tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array
     ):
+        """Sample at every position, verify the drafts, and return (SlotState with the numbers of computed tokens,
+        TokenState with the accepted tokens, VerifyOutput).
+        """
         drafts, num_drafts, is_forced, is_guided_row = rows.sections[NAME]
         width = drafts.shape[1] + 1
         slot = jnp.repeat(rows.slot, width)
@@ -319,7 +324,7 @@ def _verify_epilogue(width: int) -> Epilogue:
 
 def _draft_rows(step: ForwardPass) -> DraftRows:
     """Return the drafts of each row of a wide step: its scheduled tokens after the first. Unless they are grammar
-    drafts, a row has at most as many as were proposed for it.
+    drafts, their count is limited to the number that was proposed for the row.
     """
     rows, batch, drafts = step.rows, step.batch, step.batch.sections.get(NAME)
     counts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == FORCED

@@ -33,7 +33,7 @@ from jaxengine.scheduler.batches.buckets import Bucket
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """Static facts of one of a draft model's programs.
+    """Static inputs of one of a draft model's programs.
 
     Attributes:
       graph, params_tree: static parts of the draft model.
@@ -54,12 +54,14 @@ class DraftSpec:
         return self.bucket.width
 
     def unpack(self, slots: SlotState, last_token: jax.Array | None, message: jax.Array) -> ForwardPass:
-        """Expand a step's message into a ForwardPass whose batch has the page table of `group` alone."""
+        """Return a step's message, i32[1, size] or i32[size], as a ForwardPass whose batch has the page table of
+        `group` alone. slots, last_token: state before the step.
+        """
         spec = StepSpec(self.bucket, self.layout, self.page_size, (self.group,), self.layout.num_seqs, samples=False)
         return unpack(spec, slots, last_token, message.reshape(-1), {})
 
     def model(self, params: list[jax.Array]) -> Any:
-        """Return the draft model, a module, with these leaves."""
+        """Return the draft model as a module with the leaves `params`."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.params_tree, params))
 
 
@@ -72,7 +74,7 @@ class Rows(NamedTuple):
       last_token: that token.
       page_table: i32[S, P], of the target's cache group that keeps all keys.
       num_rows: i32[], number of rows without padding.
-      forced: i32[S, W - 1], drafts that the message has, -1 for those that are to be made.
+      forced: i32[S, W - 1], drafts that the message has, -1 for drafts that the draft model proposes.
       flags: sampler features that some row of the step needs.
     """
 
@@ -87,7 +89,7 @@ class Rows(NamedTuple):
 
 
 def make_extend(spec: DraftSpec) -> Callable:
-    """Make the program that writes the draft model's keys and values for the tokens of a step without drafts.
+    """Return the function that writes the draft model's keys and values for the tokens of a step without drafts.
 
     It is (params: list of arrays, pool, DeviceState before the step, message) -> pool.
     """
@@ -102,7 +104,7 @@ def make_extend(spec: DraftSpec) -> Callable:
 
 
 def make_draft(spec: DraftSpec) -> Callable:
-    """Make the program that proposes drafts after each row's last token.
+    """Return the function that proposes drafts after each row's last token.
 
     It is (params: list of arrays, pool, DeviceState before the step, message) -> (pool, Drafts of S rows, spec.width -
     1 of each). Each pass takes one token of every row and samples the next. The last draft's keys and values are
@@ -110,6 +112,9 @@ def make_draft(spec: DraftSpec) -> Callable:
     """
 
     def draft(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
+        """Run the draft model over one token of every row, spec.width times, and sample a draft after each pass but the
+        last.
+        """
         rows = unpack_drafting(spec, state, message.reshape(-1))
         num_drafts = spec.width - 1
 
@@ -133,11 +138,11 @@ def make_draft(spec: DraftSpec) -> Callable:
 def draw_drafts(
     logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample draft number `step` (from 0) of each row from logits f32[S, V / n], as the sampler would; drafts that the
-    message has (`rows.forced`) are taken from it.
+    """Sample draft number `step` (from 0) of each row from logits f32[S, V / n], with the row's parameters and noise as
+    in the sampler; drafts that the message has (`rows.forced`) replace sampled ones.
 
-    drafts: i32[S, k], those made so far, -1 for the others. state: DeviceState before the step. Returns the tokens
-    i32[S], and `drafts` with them in column `step`. A row with logits that are not finite gets token 0.
+    drafts: i32[S, k], earlier drafts, -1 for the others. state: DeviceState before the step. Returns the tokens i32[S],
+    and `drafts` with them in column `step`. A row with logits that are not finite gets token 0.
     """
     assert state.tokens is not None and state.sampling is not None
     with jax.named_scope("sample"):
@@ -159,10 +164,10 @@ def draw_drafts(
 
 
 def unpack_drafting(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
-    """Unpack the rows of a replica's message, buffer i32[size], of a step with drafts. state: DeviceState before the
+    """Return the rows of a step with drafts from a replica's message, buffer i32[size]. state: DeviceState before the
     step.
 
-    The flags leave out logprobs and masks: drafts are sampled without them.
+    Its sampler flags are without logprobs and masks, as drafts are sampled without them.
     """
     layout, tokens = spec.layout, state.tokens
     assert tokens is not None

@@ -20,7 +20,7 @@ class HeadTensors:
     """Selection and renaming of the tensors that belong to a draft head."""
 
     def __init__(self, method: str, head: Any, model: Any, params: list[Any], *, partial: bool):
-        """Store the modules. method: "eagle3" or an MTP method; head: the head's module; model: that of the first
+        """Store the modules. method: "eagle3" or an MTP method; head: the head's module; model: module of the first
         stage.
 
         params: leaves of the first stage. partial: whether tensors may be missing.
@@ -30,13 +30,13 @@ class HeadTensors:
         self._layer = f"model.layers.{model.config.num_layers}."
 
     def wanted(self, name: str) -> bool:
-        """Whether a tensor of this name may be the head's: any name for an EAGLE-3 head, those of the extra layer for
-        MTP.
+        """Whether a tensor of this name may belong to the head: any name for an EAGLE-3 head, names of the layer after
+        the model's last for MTP.
         """
         return self._is_eagle3 or name.startswith(self._layer)
 
     def view(self, source: WeightSource) -> WeightSource:
-        """Return a source of the head's tensors under the names that the head declares.
+        """Return a source with the head's tensors of `source` under the names that the head declares.
 
         Raises ModelFileError if an EAGLE-3 head drafts other tokens than the loaded one, or has embeddings that differ
         from the model's although the engine's head has none of its own.
@@ -51,8 +51,8 @@ class HeadTensors:
         return found
 
     def _embedding(self, source: WeightSource) -> WeightSource | None:
-        """Return the model's embedding for comparison, in host memory; None if the head has one of its own, the source
-        has none, or the engine sleeps.
+        """Return a source of the model's current embedding in host memory, for comparison; None if the head has its own
+        embedding, `source` has none, or the engine sleeps.
         """
         paths = [param.path for param in declared_params(self._model) if param.decl.sources[0].name == EMBEDDING]
         if self._head.sizes.own_embedding or not paths or not any(EMBEDDING.endswith(name) for name in source.names()):

@@ -22,12 +22,11 @@ from jaxengine.scheduler.base.media import AUDIO, EMBEDS, MediaItem
 from jaxengine.scheduler.extensions.pictures import Encode
 from jaxengine.sharding.collectives import gather_parts
 
-# The column that says whose a patch is (jaxengine.models.config.tower): numbered within an item, and then within a
-# call.
+# The column with the segment of a patch (jaxengine.models.config.tower): numbered within an item, then within a call.
 SEGMENT = "segment"
-# In the place of a size: the call that writes embeddings of requests into the pool.
+# Key, in place of a size, of the call that writes embeddings of requests into the pool.
 PLACE = 0
-# Each size is so many times the next smaller one, down to a call that costs little more than reading the weights.
+# Ratio of neighbouring sizes, and the least size: that of a call that costs little more than reading the weights.
 _STEP, _LEAST = 4, 1024
 
 
@@ -60,10 +59,10 @@ class EncoderLayout:
       tower: its configuration.
       num_rows: rows of a replica's pool.
       max_patches: of all images that a replica encodes in one call.
-      num_ranks: replicas.
+      num_ranks: number of replicas.
       parts: devices of a replica that encode different images; 1 if they split the tower.
       num_placed: N, rows of a call that writes embeddings of requests; 0 if requests have none.
-      part: the model's attribute that the tower is, of jaxengine.models.config.tower.TOWERS.
+      part: name of the model's attribute that is the tower, one of jaxengine.models.config.tower.TOWERS.
     """
 
     tower: TowerConfig
@@ -76,12 +75,12 @@ class EncoderLayout:
 
     @property
     def programs(self) -> tuple[int, ...]:
-        """Return the keys of all programs: the sizes, and PLACE if requests may have embeddings."""
+        """Keys of all programs: PLACE if requests may have embeddings, then the sizes."""
         return (*((PLACE,) if self.num_placed else ()), *self.sizes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Return the compiled sizes, ascending: patches of one device in one call."""
+        """Compiled sizes, ascending: patches of one device in one call, multiples of the tower's unit."""
         unit = self.tower.unit
         sizes = {-(-self.max_patches // unit) * unit}
         while (size := min(sizes) // _STEP // unit * unit) >= max(_LEAST, unit):
@@ -89,14 +88,16 @@ class EncoderLayout:
         return tuple(sorted(sizes))
 
     def encodes(self, item: MediaItem) -> bool:
-        """Whether the tower encodes an item."""
+        """Whether this tower encodes an item: sounds for a tower of sounds, images and videos for another; never
+        embeddings.
+        """
         return item.modality != EMBEDS and (item.modality == AUDIO) == self.tower.hears
 
     def pack(self, encodes: Sequence[Sequence[Encode]]) -> EncoderInput:
-        """Return the message of one call that encodes each replica's images, in the smallest size that holds them.
+        """Return the message of one call that encodes each replica's items, in the smallest size that holds them.
 
-        encodes: of each replica, none of them of modality EMBEDS, and at most max_patches patches; raises StopIteration
-        if those of a device do not fit into the largest size.
+        encodes: of each replica, none of them of modality EMBEDS, and at most max_patches patches. Raises StopIteration
+        if the items of a device do not fit into the largest size.
         """
         shares = [share for own in encodes for share in self._shares(own)]
         most = max(sum(each.item.num_patches for each in share) for share in shares)
@@ -121,8 +122,8 @@ class EncoderLayout:
         return EncoderInput(patches, columns, targets.reshape(self.num_ranks, -1))
 
     def place(self, placed: Sequence[Sequence[Encode]]) -> Iterator[PlaceInput]:
-        """Yield messages that write embeddings of requests, `num_placed` rows of a replica at a time; none if there are
-        none. placed: of each replica, items of modality EMBEDS only.
+        """Yield messages that write embeddings of requests into the pool, `num_placed` rows of a replica at a time;
+        nothing without embeddings. placed: of each replica, items of modality EMBEDS only.
         """
         rows = [[row for each in own for row in each.rows.tolist()] for own in placed]
         values = [[row for each in own for row in each.item.patches[each.item.rows]] for own in placed]
@@ -137,8 +138,8 @@ class EncoderLayout:
             yield PlaceInput(message, targets)
 
     def _shares(self, encodes: Sequence[Encode]) -> list[list[Encode]]:
-        """Divide a replica's images among its `parts` devices, one list each, possibly empty: the largest first, each
-        to the device with the fewest patches.
+        """Return a replica's images divided among its `parts` devices, one list for each, possibly empty: the largest
+        image first, each to the device with the fewest patches.
         """
         shares: list[list[Encode]] = [[] for _ in range(self.parts)]
         loads = [0] * self.parts
@@ -150,7 +151,7 @@ class EncoderLayout:
 
 
 def make_encode(graph: nnx.GraphDef, params_tree: Any, layout: EncoderLayout) -> Callable:
-    """Make the program that encodes images: (params: list of arrays, pool [N, E], patches, columns, targets) -> the
+    """Return the function that encodes images: (params: list of arrays, pool [N, E], patches, columns, targets) -> the
     pool with the new embeddings. The last three are one device's parts of an EncoderInput.
 
     graph, params_tree: static parts of the model. layout: of the calls; with several parts, devices gather each other's
@@ -171,7 +172,7 @@ def make_encode(graph: nnx.GraphDef, params_tree: Any, layout: EncoderLayout) ->
 
 
 def place(pool: jax.Array, values: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the pool [N, E] with the embeddings of a PlaceInput, one replica's values [N', E] at rows `targets`
-    i32[N'].
+    """Return the pool [N, E] with the embeddings of one replica's part of a PlaceInput written: values [1, N', E] at
+    the rows `targets`, i32[1, N']. Rows outside of the pool are dropped.
     """
     return pool.at[targets[0]].set(values[0].astype(pool.dtype), mode="drop")

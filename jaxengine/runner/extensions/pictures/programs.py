@@ -29,7 +29,9 @@ class EncoderPrograms:
     """
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
-        """Make the programs of a model's towers. dtype: of embeddings; mesh: of the first stage."""
+        """Store the layout, the encoding function of the model's tower, and the pool's abstract array. dtype: of
+        embeddings; mesh: of the first stage.
+        """
         self.layout = layout
         self._mesh = mesh
         graph, params = nnx.split(model)
@@ -38,21 +40,21 @@ class EncoderPrograms:
         self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
 
     def name(self, size: int) -> str:
-        """Return the name of the program of a size. size: one of EncoderLayout.programs."""
+        """Return the name of the program with the key `size`, one of EncoderLayout.programs."""
         if size == PLACE:
             return f"place {self.layout.num_placed} embeddings"
         return f"encode {size} {'patches' if self.layout.part == TOWER else 'frames'}"
 
     def program(self, size: int, params: Sequence[Any]) -> Program:
-        """Return the program of a size. size: one of EncoderLayout.programs. params: the model's leaves, arrays or
+        """Return the program with the key `size`, one of EncoderLayout.programs. params: the model's leaves, arrays or
         shapes.
         """
         return self.place() if size == PLACE else self.encode(size, params)
 
     def encode(self, size: int, params: Sequence[Any]) -> Program:
         """Return the program that encodes up to `size` patches on a device: (params, rows, the fields of an
-        EncoderInput) -> rows, the pool of embeddings with the new ones. size: one of EncoderLayout.sizes. params: the
-        model's leaves, arrays or shapes.
+        EncoderInput) -> rows, the pool of embeddings with the new ones. The pool is donated. size: one of
+        EncoderLayout.sizes. params: the model's leaves, arrays or shapes.
         """
         layout, tower, mesh = self.layout, self.layout.tower, self._mesh
         count, split = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
@@ -66,7 +68,7 @@ class EncoderPrograms:
 
     def place(self) -> Program:
         """Return the program that writes embeddings of requests: (rows, the fields of a PlaceInput) -> rows, the pool
-        of embeddings with the new ones.
+        of embeddings with the new ones. The pool is donated.
         """
         layout, mesh = self.layout, self._mesh
         shape = layout.num_ranks, layout.num_placed
@@ -77,6 +79,6 @@ class EncoderPrograms:
         return program_on(mesh, self.name(PLACE), place, (self.rows, *message), self.rows, (0,))
 
     def pool(self) -> Program:
-        """Return the program () -> the initial pool of embeddings."""
+        """Return the program () -> the initial pool of embeddings, zeros."""
         part = self.rows.sharding.shard_shape(self.rows.shape)
         return program_on(self._mesh, "pool of embeddings", lambda: jnp.zeros(part, self.rows.dtype), (), self.rows, ())

@@ -36,7 +36,7 @@ _MAX_PLACED = 512  # most embeddings of requests that one call writes
 class PicturesExtension(DeviceExtension):
     """Device extension of images and videos. Its message field is i32[1 or 4, T]: for each token the row of the
     encoder's pool that replaces its embedding, -1 for none; with M-RoPE also the token's positions in time, height and
-    width, -1 where they follow from its position. With M-RoPE its section of SlotState is i32[R], each slot's M-RoPE
+    width, -1 if they follow from its position. With M-RoPE its section of SlotState is i32[R], each slot's M-RoPE
     position delta.
 
     Attributes:
@@ -47,8 +47,8 @@ class PicturesExtension(DeviceExtension):
     name = NAME
 
     def __init__(self, shape: StageShape):
-        """Make the encoder programs of each tower, or the one that writes embeddings for a model without towers; none
-        in later stages.
+        """Set `uses_mrope` and `encoders`: programs of each tower, or the one that writes embeddings for a model
+        without towers; [] in later stages.
         """
         super().__init__(shape)
         model, config = shape.model, shape.config
@@ -79,7 +79,7 @@ class PicturesExtension(DeviceExtension):
         return (4 if self.uses_mrope else 1, bucket.num_tokens) if bucket.sections else None
 
     def given(self, bucket: Bucket) -> Any:
-        """Return the pool of embeddings for a bucket whose messages have the field; else None."""
+        """Return the abstract pool of embeddings for a bucket whose messages have the field; else None."""
         return self.encoders[0].rows if bucket.sections and self.encoders else None
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
@@ -89,8 +89,8 @@ class PicturesExtension(DeviceExtension):
         return {"embeddings": self.encoders[0].rows} if self.encoders else {}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the tokens' M-RoPE positions, if layers use them, and with the pool and the rows that
-        replace embeddings, if the message has any.
+        """Return the pass with the tokens' M-RoPE positions, if layers use them, and with a Pictures section (the pool
+        and the rows that replace embeddings) if the message has the field.
         """
         field = step.message(NAME) if step.spec.layout.has(NAME) else None
         if self.uses_mrope:
@@ -121,7 +121,7 @@ class EncoderPool(StageExtension):
         self.rows: Any = None
 
     def allocate(self) -> None:
-        """Allocate the pool of embeddings, of zeros."""
+        """Compile or load the program that creates the pool of embeddings, and run it; the pool is zeros."""
         self.rows = self._stage.compiled(self._programs.pool())()
 
     def release(self) -> None:
@@ -129,15 +129,16 @@ class EncoderPool(StageExtension):
         self.rows = None
 
     def encode(self, pictures: EncoderInput, programs: EncoderPrograms | None = None) -> None:
-        """Dispatch the encoding of items into the pool, which the next forward pass reads.
+        """Dispatch the encoding of items into the pool, which the next forward pass reads. The pool is donated, and
+        replaced.
 
-        programs: of the tower that encodes them; None for those of the first.
+        programs: of the tower that encodes them; None for the first tower.
         """
         encode = self._stage.program(self.name, (programs or self._programs).name(pictures.patches.shape[1]))
         self.rows = encode(self._stage.params, self.rows, *pictures)
 
     def place(self, embeddings: PlaceInput) -> None:
-        """Dispatch the writing of embeddings of requests into the pool."""
+        """Dispatch the writing of embeddings of requests into the pool, which is donated, and replaced."""
         self.rows = self._stage.program(self.name, self._programs.name(PLACE))(self.rows, *embeddings)
 
     def before_forward(self, bucket: Bucket, params: Sequence[Any], state: Any, message: Any) -> Any:
@@ -150,7 +151,7 @@ class PictureEncoder(HostExtension):
 
     Attributes:
       towers: the model's. encoders: programs of them; none for a model with M-RoPE layers but no vision tower.
-      uses_mrope: as PicturesExtension's.
+      uses_mrope: whether layers rotate queries and keys by positions in time, height and width.
     """
 
     def __init__(self, runner: Any, extension: PicturesExtension):
@@ -175,5 +176,7 @@ class PictureEncoder(HostExtension):
             pool.place(message)
 
     def set_rope_deltas(self, slots: list[int], deltas: list[int]) -> None:
-        """Set slots' M-RoPE position deltas: M-RoPE position minus token position, for tokens after the prompt."""
+        """Set slots' M-RoPE position deltas: M-RoPE position minus token position, for tokens after the prompt. Slots
+        are numbered over all replicas; only changes are sent to the devices.
+        """
         self.runner.set_column(DELTAS, self._known, slots, deltas)

@@ -37,14 +37,14 @@ class PoolOutput(NamedTuple):
 class PoolingExtension(DeviceExtension):
     """Device extension of pooling in the last stage of a pooling model.
 
-    Its section of SlotState is f32[R, D], what is kept of prompts between steps where every token counts (MEAN, CLS).
-    Forward passes leave the rows' pooled states, f32[S, D].
+    Its section of SlotState is f32[R, D], a sum or first state of each slot's prompt that stays between steps if
+    pooling needs every token (MEAN, CLS). Forward passes leave the rows' pooled states, f32[S, D].
     """
 
     name = NAME
 
     def slots(self) -> Any:
-        """Return f32[R, D] as a Kept where pooling needs every token (MEAN, CLS), in the last stage; else None."""
+        """Return f32[R, D] as a Kept if pooling needs every token (MEAN, CLS) and this is the last stage; else None."""
         pooler, is_last = self.shape.model.config.pooler, self.shape.model.stage.is_last
         if not (is_last and pooler is not None and pooler.reads_all):
             return None
@@ -52,7 +52,7 @@ class PoolingExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Return the pooling epilogue, which ends each step in place of a sampler."""
+        """The pooling epilogue, by name, which ends each step in place of a sampler."""
         own = Epilogue(
             make_pool,
             arguments=("params", NAME),
@@ -94,13 +94,15 @@ class Pooler(HostExtension):
         return vectors
 
     def pool(self, pending: PendingStep) -> None:
-        """Dispatch the pooling epilogue of a step, in place of a sampler."""
+        """Dispatch the pooling epilogue of a step, in place of a sampler; the step then has `sampled` and no
+        `forwarded`.
+        """
         self.runner.sample(pending)
 
 
 def make_pool(spec: EpilogueSpec) -> Callable:
-    """Make the epilogue that turns pooled states into vectors: (params: list of arrays, pooled states f32[S, D]) ->
-    (PoolOutput,), of all replicas. A row with a number that is not finite gets token -1.
+    """Return the epilogue function (params: list of arrays, pooled states f32[S, D]) -> (PoolOutput,), which computes
+    vectors of all replicas. A row with a number that is not finite gets token -1.
     """
 
     def pool_prompts(params: list[jax.Array], hidden: jax.Array):
@@ -117,11 +119,11 @@ def make_pool(spec: EpilogueSpec) -> Callable:
 def pool_rows(
     pooling_type: str, kept: jax.Array | None, hidden: jax.Array, batch: ForwardBatch, slot: jax.Array, start: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Pool each row's prompt as far as it has been computed; return `kept` with the rows' new sums or first states, and
-    the pooled states f32[S, D].
+    """Pool each row's prompt as far as it has been computed; return (`kept` with the rows' new sums or first states,
+    the pooled states f32[S, D]).
 
     Args:
-      batch: of the step; its rows say which tokens belong to which prompt.
+      batch: of the step; its cu_q_lens delimit each row's tokens.
       pooling_type: LAST, MEAN or CLS.
       kept: f32[R, D] per slot, the sum of the prompt's states so far (MEAN) or its first state (CLS); None with LAST.
       hidden: [T, D] after the final norm.

@@ -23,7 +23,7 @@ class StepTokens(NamedTuple):
 
     Attributes:
       hidden: [T, D].
-      row: i32[T], the row of each token; that of padding is past all rows.
+      row: i32[T], the row of each token; the number of slots, past all rows, for padding.
     """
 
     hidden: jax.Array
@@ -31,13 +31,15 @@ class StepTokens(NamedTuple):
 
 
 class SparsePoolingExtension(PoolingExtension):
-    """Device extension of sparse pooling. Its prompts are whole in a step, so it keeps nothing between steps."""
+    """Device extension of sparse pooling. Its prompts are computed whole in one step, so nothing stays between
+    steps.
+    """
 
     description = "sparse pooling"
 
     @property
     def num_rows(self) -> int:
-        """Return the most rows of a step, the rows of the epilogue's result."""
+        """Largest number of rows of a step, and number of rows of the epilogue's result."""
         return self.shape.num_slots
 
     def slots(self) -> Any:
@@ -45,7 +47,7 @@ class SparsePoolingExtension(PoolingExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Return the pooling epilogue, which ends each step; its size is the bucket's number of tokens."""
+        """The pooling epilogue, by name, which ends each step; its size is the bucket's number of tokens."""
         own = Epilogue(
             self.make_pool,
             arguments=("params", NAME),
@@ -60,14 +62,14 @@ class SparsePoolingExtension(PoolingExtension):
         return StepTokens(self.shape.hidden(num_tokens), self.shape.rows(num_tokens, np.int32))
 
     def after_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with its StepTokens left under NAME."""
+        """Return the pass with its StepTokens left under NAME; padding tokens get the row `num_rows`."""
         assert step.hidden is not None
         row = jnp.where(step.is_token, step.token_row, self.num_rows).astype(jnp.int32)
         return step.leaving(NAME, StepTokens(step.hidden, row))
 
     def make_pool(self, spec: EpilogueSpec) -> Callable:
-        """Make the epilogue (params: list of arrays, StepTokens) -> (PoolOutput,), of all replicas. A row with a number
-        that is not finite gets token -1.
+        """Return the epilogue function (params: list of arrays, StepTokens) -> (PoolOutput,), of all replicas. A row
+        with a number that is not finite gets token -1.
         """
         num_rows = self.num_rows
 

@@ -34,7 +34,7 @@ class TokenPoolingExtension(DeviceExtension):
 
     @property
     def epilogues(self) -> Mapping[str, Epilogue]:
-        """Return the epilogue that computes tokens' rows; its size is the bucket's number of tokens."""
+        """The epilogue, by name, that computes tokens' rows; its size is the bucket's number of tokens."""
         own = Epilogue(
             make_pool_tokens,
             arguments=("params", NAME),
@@ -59,18 +59,20 @@ class TokenPooler(HostExtension):
     """Host extension that computes the rows of a step's tokens."""
 
     def pool(self, pending: PendingStep) -> None:
-        """Dispatch the epilogue. To be called before the one that ends the step; the engine's other processes do the
-        same.
+        """Dispatch the epilogue, here and in the engine's other processes, and store its output in the step. Call it
+        before the epilogue that ends the step is dispatched.
         """
         pending.outputs[POOL_TOKENS] = self.runner.run_epilogue(POOL_TOKENS, pending)
 
     def rows(self, pending: PendingStep) -> np.ndarray:
-        """Return the rows of a step's tokens, f32[replicas, T, N]; waits for them. Raises KeyError without `pool`."""
+        """Return the rows of a step's tokens, f32[replicas, T, N]; waits for them. Raises KeyError for a step that was
+        not passed to `pool`.
+        """
         return pending.output(POOL_TOKENS).rows
 
 
 def make_pool_tokens(spec: EpilogueSpec) -> Callable:
-    """Make the epilogue (params: list of arrays, hidden states [T, D]) -> (TokenRows,), of all replicas."""
+    """Return the epilogue function (params: list of arrays, hidden states [T, D]) -> (TokenRows,), of all replicas."""
 
     def pool_tokens(params: list[jax.Array], hidden: jax.Array):
         model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))

@@ -29,8 +29,8 @@ _HEADER = 4
 
 
 class Read(NamedTuple):
-    """A text that is read in a sound: the row of the pool that has the sound, the text's tokens, the first of them that
-    is aligned, and positions of the sound.
+    """A text to align with a sound: the row of the pool that has the sound, the text's tokens, the index of the first
+    token that is aligned, and the number of positions of the sound.
     """
 
     row: int
@@ -41,11 +41,10 @@ class Read(NamedTuple):
 
 class AlignmentExtension(DeviceExtension):
     """Device extension with one program, which aligns a text of each replica with its sound: (params, pool of encoded
-    sounds, message i32[replicas, 4 + T]) -> f32[replicas, T, S]. T is max_model_len, S the positions of a sound.
+    sounds, message i32[replicas, 4 + T]) -> f32[replicas, T, S]. T is max_model_len, S the number of positions of a
+    sound.
 
-    The text's keys and values lie in pages that the program itself makes.
-
-    pool: the abstract pool.
+    The text's keys and values are in temporary pages that the program allocates. pool: the abstract pool.
     """
 
     name = NAME
@@ -60,23 +59,25 @@ class AlignmentExtension(DeviceExtension):
         self._tree = jax.tree.structure(leaves)
 
     def programs(self, params: Sequence[Any]) -> Sequence[Program]:
-        """Return its one program. params: the model's leaves, arrays or shapes."""
+        """Return the one program. params: the model's leaves, arrays or shapes."""
         shape = self.shape
         arguments = (abstract_params(params), self._pool, shape.rows(1, np.int32, _HEADER + self.length))
         return [program_on(shape.mesh, self.program_name, self._align, arguments, self._result, ())]
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of the results of MAX_ALIGNED texts in each step that may be in flight."""
-        # Those of the steps in flight, which are read together with the rest of their step.
+        """Return the bytes on one device, by purpose, of the results of MAX_ALIGNED texts in each step that may be in
+        flight.
+        """
+        # Results stay until the host reads their step.
         return {NAME: MAX_ALIGNED * self.shape.config.max_in_flight * part_bytes(self._result)}
 
     def on_host(self, runner: Any) -> HostExtension:
         return Aligner(runner, self)
 
     def _align(self, params: Any, pool: jax.Array, message: jax.Array) -> jax.Array:
-        """Run the model over one replica's text, with pages of its own, and return f32[1, T, S]: where in the sound
-        each token is said. message: i32[1, 4 + T], the sound's row, first and end of the aligned tokens, positions,
-        then the tokens. Traced.
+        """Run the model over one replica's text, with temporary pages, and return f32[1, T, S]: how likely each token
+        is said at each position of the sound. message: i32[1, 4 + T], the sound's row, first and end of the aligned
+        tokens, number of positions, then the tokens. Traced.
         """
         model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
         row, first, end, positions = message[0, :_HEADER]
@@ -98,7 +99,7 @@ class Aligner(HostExtension):
     """Host extension that aligns texts with sounds.
 
     Attributes:
-      num_positions: of a sound.
+      num_positions: number of positions of a sound.
     """
 
     def __init__(self, runner: Any, extension: AlignmentExtension):
@@ -107,8 +108,8 @@ class Aligner(HostExtension):
         self._length, self._program = extension.length, extension.program_name
 
     def align(self, pending: PendingStep, texts: Sequence[Sequence[Read]]) -> None:
-        """Dispatch the alignment of each replica's texts, whose sounds are encoded in this step at the latest: one
-        launch for the first text of each replica, one for the second, and so on. Keeps the results for `fetch`.
+        """Dispatch the alignment of each replica's texts, whose sounds must be encoded before: one launch for the first
+        text of each replica, one for the second, and so on. Stores the results in the step for `fetch`.
         """
         stage = self.runner.stages[0]
         align, left = stage.program(NAME, self._program), []
@@ -123,7 +124,7 @@ class Aligner(HostExtension):
         pending.outputs[NAME] = left
 
     def fetch(self, pending: PendingStep) -> list[np.ndarray]:
-        """Return f32[replicas, T, S] for the first text of each replica in a step, the second ...; waits for them.
-        Raises KeyError for a step without `align`.
+        """Return a list with f32[replicas, T, S] for the first text of each replica in a step, for the second, and so
+        on; waits for them. Raises KeyError for a step that was not passed to `align`.
         """
         return pending.output(NAME)

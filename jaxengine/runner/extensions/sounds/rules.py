@@ -48,8 +48,8 @@ WIDTH = len(RuleRow._fields) + MAX_BEGIN
 
 
 def rule_words(row: RuleRow, begin: Sequence[int], chosen: Sequence[int]) -> np.ndarray:
-    """Return the columns i32[WIDTH] of a slot after the tokens `chosen`. row: as before the first of them. begin: at
-    most MAX_BEGIN tokens.
+    """Return the columns i32[WIDTH] of a slot after the tokens `chosen`. row: the columns before the first of them.
+    begin: at most MAX_BEGIN tokens that no transcript begins with.
     """
     for token in chosen:
         row = row._replace(count=row.count + 1, last=token, previous=row.last)
@@ -61,7 +61,7 @@ def rule_words(row: RuleRow, begin: Sequence[int], chosen: Sequence[int]) -> np.
 
 
 def after_tokens(rows: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Return the columns i32[S, WIDTH] of slots after one more token each, i32[S]."""
+    """Return the columns i32[S, WIDTH] of slots after each has got one more token, i32[S]."""
     column = RuleRow._fields.index
     is_timestamp = token_ids >= rows[:, column("first_timestamp")]
     latest = jnp.where(is_timestamp, token_ids, rows[:, column("latest")])
@@ -70,8 +70,10 @@ def after_tokens(rows: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def ruled(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the logits f32[S, V / n] with -inf for tokens that the rules forbid. rows: i32[S, WIDTH]; a row of zeros
-    has no rules.
+    """Return the logits f32[S, V / n] with -inf for tokens that the rules forbid: at the start the tokens in `begin`,
+    and with timestamps those out of order, and text where timestamps together are likelier than any text token.
+
+    rows: i32[S, WIDTH], columns of RuleRow and `begin`; a row of zeros has no rules.
     """
     token = first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)
     row = RuleRow(*(rows[:, at : at + 1] for at in range(len(RuleRow._fields))))
@@ -93,7 +95,9 @@ def ruled(logits: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _out_of_order(row: RuleRow, token: jax.Array, at_start: jax.Array) -> jax.Array:
-    """Return bool[S, V / n]: tokens that may not follow a slot's latest ones. token: i32[V / n], ids of the columns."""
+    """Return bool[S, V / n]: tokens that may not follow a slot's latest ones by the order of timestamps. token: i32[V /
+    n], ids of the columns. at_start: bool[S, 1], slots without tokens.
+    """
     first, is_time = row.first_timestamp, token >= row.first_timestamp
     after_time = (row.count >= 1) & (row.last >= first)
     after_two = (row.count < 2) | (row.previous >= first)

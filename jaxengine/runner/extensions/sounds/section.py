@@ -38,7 +38,7 @@ NUM_RULE_ROWS = 64  # slots whose rules one state change writes
 
 
 class SoundPrograms(EncoderPrograms):
-    """Encoder programs whose results stay split: each device has keys and values of its own heads."""
+    """Encoder programs whose results stay sharded by heads: each device has keys and values of its own heads."""
 
     def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
         super().__init__(model, layout, dtype, mesh)
@@ -46,8 +46,8 @@ class SoundPrograms(EncoderPrograms):
 
 
 class SoundsExtension(DeviceExtension):
-    """Device extension of sounds. Its section of SlotState is i32[R], the row of the pool that each slot attends to;
-    that of TokenState is i32[R, WIDTH], the rules of each slot's transcript, with facts of its tokens (RuleRow).
+    """Device extension of sounds. Its section of SlotState is i32[R], the row of the pool that each slot attends to.
+    Its section of TokenState is i32[R, WIDTH], the rules of each slot's transcript and its latest tokens (RuleRow).
     """
 
     name = NAME
@@ -67,7 +67,7 @@ class SoundsExtension(DeviceExtension):
 
     @property
     def changes(self) -> Mapping[str, StateChange]:
-        """Return the changes that set the pool rows and the rules of slots."""
+        """The state changes, by name, that set the pool rows and the rules of slots."""
         rules = [((NUM_RULE_ROWS,), np.int32, EVERYWHERE), ((NUM_RULE_ROWS, WIDTH), np.int32, EVERYWHERE)]
         rows = StateChange(lambda state, *column: write_section(state, NAME, *column), column_shapes())
         return {ROWS: rows, RULES: StateChange(_write_rules, rules)}
@@ -82,7 +82,7 @@ class SoundsExtension(DeviceExtension):
         return {"encoded sounds": self.encoder.rows}
 
     def before_model(self, step: ForwardPass) -> ForwardPass:
-        """Return the pass with the pool and the row of it that each row of the step attends to."""
+        """Return the pass with a Sounds section: the pool and the row of it that each row of the step attends to."""
         ragged, of_row = step.batch.ragged[0], step.slots.sections[NAME][step.rows.index]
         sounds = StepSounds(step.given[NAME], of_row, ragged.cu_q_lens, ragged.num_seqs)
         return step.with_section(NAME, Sounds(sounds))
@@ -98,7 +98,7 @@ class SoundsExtension(DeviceExtension):
     def remember(
         self, tokens: TokenState, slot: jax.Array, position: jax.Array, token_ids: jax.Array, is_kept: jax.Array
     ) -> TokenState:
-        """Return the state with the kept tokens taken into the facts of their slots' rules."""
+        """Return the state with the kept tokens entered into the columns of their slots' rules (`after_tokens`)."""
         section = tokens.sections[NAME]
         rows = after_tokens(section.at[slot].get(mode="fill", fill_value=0), token_ids)
         section = section.at[jnp.where(is_kept, slot, len(section))].set(rows, mode="drop")
@@ -134,11 +134,15 @@ class SoundEncoder(HostExtension):
         self.runner.stages[0].extensions[NAME].encode(self._layout.pack(encodes))
 
     def set_rows(self, slots: list[int], rows: list[int]) -> None:
-        """Set the rows of the pool that slots, numbered over all replicas, attend to."""
+        """Set the rows of the pool that slots, numbered over all replicas, attend to; only changes are sent to the
+        devices.
+        """
         self.runner.set_column(ROWS, self._known, slots, rows)
 
     def set_rules(self, rules: list[tuple[int, np.ndarray]]) -> None:
-        """Write the rules of slots' transcripts: (slot over all replicas, rules.rule_words)."""
+        """Write the rules of slots' transcripts to the devices: pairs (slot over all replicas, columns from
+        rules.rule_words).
+        """
         self.runner.change_slots(RULES, rules, NUM_RULE_ROWS, WIDTH)
 
 
