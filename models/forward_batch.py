@@ -72,7 +72,7 @@ class StepLayout:
 
     @cached_property
     def _fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """Return, by name, where each field lies in the buffer, and its shape."""
+        """Position and shape of each field, by name: its slice of the flat buffer, in elements, and its shape."""
         shapes = {
             "header": (len(HEADER),),
             "rows": (len(ROW_COLUMNS), self.num_seqs),
@@ -89,7 +89,7 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """Return the number of int32 in the message."""
+        """Number of int32 elements in a message."""
         return max(where.stop for where, _ in self._fields.values())
 
     def has(self, name: str) -> bool:
@@ -97,9 +97,8 @@ class StepLayout:
         return name in self._fields
 
     def view(self, buffer: Any, name: str) -> Any:
-        """Return the field `name` of a message, in its shape: a view for numpy, a static slice under jit.
-
-        Raises KeyError for a name that messages lack.
+        """Return the field `name` of a message buffer i32[size] in its shape: a view of a numpy array, a static slice
+        under jit. Raises KeyError if the layout has no such field.
         """
         where, shape = self._fields[name]
         return buffer[where].reshape(shape)

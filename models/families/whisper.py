@@ -41,7 +41,7 @@ class HeadsBias(nnx.Module):
 
 
 class WhisperAttention(Attention):
-    """Self attention whose queries and values have a bias and whose keys have none."""
+    """Self attention whose queries, values and output have a bias and whose keys have none."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         attention, source = config.attention[layer], f"{LAYER}.self_attn"
@@ -57,7 +57,7 @@ class WhisperAttention(Attention):
 
 
 class WhisperEmbedding(nnx.Module):
-    """Token table and learned positions; logits are made with the former."""
+    """Token table and learned positions. The token table also computes the logits."""
 
     def __init__(self, config: ModelConfig, build: Build):
         size, count = config.hidden_size, config.max_position_embeddings
@@ -72,7 +72,9 @@ class WhisperEmbedding(nnx.Module):
         return (x + self.positions[...][positions].astype(jnp.float32)).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits, [R, D] -> f32[R, V], each device for its part of the vocabulary."""
+        """Return logits f32[R, V] of hidden states [R, D]. With a split vocabulary, each device computes those of its
+        part.
+        """
         return self.tokens.logits(hidden)
 
 

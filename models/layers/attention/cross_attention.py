@@ -30,7 +30,7 @@ class StepSounds(NamedTuple):
     Attributes:
       pool: [B, 2 * L * S * W], encoded sounds, W the width of this device's heads (jaxengine.models.sound).
       of_row: i32[R], the pool's row of each of the step's rows.
-      cu_q_lens: i32[R + 1], first token of each row.
+      cu_q_lens: i32[R + 1], index of the first token of each row.
       num_rows: i32[], rows in use.
     """
 
@@ -62,7 +62,7 @@ class CrossAttention(nnx.Module):
         self.out = Linear(hidden_size, out, axes=("heads", "embed"), bias=True, build=build)
 
     def queries(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Return the queries [T, N, H] of x [T, D]."""
+        """Return the projected queries [T, N, H] of hidden states x [T, D]."""
         return self.q(x, rows).reshape(x.shape[0], -1, self.head_dim)
 
     def __call__(self, x: jax.Array, rows: Rows, step: StepSounds, layer: jax.Array) -> jax.Array:
@@ -78,7 +78,7 @@ class _WithSounds(nnx.Module):
     """CrossAttention of one layer together with the step's sounds.
 
     Attributes:
-      notes_queries: whether it records CrossQueries.
+      notes_queries: whether a call also sets the attribute `noted` to the CrossQueries of its tokens.
     """
 
     notes_queries = False
@@ -98,8 +98,8 @@ class _WithSounds(nnx.Module):
 
 @dataclass(frozen=True)
 class Sounds(Section):
-    """Section that passes the step's sounds to each layer's CrossAttention, its attribute `cross`; made within one
-    trace.
+    """Section that passes the step's sounds to each layer's CrossAttention, its attribute `cross`. It is created and
+    used within one trace.
     """
 
     step: StepSounds
@@ -111,10 +111,11 @@ class Sounds(Section):
 
 
 def cross_attend(q: jax.Array, step: StepSounds, layer: jax.Array) -> jax.Array:
-    """Compute softmax(q k^T / sqrt(H)) v of each token over its row's sound, [T, N, H]; zeros for tokens of no row.
+    """Return softmax(q k^T / sqrt(H)) v of each token over the sound of its row, [T, N, H]; zeros for tokens of no row.
 
-    The loop is over tiles of one row's tokens, as many as there are: its length is a run-time value, and a sound is
-    read in place. q: [T, N, H]. step: with the pool [B, L, 2, S, N, H]. layer: i32[], number of the decoder's layer.
+    q: [T, N, H]. step: with the pool as [B, L, 2, S, N, H]. layer: i32[], the index of the decoder's layer. The loop
+    runs over tiles of one row's tokens, as many as there are: its length is a run-time value, and a sound is read in
+    place.
     """
     num_tokens, tile = q.shape[0], 1 if q.shape[0] == len(step.of_row) else _TILE
     lengths = jnp.where(jnp.arange(len(step.of_row)) < step.num_rows, jnp.diff(step.cu_q_lens), 0)
