@@ -30,8 +30,8 @@ class StepVectors(NamedTuple):
 
 
 def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
-    """Return x [T, D] plus its tokens' vectors at tap number `at` (from 0), added in float32 and rounded to x's dtype;
-    a number that 0 is added to keeps its bits.
+    """Return x [T, D] plus its tokens' vectors at tap number `at` (from 0), added in float32 and rounded to x's dtype.
+    Elements to which 0 is added keep their bits.
     """
 
     def add(x: jax.Array) -> jax.Array:
@@ -43,7 +43,9 @@ def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
 
 
 class SteeredPart(nnx.Module):
-    """Part of a layer, to whose output the vectors of the one tap in `step` are added."""
+    """Part of a layer to whose output (the first one if there are several) the vectors of the only tap in `step` are
+    added.
+    """
 
     def __init__(self, module: nnx.Module, step: StepVectors):
         self.module = module
@@ -58,7 +60,7 @@ class SteeredPart(nnx.Module):
 
 
 class Steering(Section):
-    """Section that adds the vectors of a step; made within one trace."""
+    """Section that adds the vectors of a step to the activations at `taps`. It is created and used within one trace."""
 
     def __init__(self, taps: Sequence[Tap], step: StepVectors):
         self._numbers = {tap: number for number, tap in enumerate(taps)}

@@ -12,7 +12,7 @@ from jaxengine.models.config.taps import ATTENTION, EXPERTS, MLP, RESIDUAL, ROUT
 from jaxengine.models.layers.base.section import Note, Section, notes_of
 from jaxengine.models.layers.experts.moe import GivenExperts, MixtureOfExperts, PickedExperts, RouterLogits
 
-# The attributes of a layer whose calls give what these taps are of.
+# By kind of tap, the attribute of a layer whose output is recorded.
 MODULES = {ATTENTION: "attention", MLP: "mlp"}
 
 
@@ -21,7 +21,7 @@ class TappedOutput(Note):
 
 
 class Tapped(nnx.Module):
-    """Part of a layer that records its output."""
+    """Part of a layer that also sets its attribute `output` to its output, the first one if there are several."""
 
     def __init__(self, module: nnx.Module):
         self.module = module
@@ -33,10 +33,10 @@ class Tapped(nnx.Module):
 
 
 class Taps(Section):
-    """Section that keeps the activations at taps; made and read within one trace."""
+    """Section that records the activations at taps. It is created and read within one trace."""
 
     def __init__(self, taps: Iterable[Tap]):
-        """Choose the taps to keep: of any kind but FINAL_NORM, which no layer has."""
+        """Set the taps to record, of any kind except FINAL_NORM, which no layer has."""
         self._taps = frozenset(taps)
         self._found: dict[Tap, jax.Array] = {}
         self._layer = 0
@@ -70,20 +70,22 @@ class Taps(Section):
             self._keep(Tap(EXPERTS, self._layer), experts[...])
 
     def __getitem__(self, tap: Tap) -> jax.Array:
-        """Return the activations at a tap, [T, width]. Raises KeyError for one that is not kept."""
+        """Return the recorded activations at a tap, [T, width]. Raises KeyError for a tap that was not recorded."""
         return self._found[tap]
 
     def _keep(self, tap: Tap, x: jax.Array) -> None:
-        """Store the activations x at a tap, if it is one of those to keep."""
+        """Store the activations x of `tap`, if it is one of those to record."""
         if tap in self._taps:
             self._found[tap] = x
 
 
 class ReplayedExperts(Section):
-    """Section that sends tokens to given experts; used within one trace."""
+    """Section that sends tokens to given experts. It is used within one trace."""
 
     def __init__(self, experts: Mapping[int, jax.Array]):
-        """Store the experts. experts: for each layer, by its number, GivenExperts of the step's tokens."""
+        """Set the experts. experts: for each layer, by its number, the experts i32[T, k] of the step's tokens (see
+        GivenExperts).
+        """
         self._experts = experts
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
@@ -96,16 +98,16 @@ class ReplayedExperts(Section):
 
 
 def routers_of(layer: nnx.Module) -> list[MixtureOfExperts]:
-    """Return the modules of a layer that pick experts."""
+    """Return the modules of a layer that pick experts, its MixtureOfExperts."""
     return [each for _, each in nnx.iter_modules(layer) if isinstance(each, MixtureOfExperts)]
 
 
 def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:
-    """Raise ValueError for a tap of an attention or MLP that its layer lacks under the usual name, as may be in a
-    user's own family.
+    """Raise ValueError for a tap of an attention or MLP that its layer does not have under the usual attribute name,
+    which can occur in a user's own family. Other kinds of taps pass.
 
-    numbers: of `layers`, one each; those of all taps are among them. Other kinds of taps pass. option: the option that
-    named the taps, and family: the model's, for the error.
+    option: the option that named the taps, for the error. family: the model's, for the error. numbers: the layer
+    numbers of `layers`, which include those of all taps.
     """
     by_number = dict(zip(numbers, layers, strict=True))
     for tap in taps:

@@ -45,8 +45,8 @@ from jaxengine.pallas_kernels.kv.slots import read_slots
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
-# Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks whose keys are computed at a
-# time.
+# Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks whose keys are computed at
+# a time.
 _TOKENS, _GATHERED, _MADE = 16, 128, 8
 # Blocks whose scores are merged at a time into the best so far: _MERGED * k, but at most _SCORED.
 _MERGED, _SCORED = 4, 4096

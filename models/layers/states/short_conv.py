@@ -37,8 +37,8 @@ class ShortConv(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array]]:
         """Map x[T, D] to ([T, D], the states after this step's tokens).
 
-        states: the windows alone, [R, ...] as ShortConvolution.arrays has one row. rows: which each sequence reads and
-        writes; the others stay.
+        states: the windows alone, [R, ...]; ShortConvolution.arrays has the shape of one row. rows: the rows that each
+        sequence reads and writes; all others are unchanged.
         """
         with jax.named_scope("inputs"):
             before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
