@@ -46,12 +46,12 @@ class Source(NamedTuple):
 
     @property
     def num_contributed(self) -> int:
-        """Return the number of rows of the weight that come from this tensor."""
+        """Number of rows of the weight that come from this tensor, padding included."""
         return self.rows * self.repeat + self.padding
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """List [first, end) of each run of used rows."""
+        """(first, end) of each run of rows of the tensor that are used, end excluded, in order."""
         if self.stride is None:
             return [(self.first, self.first + self.rows)]
         run = self.run or self.group
@@ -59,13 +59,13 @@ class Source(NamedTuple):
         return [(first, first + run) for first in firsts]
 
     def tensor(self, kind: str) -> Source:
-        """Return the same rows of one of the module's tensors: "weight", "bias"."""
+        """Return the Source of the same rows of the module's tensor `kind`, such as "weight" or "bias"."""
         return self._replace(name=f"{self.name}.{kind}")
 
 
 def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
-    """Return Sources of consecutive parts of a tensor, of these numbers of rows: q, k and v of a checkpoint that joins
-    them.
+    """Return Sources of consecutive parts of one tensor, with these numbers of rows: for example q, k and v of a
+    checkpoint that joins them.
     """
     firsts = [sum(rows[:index]) for index in range(len(rows))]
     return tuple(
@@ -106,7 +106,7 @@ class ParamDecl:
 
     @property
     def joined_axis(self) -> int:
-        """Return the axis of the weight along which the sources are joined."""
+        """Index of the weight's axis along which the sources are joined."""
         return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
 
 
@@ -136,7 +136,7 @@ class DeclaredParam:
 
     @property
     def name(self) -> str:
-        """Return the path, joined by dots."""
+        """The path, joined by dots."""
         return ".".join(str(part) for part in self.path)
 
     @property
@@ -144,28 +144,28 @@ class DeclaredParam:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
-        """Return the largest number of equal parts of an axis; other numbers must divide it.
+        """Return the largest number of equal parts into which an axis can be split; smaller numbers must divide it.
 
-        On the axis along which sources are joined each part has as much of every source, in whole groups.
+        On the axis along which sources are joined each part has the same share of every source, in whole groups.
         """
         if axis != self.decl.joined_axis:
             return self.shape[axis]
         return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
 
     def splits_over(self, mesh: MeshLayout) -> bool:
-        """Whether every device of the mesh gets an equal part."""
+        """Whether every device of the mesh can get an equal part."""
         parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 
     def source_shape(self, source: Source) -> tuple[int, ...]:
-        """Return the shape, in the checkpoint, of one of its sources."""
+        """Return the shape, in the checkpoint, of the whole tensor of `source`, one of the weight's sources."""
         own = self.shape if self.decl.num_experts is None else self.shape[1:]
         joined = own[::-1] if self.decl.transposed else own
         return (source.tensor_rows or source.rows, *joined[1:])
 
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
-    """Declare a weight of a module, as zeros: real values come from jaxengine.models.weights.
+    """Return a new parameter of a module, filled with zeros; the real values come from jaxengine.models.weights.
 
     Raises ValueError for sources or axes that do not fit the shape.
     """
@@ -176,17 +176,19 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
 
 
 def numbered(name: str, layer: int | None) -> str:
-    """Return the name of a Source with the number of its layer in place of "{layer}", "{pair}" and "{half}"."""
+    """Return the name of a Source with the number of its layer in place of "{layer}", half that number, rounded down,
+    in place of "{pair}", and its remainder in place of "{half}". `name` is returned unchanged if `layer` is None.
+    """
     if layer is None:
         return name
     return name.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2)).replace("{half}", str(layer % 2))
 
 
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
-    """Iterate over the weights of a model (abstract or real) or of a part of one, in module order.
+    """Yield the weights of a model (abstract or real) or of a part of one, in module order.
 
-    A model lists the layers of its stage, in order, as `layers` (jaxengine.models.causal_lm.CausalLM), and so does its
-    towers.
+    A model and its towers must have their layers, in order, in an attribute `layers`
+    (jaxengine.models.causal_lm.CausalLM).
     """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]

@@ -24,7 +24,7 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 
 @dataclass(frozen=True)
 class EightBits(InOrder):
-    """Storage format: `weight` [out, in], and its factor `weight_scale` or `weight_scale_inv`.
+    """Storage format of `weight` [out, in] and its factor, `weight_scale` or `weight_scale_inv`.
 
     Attributes:
       strategy: TENSOR, one scale; CHANNEL, [out, 1]; BLOCK, [out / rows, in / columns], the last blocks cut off.

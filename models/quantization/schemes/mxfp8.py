@@ -13,7 +13,7 @@ from jaxengine.models.quantization.schemes.mxfp4 import GROUP
 
 @dataclass(frozen=True)
 class Mxfp8(InOrder):
-    """Storage format: `weight` e4m3 [out, in], and `weight_scale` u8 [out, in / 32], exponents plus 127."""
+    """Storage format of `weight` e4m3 [out, in] and `weight_scale` u8 [out, in / 32], exponents plus 127."""
 
     format: str
     activation: Activation | None = None

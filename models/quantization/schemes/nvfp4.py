@@ -18,15 +18,16 @@ ROWS = Activation("float4_e2m1fn", group=GROUP, static=True, scales=E4M3)
 
 @dataclass(frozen=True)
 class Nvfp4(InOrder):
-    """Storage format: `weight_packed` u8 [out, in / 2], the even input in the low bits, `weight_scale` e4m3 [out, in /
-    16], and `weight_global_scale` f32, the divisor of scales; `input_global_scale` f32 is the same for rows.
+    """Storage format of `weight_packed` u8 [out, in / 2], the even input in the low bits, `weight_scale` e4m3 [out, in
+    / 16], and `weight_global_scale` f32, by which the scales are divided. `input_global_scale` f32 is the same for
+    rows.
 
     These are the names of compressed-tensors. Codes are int8: twice the numbers, with half the stored scales, divided
-    by the scale of rows where these are rounded.
+    by the scale of rows if these are rounded.
 
     Attributes:
       pairs, global_scale, rows: names of the tensors other than `weight_scale`.
-      divides: whether scales are divided by the global ones; else they are multiplied, as in ModelOpt.
+      divides: whether scales are divided by the global ones; otherwise they are multiplied, as in ModelOpt.
     """
 
     format: str
