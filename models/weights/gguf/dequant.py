@@ -21,10 +21,14 @@ from jaxengine.models.weights.gguf.parts import Parts, fields, half, nibbles, on
 class BlockFormat(NamedTuple):
     """One GGML tensor type.
 
-    name: ggml's name. values, nbytes: per block. dtype: dtype of the array that a reader returns.
-    parts: u8[B, nbytes] -> Parts; None for plain types, whose bytes are the array.
-    group: values that share a scale. four_bits: codes are four bits wide, from 0 where there are zeros, else from -8.
-    has_zeros: whether Parts has zeros.
+    Attributes:
+      name: ggml's name.
+      values, nbytes: number of values, and of bytes, of a block.
+      dtype: dtype of the array that a reader returns.
+      parts: function from blocks u8[B, nbytes] to Parts; None for plain types, whose bytes are the array.
+      group: number of values that share a scale.
+      four_bits: whether codes are four bits wide, from 0 on if there are zeros, otherwise from -8 on.
+      has_zeros: whether Parts has zeros.
     """
 
     name: str
@@ -38,7 +42,9 @@ class BlockFormat(NamedTuple):
 
 
 def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Move the 32 bits of the little-endian word at byte `start` to bit 4: u8[B, n] -> i8[B, 32]."""
+    """Return the 32 bits of the little-endian word at byte `start` of each block, each moved to bit 4 of its own
+    element: u8[B, n] -> i8[B, 32].
+    """
     return (np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little") << 4).view(np.int8)
 
 
@@ -63,7 +69,7 @@ def _q5_1(blocks: np.ndarray) -> Parts:
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decode scale and minimum of the eight groups of a Q4_K/Q5_K block, each f32[B, 8, 1].
+    """Return scale and minimum of the eight groups of a Q4_K/Q5_K block, each f32[B, 8, 1].
 
     Bytes 4..15 hold eight 6-bit scales and eight 6-bit minima: groups 0-3 in the low six bits of bytes 0-3 and 4-7,
     groups 4-7 as nibbles of bytes 8-11, their two top bits in the top bits of bytes 0-7.
@@ -75,7 +81,9 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _k_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Unpack u8[B, 128] -> i8[B, 8, 32]: a run of 32 bytes holds one group in low nibbles, the next in high ones."""
+    """Return the nibbles of u8[B, 128] as i8[B, 8, 32]: each run of 32 bytes has one group in its low nibbles and the
+    next group in its high ones.
+    """
     runs = packed.reshape(-1, 4, 1, 32)
     return np.concatenate([runs & 0x0F, runs >> 4], axis=2).reshape(-1, 8, 32).view(np.int8)
 
@@ -147,8 +155,8 @@ def _iq4_xs(blocks: np.ndarray) -> Parts:
 
 
 def _nvfp4_scales() -> np.ndarray:
-    """Return the values of all 256 bytes as scales of doubled codes: four bits of exponent and three of mantissa, no
-    sign.
+    """Return, for each of the 256 bytes, its value as a scale of doubled codes, f32[256]: four bits of exponent and
+    three of mantissa without a sign, halved; 0 for the code of NaN.
     """
     byte = np.arange(256)
     exponent, mantissa = (byte >> 3) & 15, byte & 7
@@ -166,7 +174,9 @@ def _nvfp4(blocks: np.ndarray) -> Parts:
 
 
 def _ternary(codes: np.ndarray, scale: np.ndarray) -> Parts:
-    """Make Parts of codes 0 to 2, u8[B, 256], with one scale, f32[B, 1]."""
+    """Return the Parts of codes 0 to 2, u8[B, 256], which stand for -1 to 1, with one scale for each block, f32[B,
+    1].
+    """
     return Parts(codes.reshape(-1, 8, 32).view(np.int8) - np.int8(1), np.repeat(scale, 8, axis=1)[:, :, None])
 
 
@@ -218,9 +228,9 @@ FORMATS: dict[int, BlockFormat] = {
 
 
 def split_blocks(block_format: BlockFormat, data: bytes) -> Parts:
-    """Split complete blocks of a quantised type into codes, scales and zeros.
+    """Return the codes, scales and zeros of complete blocks of a quantised type.
 
-    Raises ValueError for a part of a block.
+    Raises ValueError if the data ends within a block.
     """
     assert block_format.parts is not None
     with np.errstate(all="ignore"):
@@ -228,10 +238,10 @@ def split_blocks(block_format: BlockFormat, data: bytes) -> Parts:
 
 
 def dequantize(block_format: BlockFormat, data: bytes) -> np.ndarray:
-    """Dequantise complete blocks to flat values of dtype `block_format.dtype`; plain types are copied unchanged.
+    """Return the values of complete blocks, flat, in `block_format.dtype`; those of plain types are copied unchanged.
 
-    Infinite or NaN scales give infinite or NaN values, as in ggml, without a warning. Raises ValueError for a part of a
-    block.
+    Infinite or NaN scales give infinite or NaN values, as in ggml, without a warning. Raises ValueError if the data
+    ends within a block.
     """
     if block_format.parts is None:
         return np.frombuffer(data, block_format.dtype).copy()
