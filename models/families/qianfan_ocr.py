@@ -15,7 +15,7 @@ _NAMES = InternVLForConditionalGeneration.checkpoint_names
 
 
 class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
-    """Qwen3 with a vision tower over image tiles; its files have the names of InternVL's first ones."""
+    """Qwen3 with a vision tower over image tiles; its files have the tensor names of the first InternVL checkpoints."""
 
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES._replace(
         prefixes=(

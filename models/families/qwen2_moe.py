@@ -20,7 +20,7 @@ from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 
 
 class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with q, k, v biases, experts and a gated shared MLP."""
+    """Llama with q, k, v biases, experts and a shared MLP with a sigmoid gate."""
 
     gguf_architecture: ClassVar[str | None] = "qwen2moe"
 

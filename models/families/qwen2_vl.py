@@ -33,7 +33,7 @@ class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        # Before transformers 5 what is said of the text stood beside everything else.
+        # Before transformers 5 the fields of the text were at the top level, next to all others.
         text = text_fields(fields) if fields.has("text_config") else fields
         text = without_mrope(text.with_defaults(rope_theta=1e6, rms_norm_eps=1e-5))
         return with_sight(super().read_hf(text), text, fields, cls.read_tower)

@@ -39,7 +39,7 @@ _PUBLISHED = (
 
 
 class Qwen3ASRForConditionalGeneration(Qwen3ForCausalLM):
-    """Qwen3 with sounds of any length."""
+    """Qwen3 with sounds of any length in the prompt."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = AUDIO_NAMES._replace(

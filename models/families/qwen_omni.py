@@ -20,7 +20,7 @@ from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_omni
 from jaxengine.models.vision.qwen3_vl import read_qwen3_omni
 
 THINKER = "thinker_config"
-# Whole models, thinkers alone, and what transformers 5 has in memory.
+# Prefixes of whole models, of thinkers alone, and of the names that transformers 5 has in memory.
 _OWNERS = ("thinker.", "model.", "")
 _NAMES = CheckpointNames(
     prefixes=(

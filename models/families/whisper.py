@@ -29,7 +29,7 @@ _EPS = 1e-5
 
 
 class HeadsBias(nnx.Module):
-    """Learned bias that is added to projected heads [T, N, H]. source: the checkpoint's tensor."""
+    """Learned bias [N * H] that is added to projected heads [T, N, H]. source: the checkpoint's tensor."""
 
     def __init__(self, num_heads: int, head_dim: int, *, source: str, build: Build):
         size = num_heads * head_dim
@@ -67,7 +67,9 @@ class WhisperEmbedding(nnx.Module):
         self.dtype = build.dtype
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T] and add the rows of their positions i32[T]: [T, D] in the model's dtype."""
+        """Return the embeddings [T, D] of tokens i32[T], in the model's dtype: their rows of the token table plus the
+        learned rows of their positions i32[T].
+        """
         x = self.tokens(token_ids).astype(jnp.float32)
         return (x + self.positions[...][positions].astype(jnp.float32)).astype(self.dtype)
 
@@ -106,7 +108,7 @@ class WhisperLayer(nnx.Module):
 
 
 class WhisperForConditionalGeneration(Decoder):
-    """Whisper: tokens of a transcript or translation, each of which attends to the whole sound."""
+    """Whisper: a decoder that writes a transcript or translation, whose tokens attend to the whole encoded sound."""
 
     norm_class: ClassVar[NormClass] = LayerNorm
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(

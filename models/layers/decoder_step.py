@@ -105,7 +105,9 @@ class DecoderStep:
             self._run_layer = section.around_layer(self._run_layer)
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """Return the first layer's input [T, D]: embeddings x [T, D], changed by the sections of the batch."""
+        """Return the first layer's input [T, D]: embeddings x [T, D] after `embed` of all sections of the batch, in
+        order.
+        """
         for section in self._sections:
             x = section.embed(x)
         return x

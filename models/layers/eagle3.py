@@ -57,7 +57,9 @@ class Eagle3Layer(nnx.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map [T, 2 * D], embeddings followed by hidden states, to hidden states [T, D], and update the pool."""
+        """Map x [T, 2 * D], embeddings followed by hidden states, to (hidden states [T, D], the pool with this step's
+        keys and values written).
+        """
         with jax.named_scope("attention"):
             embeddings, hidden = jnp.split(x, 2, axis=-1)
             normed = self.hidden_norm(hidden)

@@ -42,16 +42,17 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class EncoderNames(NamedTuple):
-    """Checkpoint modules of an encoder; names from `qkv` to `mlp_norm` are those within a layer.
+    """Checkpoint modules of an encoder. Names from `qkv` to `mlp_norm` are names within a layer.
 
     Attributes:
       layer: a layer, with "{layer}" for its number.
-      qkv: attention's projections of queries, keys and values; one name where they are one matrix.
-      out: attention's projection of its result. attention_norm, mlp_norm: the norms after each part.
+      qkv: attention's projections of queries, keys and values; one name if they are one matrix.
+      out: attention's output projection.
+      attention_norm, mlp_norm: the norms after attention and after the MLP.
       up, down: the MLP's projections.
       dense, labels: the two projections of a classifier.
       embedding_norm: the norm of embeddings.
-      masked: projection, norm and bias of the head of a masked language model; None where it is not known.
+      masked: projection, norm and bias of the head of a masked language model; None if they are not known.
     """
 
     layer: str

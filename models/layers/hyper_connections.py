@@ -17,8 +17,10 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 class Mixing(NamedTuple):
-    """Weights by which a part's output joins the hidden states: its share in each, f32[T, A], and the share
-    f32[T, A, A] that each hidden state (second axis) has in each (third axis) afterwards.
+    """Weights with which a part's output is added to the hidden states.
+
+    shares: f32[T, A], factor of the output in each hidden state. matrix: f32[T, A, A], factor of each old hidden state
+    (second axis) in each new one (third axis).
     """
 
     shares: jax.Array

@@ -96,7 +96,7 @@ def with_next_layer(config: ModelConfig) -> ModelConfig:
 
 
 class NextTokenSource(WrappedSource):
-    """View of a model's checkpoint that names only the tensors of layer `number`, without those in _SHARED."""
+    """View of a model's checkpoint with only the tensors of layer `number`, without those in _SHARED."""
 
     def __init__(self, source: WeightSource, number: int):
         super().__init__(source)

@@ -20,8 +20,8 @@ class StepVectors(NamedTuple):
 
     Attributes:
       vectors: f32[R, n, D], of each slot at each of n taps.
-      slots: i32[T], the slot of each token; R for one that adds nothing.
-      is_any: bool[], whether any token adds something.
+      slots: i32[T], the slot of each token; R for a token to which nothing is added.
+      is_any: bool[], whether a vector is added to any token.
     """
 
     vectors: jax.Array

@@ -311,7 +311,9 @@ class LightConvolution(nnx.Module):
 
 
 class Gemma4SoundLayer(nnx.Module):
-    """Layer of half a feed-forward block, attention, a convolution, and the other half."""
+    """Layer of a feed-forward block with a factor, attention, a convolution, a second feed-forward block with a factor,
+    and a norm.
+    """
 
     def __init__(self, config: Gemma4SoundConfig, build: Build):
         self.config = config

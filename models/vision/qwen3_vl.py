@@ -37,7 +37,7 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
 
 
 class Qwen3OmniTowerConfig(Qwen3VLTowerConfig):
-    """Sizes of the tower of Qwen3-Omni, which is Qwen3-VL's with other names of its mergers."""
+    """Sizes of the tower of Qwen3-Omni, which is Qwen3-VL's with other checkpoint names of its mergers."""
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Qwen3OmniTower(self, hidden_size, build)
@@ -159,8 +159,10 @@ class Qwen3OmniTower(Qwen3VLTower):
 
 
 def _between(places: jax.Array, sizes: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
-    """Return, for each of `places` i32[P] on sides of `sizes` i32[P] patches, the two of `side` learned positions
-    around it, i32[P, 2], and their weights, f32[P, 2].
+    """Return, for each patch, the two of `side` learned positions around it, i32[P, 2], and their weights, f32[P, 2],
+    for linear interpolation with aligned corners.
+
+    places: i32[P], indices of patches along sides of `sizes` i32[P] patches.
     """
     spot = places.astype(jnp.float32) * (side - 1) / jnp.maximum(sizes - 1, 1).astype(jnp.float32)
     low = jnp.floor(spot)

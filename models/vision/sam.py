@@ -197,7 +197,9 @@ class _Layer(nnx.Module):
 
 
 class SamEncoder(nnx.Module):
-    """Encoder of SAM: learned positions, layers, and two convolutions with norms. source: prefix of its modules."""
+    """Encoder of SAM: patches, learned positions if any, layers, and two convolutions with norms. source: prefix of its
+    modules.
+    """
 
     def __init__(self, config: SamConfig, source: str, build: Build):
         vit = config.vit

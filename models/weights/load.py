@@ -115,8 +115,8 @@ def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool =
     """Check a checkpoint's names and shapes, without reading a large weight. Returns a view of it with the tensors that
     the model declares, and whether a tied head is stored, too.
 
-    partial: whether the checkpoint may lack weights. Raises ModelFileError, whose `others` are all further faults, and
-    ValueError in the cases of `load_params`.
+    partial: whether the checkpoint may lack weights. Raises ModelFileError, whose `others` are all further faults of
+    names and shapes, and ValueError for a model that reads some rows of a tensor twice or not at all.
     """
     whole = _whole(model_abstract)
     held = _of_model(model_abstract, source)

@@ -89,6 +89,9 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     projects = pooler is not None and any(not each.folder for each in pooler.dense)
 
     def named(name: str) -> str:
+        """Return the name of the checkpoint's tensor `name` with the common prefix; ColBERT's projection is named as a
+        Dense module.
+        """
         if projects and name in _PROJECTION:
             return f"{DENSE}.0.linear.weight"
         own = names.renamed(name)

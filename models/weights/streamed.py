@@ -104,7 +104,7 @@ class _Stream:
         self._stages, self._partial, self._donate, self._chunk_bytes = stages, partial, donate, chunk_bytes
         self._names = stages[0][0].checkpoint_names
         self._groups = _groups(stages, wait=chunk_bytes is None)
-        # Of an embedding that is the head too and of a head that is stored beside it, instead of their numbers.
+        # Digests of an embedding that is also the head, and of a head that is stored in addition, for comparison.
         self._digests: dict[str, bytes] = {}
         self._given: dict[str, Any] = {}
         self._loaded: list[dict[tuple[Any, ...], jax.Array]] = [{} for _ in stages]

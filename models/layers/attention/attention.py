@@ -74,9 +74,9 @@ class LayerPages(NamedTuple):
     """Location of one layer's keys and values in the pool.
 
     Attributes:
-      ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the layer's
-        first page, padding slots are -1.
-      first_page: i32[], the pool's row of that page.
+      ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the
+        layer's first page, padding slots are -1.
+      first_page: i32[], the pool's row of the layer's first page.
       update_schedule: result of jaxengine.pallas_kernels.kv.update.kv_update_schedule.
     """
 
@@ -152,8 +152,8 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
 
 def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
     """Return StepInputs.schedule for all layers with this spec, which is a result of `_spec_of`: a schedule of key
-    selection for "selection", one of whole prompts if the platform computes this spec's attention without pages,
-    otherwise one of paged attention.
+    selection for "selection", one of whole prompts for attention that is not causal if the platform has a kernel for
+    it, otherwise one of paged attention.
     """
     ragged, num_tokens, platform = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.platform
     if isinstance(spec, str):
@@ -260,7 +260,9 @@ class Attention(nnx.Module):
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written, if it has own)."""
+        """Map x[T, D] to ([T, D], the pool with this layer's keys and values of this step written). The pool is
+        unchanged if the layer uses another layer's keys and values.
+        """
         with jax.named_scope("qkv"):
             q, *own, gate = self._heads(self.qkv(x, step.rows))
         if own:
@@ -311,8 +313,8 @@ class Attention(nnx.Module):
         """Return ([T, N, Hv], the pool with this step's keys and values written) for queries q [T, N, H].
 
         own: this step's keys [T, K, H] and values [T, K, Hv]; None for a layer that uses the keys and values of another
-        layer, which writes nothing. If every row of the step is a whole prompt and the platform has a kernel for that,
-        the pool is returned unchanged.
+        layer, which writes nothing. Attention that is not causal, in which every prompt is whole, leaves the pool
+        unchanged if the platform has a kernel for it.
         """
         spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
         if own is not None and has_whole_prompts(spec, kv.platform):

@@ -213,7 +213,7 @@ def _half(x: jax.Array, at: int) -> jax.Array:
 
 
 class BlockIndexer(nnx.Module):
-    """Projections of an indexer's queries and the weights of its heads; whole on every device."""
+    """Projections of an indexer's queries and of the weights of its heads; whole on every device."""
 
     def __init__(self, index: BlockIndex, q_rank: int, hidden_size: int, *, source: str, build: Build):
         self.num_heads, self.head_dim = index.num_heads, index.head_dim
@@ -407,6 +407,9 @@ class CompressedAttention(nnx.Module):
         lags = jnp.arange(keys.span - 1, -1, -1, dtype=jnp.int32)
 
         def make(tile: jax.Array, made: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Return the arrays of keys `made` with the keys of blocks number `tile` * _MADE and the following _MADE -
+            1 written.
+            """
             first = tile * _MADE
             last, cos, sin = (lax.dynamic_slice_in_dim(each, first, _MADE) for each in (padded, *rope))
             shape = _MADE, keys.span
@@ -505,6 +508,7 @@ class CompressedAttention(nnx.Module):
             chosen = jnp.pad(chosen, ((0, 0), (0, -top_k % at_once)), constant_values=-1)
 
         def fold(number: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Return the online softmax after adding block group `number`, of `at_once` blocks."""
             if chosen is None:
                 own = jnp.broadcast_to(number * at_once + jnp.arange(at_once, dtype=jnp.int32), (len(seqs), at_once))
                 seen = own < counts[:, None]

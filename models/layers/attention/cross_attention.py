@@ -41,15 +41,17 @@ class StepSounds(NamedTuple):
 
 
 class CrossQueries(Note):
-    """Queries [T, N, H] of one layer's cross-attention in one step."""
+    """Queries [T, N, H] of one layer's cross-attention in one step, recorded if `notes_queries`."""
 
 
 class CrossAttention(nnx.Module):
     """Cross-attention of tokens to their sequence's sound.
 
     Args:
-      num_positions: S, positions of an encoded sound. num_layers: L, layers of the decoder.
-      source: prefix of the checkpoint's modules q_proj and out_proj; the tower has those of keys and values.
+      num_positions: S, positions of an encoded sound.
+      num_layers: L, layers of the decoder.
+      source: prefix of the checkpoint's modules q_proj and out_proj; the projections to keys and values belong to the
+        tower.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class CrossAttention(nnx.Module):
         return self.q(x, rows).reshape(x.shape[0], -1, self.head_dim)
 
     def __call__(self, x: jax.Array, rows: Rows, step: StepSounds, layer: jax.Array) -> jax.Array:
-        """Map x [T, D] -> [T, D]. layer: i32[], this layer's number in the decoder."""
+        """Return the projected attention output [T, D] of x [T, D] over the sounds in `step`. layer: i32[], this
+        layer's index in the decoder. Tokens of no row get the bias of the output projection alone.
+        """
         q = self.queries(x, rows)
         step = step._replace(pool=step.pool.reshape(len(step.pool), *self.sizes, *q.shape[1:]))
         with jax.named_scope("cross_attend"):

@@ -35,7 +35,7 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention, configured by a LayerAttention with a Latent.
+    """Multi-head latent attention, configured by a LayerAttention with a Latent. Raises ModelConfigError without one.
 
     Heads are split over devices; the latent is computed on each of them, as its norm and projection are small.
     """

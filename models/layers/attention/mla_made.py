@@ -36,18 +36,20 @@ HEADS = 8  # most heads whose keys and values are expanded at a time
 
 
 class MadeRows(NamedTuple):
-    """Rows of a step whose keys and values are expanded; computed once for all layers. In a step of S rows and T tokens
+    """Rows of a step whose keys and values are expanded, computed once for all layers. In a step of S rows and T tokens
     they are the last rows, L at most.
 
     Attributes:
-      num_short: i32[], number of the rows before them, which attend to latents. schedule: of that attention, over the
-        step's first `most_short` tokens; decode_schedule: over its first S tokens, for rows that are all decodes.
-      short_form: i32[], 0 if there are no rows before them, 1 if these are all decodes, else 2.
-      rows: the new tokens of expanded rows alone, in pages of PAGE tokens; own_schedule: of attention among these.
+      num_short: i32[], number of the rows before them, which attend to latents.
+      schedule: of attention for these earlier rows, over the step's first `most_short` tokens.
+      decode_schedule: of attention for these earlier rows, over the first S tokens, if they are all decodes.
+      short_form: i32[], 0 if there are no earlier rows, 1 if these are all decodes, otherwise 2.
+      rows: the new tokens of expanded rows alone, in pages of PAGE tokens.
+      own_schedule: of attention among these new tokens.
       token_row: i32[T], index of a token's row among the L, -1 for other tokens.
-      slot_tokens: i32[n], the token in each slot of these pages, -1 in empty ones.
-      num_before: i32[L], keys before the new tokens.
-      piece_schedules: of each row for a full piece, then of each for its last one, [2 * L, ...].
+      slot_tokens: i32[n], the token in each slot of the pages of `rows`, -1 in empty slots.
+      num_before: i32[L], number of keys before the new tokens.
+      piece_schedules: [2 * L, ...], of each row for a full piece of earlier keys, then of each row for its last piece.
     """
 
     num_short: jax.Array
@@ -266,6 +268,9 @@ def attend_made(
     ends = jnp.cumsum(num_pieces, dtype=jnp.int32)
 
     def some_heads(carry: tuple[jax.Array, jax.Array], group: jax.Array):
+        """Return ((o, rows), None): o with the results of heads number `group` * heads and following replaced for
+        expanded rows. `rows` is a buffer for expanded keys.
+        """
         o, rows = carry
         first = group * heads
         q_group = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, heads, axis=1) for part in q], axis=-1)
@@ -280,6 +285,9 @@ def attend_made(
             return result.astype(jnp.float32), lse
 
         def piece(carry):
+            """Expand one piece of earlier keys, attend to it, and return the carry (number of the next piece, results,
+            log-sum-exps, buffer of expanded keys).
+            """
             number, total, lse, rows = carry
             row = jnp.sum(number >= ends, dtype=jnp.int32)
             index = number - (ends - num_pieces)[row]

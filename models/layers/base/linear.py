@@ -28,10 +28,10 @@ from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tok
 
 
 class Linear(nnx.Module):
-    """Linear layer y = x @ weight + bias, weight [in, out].
+    """Linear layer y = x @ weight + bias, weight [in, out], with pools for LoRA adapters if the build has them.
 
-    `sources` are the checkpoint modules that make up the output, in order, with their widths: q, k and v (or gate and
-    up) are one product here. `axes` are the logical axes of (in, out).
+    `sources` are the checkpoint modules that form the output, in order, with their widths: q, k and v (or gate and up)
+    are one product here. `axes` are the logical axes of (in, out).
     """
 
     def __init__(

@@ -117,7 +117,9 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Map [T, D] -> [T, D]; padding is computed like tokens."""
+        """Return down(activation(up(x))) for x [T, D]: [T, D], with the activation in float32. Padding is computed like
+        tokens.
+        """
         with jax.named_scope("up"):
             inner = self.activation(self.up(x, rows, out_dtype=jnp.float32))
         with jax.named_scope("down"):
@@ -160,7 +162,9 @@ class GatedMLP(nnx.Module):
         self.inner_norm = inner_norm
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Map [T, D] -> [T, D]; padding is computed like tokens."""
+        """Return down(activation(gate(x)) * up(x)), or with `clamped` and `inner_norm` if given, for x [T, D]: [T, D].
+        Padding is computed like tokens.
+        """
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up(x, rows, out_dtype=self._out_dtype(x)), x.dtype)
         with jax.named_scope("down"):

@@ -56,7 +56,7 @@ class OffsetRMSNorm(nnx.Module):
 
 
 class FixedRMSNorm(nnx.Module):
-    """RMS norm without weights: nanochat's, whose checkpoints have nothing under `source`."""
+    """RMS norm x / rms(x) without weights: nanochat's, whose checkpoints have nothing under `source`."""
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         self.eps = eps
@@ -100,7 +100,7 @@ class UnbiasedLayerNorm(LayerNorm):
 
 
 class FixedLayerNorm(nnx.Module):
-    """Layer norm without weights: OLMo's, whose checkpoints have nothing under `source`."""
+    """Layer norm (x - mean(x)) / std(x) without weights: OLMo's, whose checkpoints have nothing under `source`."""
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         self.eps = eps
@@ -156,8 +156,10 @@ class HeadsRMSNorm(nnx.Module):
 
 
 class HeadsLayerNorm(HeadsRMSNorm):
-    """Layer norm (x - mean(x)) / std(x) * weight + bias over all heads at once: JinaBERT's norms of q and k; arguments
-    are those of HeadsRMSNorm."""
+    """Layer norm (x - mean(x)) / std(x) * weight + bias over all heads at once: JinaBERT's norms of q and k.
+
+    Devices that share the heads add up their sums.
+    """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build):
         super().__init__(num_heads, head_dim, eps, source=source, build=build)

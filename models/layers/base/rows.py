@@ -16,7 +16,7 @@ class Rows(NamedTuple):
 
     Attributes:
       is_token: bool[T], False for padding.
-      adapters: None where no row can have one.
+      adapters: adapters of the rows; None if no row can have one.
     """
 
     is_token: jax.Array

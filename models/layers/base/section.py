@@ -29,7 +29,7 @@ class ExpertLoad(Note):
 
 
 class SelectedKeys(Note):
-    """Positions i32[T, k] of the keys that an indexer has selected, for the layers after it that take its selection."""
+    """Positions i32[T, k] of the keys that an indexer has selected, for later layers that use its selection."""
 
 
 class Section:
@@ -104,7 +104,7 @@ class Capture(Section):
 
 
 class Recompute(Section):
-    """Section that computes each layer again for its gradient, instead of storing intermediate results
+    """Section that recomputes each layer for its gradient, instead of storing intermediate results
     (`jax.checkpoint`).
     """
 

@@ -26,9 +26,10 @@ class ExpertRows(NamedTuple):
     """Row counts of a device in one layer.
 
     Attributes:
-      rows: rows of its tokens.
-      average: rows of an average expert.
-      multiplied: multiplied rows per row of `rows`, weighted over all elements of the matrices.
+      rows: number of rows of its tokens.
+      average: number of rows of an average expert.
+      multiplied: number of rows that the kernels multiply for each of `rows`, averaged over all elements of the
+        matrices.
     """
 
     rows: int

@@ -285,6 +285,9 @@ class MixtureOfExperts(nnx.Module):
             mixed = zeros_in_layer(weights, x.shape)
 
         def add_block(first: jax.Array, sizes: jax.Array, mixed: jax.Array) -> jax.Array:
+            """Return `mixed` plus the results of the block of rows from index `first` on, with `sizes` rows of each
+            expert.
+            """
             with jax.named_scope("group"):
                 picked = lax.dynamic_slice_in_dim(order, first, block)
                 rows = self._inputs(x, weights, picked)

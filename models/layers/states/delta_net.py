@@ -30,8 +30,12 @@ L2_EPS = 1e-6
 
 
 class DeltaNames(NamedTuple):
-    """Checkpoint names of a delta net's modules besides its inputs: the convolution, or those of q, k and v; the norm
-    and the projection of what is read; the two projections of decays and of gates that have a rank.
+    """Checkpoint names of a delta net's modules besides its inputs.
+
+    Attributes:
+      convs: the convolution, or the convolutions of q, k and v.
+      norm, out: the norm and the projection of the state's output.
+      decay, gate: the two projections of decays, and of gates, if these have a rank.
     """
 
     convs: tuple[str, ...] = ("conv1d",)

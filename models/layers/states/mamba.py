@@ -28,8 +28,8 @@ SELECTED = ("dt", "b", "c")
 
 
 class Mamba(nnx.Module):
-    """Mamba mixer: x -> out(silu(z) * (o + D * u)). u and z are projected from x; u passes the convolution and silu;
-    o is read from the state, to which u is written. Channels are split over devices.
+    """Mamba mixer: x -> out(silu(z) * (o + D * u)). u and z are projected from x; u passes the convolution and SiLU;
+    the state stores u, and o is read from it. Channels are split over devices.
     """
 
     def __init__(self, state: SelectiveScan, hidden_size: int, *, source: str, build: Build):

@@ -19,8 +19,8 @@ from jaxengine.pallas_kernels.state.conv import causal_conv
 
 
 class ShortConv(nnx.Module):
-    """Gated short convolution, x -> out(c * conv(b * v)) with b, c and v projected from x. Channels are split over
-    devices, as heads are.
+    """Gated short convolution: x -> out(c * conv(b * v)), with b, c and v projected from x. Channels are split over
+    devices by the logical axis "heads".
     """
 
     def __init__(self, state: ShortConvolution, hidden_size: int, *, source: str, build: Build):

@@ -211,8 +211,8 @@ class QuantizedWeight(nnx.Module):
 
 
 class QuantizedTable(nnx.Module):
-    """Weight (jaxengine.models.quantization.base.scheme) of a token table [V, D]: codes [V, D], in pairs [V, D / 2],
-    scales and zeros [n, V], each for D / n neighbouring numbers of a token.
+    """Weight (jaxengine.models.quantization.base.scheme) of a token table [V, D]: codes [V, D], or [V, D / 2] in pairs,
+    and scales and zeros [n, V], each for D / n neighbouring numbers of a token.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ _HIDDEN = -1e30
 
 
 class _Running(NamedTuple):
-    """Running softmax of queries [..., B] after some keys: the largest score, the sum of exponentials, and the weighted
-    sum of values [..., H]. All float32.
+    """Running softmax of queries [..., B] after some keys, all float32.
+
+    largest: the largest score. total: the sum of exponentials. out: [..., B, H], the weighted sum of values.
     """
 
     largest: jax.Array

@@ -44,7 +44,7 @@ class VitConfig:
     Attributes:
       num_layers: layers of the checkpoint.
       image_size, patch_size: side in pixels of a unit, and of a patch; both are squares.
-      has_class_token: whether a unit has a position that is no patch: the first, in Llama 4 the last.
+      has_class_token: whether a unit has a position that is not a patch: the first, in Llama 4 the last.
       activation: a name of ACTIVATIONS.
     """
 

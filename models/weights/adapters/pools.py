@@ -55,8 +55,8 @@ class AdapterTargets:
     """Modules of a model that an adapter may change.
 
     Attributes:
-      shapes: (inputs, outputs) of each checkpoint module that takes adapters, each expert's by itself.
-      experts: of each layer with experts, by the prefix of their names: "...mlp.experts".
+      shapes: (inputs, outputs) of each checkpoint module that takes adapters; each matrix of an expert is a module.
+      experts: targets of each layer with experts, by the prefix of their names: "...mlp.experts".
       others: modules of the model that take no adapters.
       names: mapping from the checkpoint's names to the model's.
     """

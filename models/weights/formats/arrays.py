@@ -20,7 +20,7 @@ _BEYOND = (2 - 2**-8) * 2.0**127
 
 
 class Taken(NamedTuple):
-    """Shape of a tensor that was read and is no longer held."""
+    """Shape of a tensor that has been read and is no longer in memory."""
 
     shape: tuple[int, ...]
 
@@ -35,7 +35,9 @@ class ArraySource:
     path = PATH
 
     def __init__(self, tensors: Mapping[str, Any]):
-        """Wrap tensors: numpy or jax arrays of any sharding, or Taken, which have a shape and cannot be read."""
+        """Store the tensors by name: numpy or jax arrays of any sharding, or Taken, which have a shape and cannot be
+        read.
+        """
         self._tensors = tensors
         self._newest: tuple[str, np.ndarray] | None = None
 

@@ -31,7 +31,7 @@ CHUNK_BYTES = 1 << 18
 # A stacked tensor stands for as many names as it has experts: a few times what the largest models have.
 MAX_EXPERTS = 4096
 
-# A factor of a whole matrix, beside the scales of its blocks (NVFP4).
+# Ends of the names of factors of a whole matrix, in addition to the scales of its blocks (NVFP4).
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 

@@ -57,6 +57,7 @@ class AdaptedSource(WrappedSource):
 
     @staticmethod
     def _plain(name: str) -> str:
+        """Return the name that the stored tensor `name` has without adapters."""
         return name.removesuffix(_ORIGINAL) + ".weight" if name.endswith(_ORIGINAL) else name
 
     def names(self) -> Iterable[str]:

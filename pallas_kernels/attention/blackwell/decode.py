@@ -42,6 +42,7 @@ def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
     nothing = jnp.full((shape.product_rows,), NOTHING, jnp.float32), jnp.zeros((shape.product_rows,), jnp.float32)
 
     def attend_item(item, step):
+        """Compute and store the attention of one item; return `step` plus its number of blocks."""
         q_slot = lax.rem(item - first, jnp.int32(queries))
         first_block, end_block = refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK]
         plgpu.barrier_wait(refs.q_full.at[q_slot])
