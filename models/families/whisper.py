@@ -53,6 +53,7 @@ class WhisperAttention(Attention):
         self.v_bias = v_bias
 
     def values(self, v: jax.Array) -> jax.Array:
+        """Return the values to cache, [T, K, H]: projected values v plus their bias."""
         return self.v_bias(v)
 
 

@@ -109,10 +109,12 @@ class Decoder(nnx.Module):
 
     @property
     def mesh(self) -> MeshLayout:
+        """Sizes of the mesh that the model is built for."""
         return self.build.mesh
 
     @property
     def stage(self) -> Stage:
+        """Range of layers that this model has, and whether it is the first or last one."""
         assert self.build.stage is not None
         return self.build.stage
 

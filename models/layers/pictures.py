@@ -33,10 +33,16 @@ class Pictures(Section):
     index: jax.Array
 
     def embed(self, x: jax.Array) -> jax.Array:
+        """Return x [T, D] with the embeddings of placeholder tokens replaced by the first D elements of their image
+        embeddings.
+        """
         assert self.rows is not None, "the first stage has the rows of pictures"
         return jnp.where(self.index[:, None] >= 0, self._part(0, x), x)
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
+        """Return `picture_limits` of the tokens; None if the model has no tower or images are not attended to in both
+        directions.
+        """
         if config.tower is None or not config.tower.attends_both_ways:
             return None
         with jax.named_scope("picture_limits"):

@@ -67,9 +67,13 @@ class Steering(Section):
         self._step = step
 
     def embed(self, x: jax.Array) -> jax.Array:
+        """Return x [T, D] with the vectors of the residual tap before the first layer added, if there is one."""
         return self.after_layer(0, x)
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose attention or MLP adds the vectors of its taps; `module` itself if this layer
+        has none.
+        """
         wanted = [kind for kind in MODULES if Tap(kind, layer) in self._numbers]
         if not wanted:
             return module
@@ -82,5 +86,8 @@ class Steering(Section):
         return copied
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
+        """Return x [T, D] with the vectors of the residual tap after `count` layers added; x itself without such a
+        tap.
+        """
         at = self._numbers.get(Tap(RESIDUAL, count))
         return x if at is None else add_vectors(x, self._step, at)

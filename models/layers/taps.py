@@ -42,6 +42,9 @@ class Taps(Section):
         self._layer = 0
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose parts record the outputs that this layer's taps need; `module` itself if it
+        has no taps. Stores the layer's number for `observe`.
+        """
         self._layer = layer
         wanted = [kind for kind in (*MODULES, ROUTER, EXPERTS) if Tap(kind, layer) in self._taps]
         if not wanted:
@@ -56,6 +59,9 @@ class Taps(Section):
         return copied
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Store the hidden states x [T, D] and the recorded outputs, router logits and experts among `notes` of the
+        current layer, as far as their taps are to be recorded.
+        """
         if notes is None:
             self._keep(Tap(RESIDUAL, self._layer), x)
             return
@@ -89,6 +95,9 @@ class ReplayedExperts(Section):
         self._experts = experts
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose routers send tokens to the given experts of this layer; `module` itself if
+        there are none.
+        """
         if layer not in self._experts:
             return module
         copied: Any = nnx.merge(*nnx.split(module))

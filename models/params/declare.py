@@ -141,6 +141,7 @@ class DeclaredParam:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the weight on all devices together, in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:

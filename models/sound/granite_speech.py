@@ -363,7 +363,11 @@ class QueryLayer(nnx.Module):
 
 
 class GraniteSpeechTower(nnx.Module):
-    """Tower of Granite Speech. jaxengine.models.config.tower defines its call."""
+    """Tower of Granite Speech.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: GraniteSpeechConfig, hidden_size: int, build: Build):
         self.config, size, axes, queries = config, config.hidden_size, ("embed", "embed"), config.queries

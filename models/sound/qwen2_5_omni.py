@@ -66,7 +66,11 @@ def read_qwen2_5_omni_sound(fields: ConfigFields, hidden_size: int) -> Qwen2_5Om
 
 
 class Qwen2_5OmniSoundTower(nnx.Module):
-    """Tower of sounds of Qwen2.5-Omni. jaxengine.models.config.tower defines its call."""
+    """Tower of sounds of Qwen2.5-Omni.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Qwen2_5OmniSoundConfig, hidden_size: int, build: Build):
         self.config, sizes = config, config.sizes

@@ -60,7 +60,11 @@ def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
 
 
 class Qwen2AudioTower(nnx.Module):
-    """Tower of Qwen2-Audio. jaxengine.models.config.tower defines its call."""
+    """Tower of Qwen2-Audio.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Qwen2AudioTowerConfig, hidden_size: int, build: Build):
         self.config = config

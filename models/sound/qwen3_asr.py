@@ -132,7 +132,11 @@ class Halving(nnx.Module):
 
 
 class Qwen3ASRTower(nnx.Module):
-    """Tower of Qwen3-ASR. jaxengine.models.config.tower defines its call."""
+    """Tower of Qwen3-ASR.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Qwen3ASRTowerConfig, hidden_size: int, build: Build):
         self.config, sizes, channels = config, config.sizes, config.channels

@@ -68,7 +68,11 @@ def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
 
 
 class VoxtralTower(nnx.Module):
-    """Tower of Voxtral. jaxengine.models.config.tower defines its call."""
+    """Tower of Voxtral.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: VoxtralTowerConfig, hidden_size: int, build: Build):
         self.config = config

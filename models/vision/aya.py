@@ -99,7 +99,11 @@ def _tower(
 
 
 class AyaTower(nnx.Module):
-    """Vision tower of Aya Vision: SigLIP and a projector. jaxengine.models.config.tower defines its call."""
+    """Vision tower of Aya Vision: SigLIP and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: AyaTowerConfig, hidden_size: int, build: Build):
         self.config = config

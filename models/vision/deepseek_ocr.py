@@ -192,8 +192,11 @@ def _attend(own: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array
 
 
 class DeepseekOcr2Tower(nnx.Module):
-    """Vision tower of DeepSeek-OCR 2. jaxengine.models.config.tower defines its call. The column "side" has the number
-    of rows and columns of a unit's patches; patches after them are empty.
+    """Vision tower of DeepSeek-OCR 2. The column "side" has the number of rows and columns of a unit's patches; patches
+    after them are empty.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: DeepseekOcr2TowerConfig, hidden_size: int, build: Build):

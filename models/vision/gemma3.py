@@ -63,7 +63,11 @@ def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
 
 
 class Gemma3Tower(nnx.Module):
-    """Vision tower of Gemma 3: SigLIP and a projector. jaxengine.models.config.tower defines its call."""
+    """Vision tower of Gemma 3: SigLIP and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Gemma3TowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -62,9 +62,12 @@ def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
 
 
 class Idefics3Tower(nnx.Module):
-    """Vision tower of Idefics3: SigLIP and a connector. jaxengine.models.config.tower defines its call.
+    """Vision tower of Idefics3: SigLIP and a connector.
 
     All patches of a tile are in use, so the number of a patch in its tile is its position.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: Idefics3TowerConfig, hidden_size: int, build: Build):

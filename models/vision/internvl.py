@@ -151,7 +151,11 @@ class _Layer(nnx.Module):
 
 
 class InternVLTower(nnx.Module):
-    """Vision tower of InternVL: InternViT and a projector. jaxengine.models.config.tower defines its call."""
+    """Vision tower of InternVL: InternViT and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: InternVLTowerConfig, hidden_size: int, build: Build):
         self.config = config

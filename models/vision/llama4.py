@@ -145,7 +145,11 @@ class _Layer(nnx.Module):
 
 
 class Llama4Tower(nnx.Module):
-    """Vision tower of Llama 4: a vision transformer and a projector. jaxengine.models.config.tower defines its call."""
+    """Vision tower of Llama 4: a vision transformer and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Llama4TowerConfig, hidden_size: int, build: Build):
         self.config = config

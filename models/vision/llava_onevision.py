@@ -59,10 +59,13 @@ def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
 
 
 class LlavaOnevisionTower(LlavaTower):
-    """Vision tower of LLaVA-OneVision. jaxengine.models.config.tower defines its call.
+    """Vision tower of LLaVA-OneVision.
 
     For each output row, the columns have the offsets to the four rows of LLaVA-NeXT's tower that it is interpolated
     between, and how far down and right it is between them, in units of 1 / SHARES.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:

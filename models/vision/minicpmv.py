@@ -110,11 +110,14 @@ def read_minicpmv(fields: ConfigFields, mode: str) -> MiniCPMVTowerConfig:
 
 
 class MiniCPMVTower(nnx.Module):
-    """Vision tower of MiniCPM-V 4.6. jaxengine.models.config.tower defines its call.
+    """Vision tower of MiniCPM-V 4.6.
 
     The patches of a row are neighbours, and so are those of each square within it that is joined: their order is that
     of squares in squares (jaxengine.media.processors.minicpmv). A patch has the learned position at its share of the
     image's height and width.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: MiniCPMVTowerConfig, hidden_size: int, build: Build):

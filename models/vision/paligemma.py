@@ -46,7 +46,11 @@ def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
 
 
 class PaliGemmaTower(nnx.Module):
-    """Vision tower of PaliGemma: SigLIP and a projector. jaxengine.models.config.tower defines its call."""
+    """Vision tower of PaliGemma: SigLIP and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: PaliGemmaTowerConfig, hidden_size: int, build: Build):
         vit = config.vit

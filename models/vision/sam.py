@@ -315,7 +315,10 @@ def read_got_ocr2(fields: ConfigFields) -> GotOcr2TowerConfig:
 
 class GotOcr2Tower(nnx.Module):
     """Vision tower of GOT-OCR 2.0: SAM's encoder, two convolutions that each merge four positions into one, and a
-    product. jaxengine.models.config.tower defines its call.
+    product.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: GotOcr2TowerConfig, hidden_size: int, build: Build):

@@ -46,11 +46,15 @@ class NotedSounds(Sounds):
     _queries: dict[int, jax.Array] = field(default_factory=dict)
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` with the step's sounds for its cross-attention, which records its queries if layer
+        number `layer` has alignment heads.
+        """
         copied: Any = super().tapped(layer, module)
         copied.cross.notes_queries = any(layer == own for own, _ in self.heads)
         return copied
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Store the queries in `notes`, those of layer number count - 1."""
         for _, queries in notes_of(notes, CrossQueries):
             self._queries[count - 1] = queries[...]
 
@@ -71,6 +75,7 @@ class NotedSounds(Sounds):
         keys = [sound[layer, 0, :, numbers[index]] for index, (layer, _) in enumerate(self.heads)]
 
         def add(total: jax.Array, head: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            """Return (the sum over heads with this head's smoothed weights added if the device has the head, None)."""
             query, key, is_own = head
             scores = jnp.einsum("th,sh->ts", query, key, preferred_element_type=jnp.float32) * head_dim**-0.5
             found = smoothed(standardised(jax.nn.softmax(scores, axis=-1), span), span.positions, width)

@@ -109,6 +109,7 @@ class Sounds(Section):
     step: StepSounds
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose `cross` is its CrossAttention together with the step's sounds."""
         copied: Any = nnx.merge(*nnx.split(module))
         copied.cross = _WithSounds(copied.cross, self.step, layer)
         return copied

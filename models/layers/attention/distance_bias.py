@@ -68,6 +68,9 @@ class DistanceAttention(Attention):
         pages: LayerPages,
         step: StepInputs,
     ) -> tuple[jax.Array, KVPages]:
+        """Return ([T, N, Hv], `kv` unchanged) for queries q [T, N, H] of whole prompts and their keys and values `own`,
+        with the terms of `added` in the logits.
+        """
         assert own is not None
         schedule, cu_q_lens, num_seqs = step.schedule, pages.ragged.cu_q_lens, pages.ragged.num_seqs
         if not has_whole_prompts(self.spec, kv.platform):
@@ -84,6 +87,9 @@ class SlopedAttention(DistanceAttention):
     """
 
     def added(self, num_tokens: int) -> dict[str, Any]:
+        """Return {"biases": f32[N, 2 * num_tokens - 1]}: minus the head's slope times the magnitude of each distance
+        from 1 - num_tokens to num_tokens - 1.
+        """
         assert self.slopes is not None
         distance = jnp.abs(jnp.arange(-num_tokens + 1, num_tokens, dtype=jnp.float32))
         return {"biases": -own_slopes(self.slopes, self.spec.num_q_heads)[:, None] * distance}
@@ -103,5 +109,6 @@ class BiasedAttention(DistanceAttention):
         self.table, self.farthest = table, farthest
 
     def added(self, num_tokens: int) -> dict[str, Any]:
+        """Return {"biases": f32[N, 2 * farthest + 1]}: the table's bias of each distance from -farthest to farthest."""
         table = self.table[...]
         return {"biases": table[distance_buckets(table.shape[0], self.farthest)].T}

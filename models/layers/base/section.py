@@ -88,6 +88,7 @@ class Capture(Section):
         self._found: dict[int, jax.Array] = {}
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Store the hidden states x [T, D] if `count` is one of those to record."""
         if count in self.counts:
             self._found[count] = x
 
@@ -109,6 +110,7 @@ class Recompute(Section):
     """
 
     def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run` with recomputation of its intermediate results for the gradient."""
         return jax.checkpoint(run, static_argnums=0)
 
 
@@ -121,6 +123,7 @@ class ExpertLoads(Section):
         self._loads: list[jax.Array] = []
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Add the ExpertLoads among `notes`, if any."""
         for _, load in notes_of(notes, ExpertLoad):
             self.add(load[...])
 

@@ -36,6 +36,9 @@ class MergedSource(WrappedSource):
         self._stacked = StackedExperts() if stacked is None else of_shapes(stacked, renamed, hidden_size)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return these rows and columns of a tensor, with the adapter's change added in float32 if it changes the
+        tensor.
+        """
         array = self._source.read(name, rows, columns)
         if name in self._stacks:
             return array.astype(np.float32) + self._of_stack(name, rows, columns)

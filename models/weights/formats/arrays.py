@@ -66,6 +66,9 @@ class FiniteSource(WrappedSource):
     """
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return these rows and columns of a tensor. Raises ModelFileError if they have floating-point numbers that are
+        not finite, or would not be in bfloat16.
+        """
         array = self._source.read(name, rows, columns)
         if jnp.issubdtype(array.dtype, jnp.floating) and not _is_finite(array):
             raise ModelFileError(self.path, "has numbers that are not finite", name)

@@ -303,6 +303,7 @@ class TorchCheckpoint:
         return self._tensors[name].shape
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return a copy of these rows and columns of a tensor."""
         whole = self._tensors[name]
         return (whole[rows] if whole.ndim == 1 else whole[rows, columns]).copy()
 
