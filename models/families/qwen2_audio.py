@@ -25,7 +25,7 @@ AUDIO_NAMES = CheckpointNames(
     tower=(f"{TOWER}.", f"{PROJECTOR}."),
     flattened=(".conv1.weight", ".conv2.weight"),
 )
-# What transformers takes for fields of the text part that a file lacks.
+# transformers' defaults of fields of the text part that a file lacks.
 _VOXTRAL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 131072,

@@ -13,7 +13,7 @@ from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.sound.qwen3_asr import read_qwen3_asr
 from jaxengine.models.vision.llava import PROJECTOR
 
-# What transformers takes for fields of the text part that a file lacks.
+# transformers' defaults of fields of the text part that a file lacks.
 _TEXT: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,

@@ -40,7 +40,7 @@ _NAMES = CheckpointNames(
     sound_tower=(f"{SOUNDS}.", f"{PROJECTOR}."),
     flattened=(".patch_embed.proj.weight", *(f".{name}.weight" for name in ("conv1", "conv2"))),
 )
-# What transformers takes for fields of the text parts that a file lacks.
+# transformers' defaults of fields of the text parts that a file lacks.
 _QWEN2_5: dict[str, Any] = {
     "vocab_size": 152064,
     "hidden_size": 3584,

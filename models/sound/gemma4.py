@@ -33,7 +33,7 @@ TOWER, PROJECTOR = "model.audio_tower", "model.embed_audio"
 LAYER = f"{TOWER}.layers.{{layer}}"
 # Ends of the names of the convolutions' tensors.
 CONVOLUTIONS = (".layer0.conv.weight", ".layer1.conv.weight", ".depthwise_conv1d.weight")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 DEFAULTS = {
     "hidden_size": 1024,
     "num_hidden_layers": 12,

@@ -31,7 +31,7 @@ TOWER, PROJECTOR = "encoder", "projector"
 _LAYER, _QFORMER = f"{TOWER}.layers.{{layer}}", f"{PROJECTOR}.qformer"
 # Ends of the names of tensors of more than two axes.
 CONVOLUTIONS = (".up_conv.weight", ".down_conv.weight", ".depth_conv.conv.weight", f"{PROJECTOR}.query")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "input_dim": 160,
     "num_layers": 10,

@@ -20,7 +20,7 @@ from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.vit import linear
 
 _POOLED = 2
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "d_model": 1280,

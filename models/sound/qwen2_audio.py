@@ -19,7 +19,7 @@ from jaxengine.models.vision.llava import PROJECTOR
 # Prefix of the tower's tensors in the model's names: checkpoints may have more before it.
 TOWER = "audio_tower"
 _POOLED = 2
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "d_model": 1280,

@@ -30,7 +30,7 @@ STRIDE = 8
 # In a column: the chunk ends before this frame, as in Qwen3-Omni if a sound is shorter than a chunk.
 CUT = -2
 _CONVOLUTIONS = ("conv2d1", "conv2d2", "conv2d3")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "d_model": 1024,

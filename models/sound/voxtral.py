@@ -17,7 +17,7 @@ from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.vit import read_activation
 from jaxengine.models.vision.llava import Projector
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "hidden_size": 1280,

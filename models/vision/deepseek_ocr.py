@@ -30,7 +30,7 @@ TOWER, PROJECTOR, SEPARATOR = "vision_tower", "multi_modal_projector", "view_sep
 KERNELS = (*FLATTENED, ".proj.conv1.weight", ".proj.conv2.weight")
 # Patches along a side that become one row.
 _MERGE = 4
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _ENCODER = {
     "hidden_size": 4096,
     "intermediate_size": 22016,

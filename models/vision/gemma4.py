@@ -38,7 +38,7 @@ TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
 POSITIONS = f"{TOWER}.patch_embedder.position_embedding_table"
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,

@@ -16,7 +16,7 @@ from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linea
 
 # Prefixes in the model's names of tensors; a checkpoint's names have more before them.
 TOWER, CONNECTOR = "vision_model", "connector"
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "hidden_size": 1152,
     "intermediate_size": 3072,

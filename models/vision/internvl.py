@@ -30,7 +30,7 @@ from jaxengine.models.vision.base.vit import (
 )
 from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "hidden_size": 1024,
     "intermediate_size": 4096,

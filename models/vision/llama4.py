@@ -33,7 +33,7 @@ from jaxengine.models.vision.base.vit import (
 
 # Prefixes in the model's names of tensors.
 TOWER, PROJECTOR = "vision_model", "multi_modal_projector"
-# What transformers takes for fields that a file lacks. Norms have torch's epsilon, whatever norm_eps says.
+# transformers' defaults of fields that a file lacks. Norms have torch's epsilon, whatever norm_eps says.
 _DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 5632,

@@ -28,7 +28,7 @@ TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 FLATTENED = tuple(
     f"{name}.weight" for name in (".projection", ".neck.conv1", ".neck.conv2", ".conv_upsampler1", ".conv_upsampler2")
 ) + (".pos_embed",)
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,

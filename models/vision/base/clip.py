@@ -25,7 +25,7 @@ from jaxengine.models.vision.base.vit import (
 )
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 DEFAULTS: dict[str, dict[str, Any]] = {
     CLIP: {
         "hidden_size": 768,
