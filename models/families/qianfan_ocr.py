@@ -21,7 +21,7 @@ class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
         prefixes=(
             (f"model.{TOWER}.layers.", f"{TOWER}.encoder.layer."),
             ("vision_model.layernorm.", f"{TOWER}.layernorm."),
-            # What transformers writes of the text, too, when it gives the tower's layers their first name again.
+            # transformers also renames the text's layers so when it writes the tower's original names.
             ("language_model.model.encoder.layers.", "model.layers."),
             *_NAMES.prefixes,
         )

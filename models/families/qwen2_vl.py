@@ -16,7 +16,7 @@ from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl, read_qwen2_vl
 
 _ROPES = ("rope_parameters", "rope_scaling")
-# What transformers calls them since its fifth version, and before.
+# Names in checkpoints of transformers 5, and in earlier ones.
 QWEN_NAMES = CheckpointNames(
     prefixes=((f"model.{VISUAL}.", f"{VISUAL}."), ("model.language_model.", "model.")),
     tower=(f"{VISUAL}.",),

@@ -51,7 +51,7 @@ class Qwen3ASRForConditionalGeneration(Qwen3ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = ConfigFields({**fields.raw, **(fields.mapping("thinker_config") or {})})
         text = fields.mapping("text_config") or {}
-        # Sounds have the positions of tokens, so that rope with sections is rope.
+        # Sounds have the positions of ordinary tokens, so rope with sections equals plain rope.
         fields = ConfigFields({**fields.raw, "text_config": without_mrope(ConfigFields(text)).raw})
         text = read_sound_text(fields, _TEXT)
         return text | {"tower": read_qwen3_asr(fields, text["hidden_size"])}

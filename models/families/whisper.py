@@ -93,7 +93,8 @@ class WhisperLayer(nnx.Module):
         )
         self.attention = WhisperAttention(config, layer, build)
         sizes = config.attention[layer].head_dim, tower.sizes.num_positions, config.num_layers
-        # The section of sounds passes it the step's (jaxengine.models.layers.attention.cross_attention).
+        # The section of sounds replaces it by one that also has the step's sounds
+        # (jaxengine.models.layers.attention.cross_attention).
         self.cross: Any = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)
         names = {"up": "fc1", "down": "fc2", "bias": True}
         self.mlp = MLP(size, config.intermediate_size, source=LAYER, activation=gelu, build=build, **names)

@@ -46,7 +46,7 @@ from jaxengine.pallas_kernels.kv.update import kv_update_schedule
 from jaxengine.pallas_kernels.registry import UNPAGED
 from jaxengine.sharding.stages import Stage
 
-# The makers of StepInputs' fields but for `rows`.
+# The makers of all fields of StepInputs except `rows`.
 STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS, "blocks": BLOCKS}
 
 

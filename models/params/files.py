@@ -82,7 +82,7 @@ def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes |
             raw = file.read(size + 1)
         except OSError as error:
             raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
-    if len(raw) != size:  # a file of /proc says that it is empty
+    if len(raw) != size:  # files of /proc report a size of 0
         raise ModelFileError(Path(folder) / name, f"has {size} bytes, but {len(raw)} or more were read")
     return raw
 

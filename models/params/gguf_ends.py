@@ -21,7 +21,7 @@ TURN_ENDS = frozenset(
         *("[|endofturn|]", "<|endofturn|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
     )
 )
-# With one of these the end of a message, `<|end|>`, ends no turn: an answer has several messages.
+# If the vocabulary has one of these, `<|end|>`, the end of a message, does not end a turn: an answer has several.
 _MESSAGE_END, _MANY_MESSAGES = "<|end|>", ("<|return|>", "<|calls|>", "<|flush|>")
 
 

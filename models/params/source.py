@@ -155,4 +155,5 @@ class WrappedSource:
         return self._source.shape(name)
 
     def close(self) -> None:
+        """Close the wrapped source."""
         self._source.close()

@@ -224,7 +224,7 @@ class MoonVitTower(nnx.Module):
             table = self.positions[...].reshape(-1, config.hidden_size)
             added = stretched(table, config.sides, (row, height), (column, width))
             if times:
-                # Row 0 is of images, which are at no time.
+                # Row 0 is for images, which have no time.
                 moments = np.pad(sinusoids(config.most_frames, config.hidden_size), ((1, 0), (0, 0)))
                 added += jnp.asarray(moments)[jnp.maximum(times[0], 0)]
             x = x + added.astype(x.dtype)

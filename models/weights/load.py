@@ -58,7 +58,7 @@ IGNORABLE_SUFFIXES = (
 ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-_NOT_ROTATED = 1e30  # a factor of rope by which llama.cpp keeps a pair as it is
+_NOT_ROTATED = 1e30  # a factor of rope with which llama.cpp leaves a pair unrotated
 
 Progress = Callable[[int, int, str], None]
 
@@ -365,7 +365,7 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
                 faults.append((HEAD, f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"))
             tied_copy = True
         elif 0 in source.shape(name):
-            continue  # transformers writes an MLP of no shared experts so
+            continue  # transformers writes the MLP of zero shared experts with an empty axis
         elif not is_unread(model, name) and not _is_zero_bias(source, name):
             faults.append((name, "the model has no use for this tensor"))
     if faults:

@@ -345,7 +345,7 @@ class CompressedAttention(nnx.Module):
         self.out_b = Linear(shape[0], out, axes=("heads", "embed"), build=build)
         if keys.rate is None:
             return
-        # Of the layer's keys and of the indexer's: where their compressors are, and how wide they are.
+        # For the layer's keys and the indexer's: the name of their compressor, and their width.
         inner, factor = dict(zip(("compressor", "indexer.compressor"), keys.widths, strict=False)), keys.num_series
         contributed = {f"{name}.{kind}": factor * width for name, width in inner.items() for kind in ("wkv", "wgate")}
         self.contributed = linear(contributed)

@@ -46,7 +46,7 @@ class DeltaNames(NamedTuple):
 
 
 QWEN_NAMES = DeltaNames()
-# Of checkpoints that keep q, k and v apart.
+# Names in checkpoints with separate modules of q, k and v.
 APART = DeltaNames(convs=("q_conv1d", "k_conv1d", "v_conv1d"), norm="o_norm", out="o_proj")
 
 

@@ -139,7 +139,7 @@ class QuantizedWeight(nnx.Module):
         """
         scale = None
         if self.input_scale is not None or self.order is not None:
-            # The scale or order of each row's group; rows of no group get any.
+            # The scale or order of each row's group; rows of no group get an arbitrary one.
             group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
             scale = None if self.input_scale is None else self.input_scale[...].at[group].get(mode="clip")
             x = x if self.order is None else self._in_order(x, self.order[...].at[group].get(mode="clip"))

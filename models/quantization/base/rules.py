@@ -72,7 +72,7 @@ class Quantization:
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
-        if self.stacked:  # one that has all experts of a layer is called so by each of them
+        if self.stacked:  # the stack of all experts of a layer is also a name of each expert's module
             names += [stack for name in names if (stack := _EXPERT.sub(_stack, name)) != name]
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
         return names + [name.removesuffix(new) + old for name, old, new in ends]

@@ -85,6 +85,9 @@ class AwqGemm(PackedInt32):
         return {} if self.has_zeros else {"qzeros": (shape,)}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless qweight is int32 and, without zero points in the configuration, stored ones are
+        all half the range of codes.
+        """
         module.read("qweight", "int32", slice(0, 1))
         if self.has_zeros or not module.has("qzeros"):
             return
@@ -136,6 +139,9 @@ class Gptq(PackedInt32):
         return {} if self.reordered else {"g_idx": ((module.shape[1],),)}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless qweight is int32, stored zero points are all half the range of codes if the
+        configuration has none, and g_idx, if present, names groups of `group` inputs each, in order unless `reordered`.
+        """
         module.read("qweight", "int32", slice(0, 1))
         if not self.has_zeros and not self._has_half_points(module):
             raise module.fail("qzeros", f"zero points must all be {self.half}, for the configuration says sym")
@@ -210,6 +216,9 @@ class Packed(PackedInt32):
         return needed | ({"weight_g_idx": ((size,),)} if self.reordered else {})
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless weight_packed is int32, weight_shape is the matrix's shape and, if `reordered`,
+        weight_g_idx names groups of `group` inputs each.
+        """
         module.read("weight_packed", "int32", slice(0, 1))
         stored = tuple(module.source.read(module.tensor("weight_shape")).tolist())
         if stored != module.shape:

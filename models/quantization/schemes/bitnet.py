@@ -52,6 +52,7 @@ class Ternary(InOrder):
         return {"weight": ((-(-out // PER_BYTE), size),), "weight_scale": SCALAR}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless `weight` is u8 and `weight_scale` is finite and above 0."""
         module.read("weight", "uint8", slice(0, 1), slice(0, 1))
         scale = module.read("weight_scale")
         if not np.isfinite(scale).all() or (scale <= 0).any():

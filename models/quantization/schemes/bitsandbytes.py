@@ -65,6 +65,9 @@ class TableEntries(InOrder):
         return needed
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless `weight` is u8, the JSON text is valid, and tables and factors have finite
+        numbers.
+        """
         module.read("weight", "uint8", slice(0, 1))
         for kind in ("weight.quant_map", *(("weight.nested_absmax", "weight.nested_quant_map") if self.nested else ())):
             if not np.isfinite(module.read(kind)).all():

@@ -26,6 +26,7 @@ class Mxfp8(InOrder):
         return {"weight": ((out, size),), "weight_scale": ((out, num_groups(size, GROUP)),)}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError for tensors of another dtype, and for the exponent 255, which stands for no number."""
         module.read("weight", self.dtype, slice(0, 1))
         if np.any(module.read("weight_scale", "uint8") == 255):
             raise module.fail("weight_scale", "255 stands for no number")

@@ -54,6 +54,9 @@ class Nvfp4(InOrder):
         return {self.rows: SCALAR}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError for tensors of another dtype, and unless global scales are finite normal numbers above
+        0.
+        """
         module.read(self.pairs, "uint8", slice(0, 1))
         module.read("weight_scale", "float8_e4m3fn", slice(0, 1))
         for kind in (self.global_scale, *(() if self.activation is None else (self.rows,))):
@@ -75,5 +78,8 @@ class Nvfp4(InOrder):
         return scales if self.activation is None else scales / self.input_scale(module), None
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
+        """Return the factor of a row's scales, f32[1]: the stored global scale of rows if `divides`, otherwise its
+        reciprocal.
+        """
         held = module.read(self.rows).reshape(1)
         return held if self.divides else np.float32(1) / held

@@ -56,6 +56,7 @@ class ArraySource:
         return array[(rows, columns)[: array.ndim]].copy()  # the given ones are the trainer's
 
     def close(self) -> None:
+        """Drop all tensors, so that no name is known any more."""
         self._newest = None
         self._tensors = {}
 

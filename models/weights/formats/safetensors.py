@@ -116,7 +116,7 @@ class SafetensorsCheckpoint:
             self._open(Path(path))
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError):  # a folder that may not be looked into
+            if isinstance(error, OSError):  # a folder that cannot be listed
                 raise ModelFileError(self.path, f"cannot be read: {error.strerror}") from None
             raise
 
@@ -359,7 +359,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         text = f"data_offsets must be [begin, end] with 0 <= begin <= end < 2^63, got {_short(offsets)}"
         raise ModelFileError(path, text, name)
-    if math.prod(max(size, 1) for size in shape) > MAX_SIZE // 8:  # numpy counts so, though a size be 0
+    if math.prod(max(size, 1) for size in shape) > MAX_SIZE // 8:  # numpy counts this way even if a size is 0
         raise ModelFileError(path, f"shape must have sizes with a product of at most 2^60, got {_short(shape)}", name)
     num_bytes = math.prod(shape) * DTYPES[code].itemsize
     if num_bytes != offsets[1] - offsets[0]:

@@ -30,6 +30,7 @@ class JoinedSource(WrappedSource):
         return source.read(own, rows, columns)
 
     def close(self) -> None:
+        """Close all checkpoints."""
         for source in (self._source, *self._others.values()):
             source.close()
 

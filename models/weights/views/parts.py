@@ -76,7 +76,7 @@ def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     """
     axes = tuple(range(len(decl.axes)))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return None  # sizes alone are known of devices that are not there
+        return None  # of abstract devices only the sizes are known
     if decl.transposed_on_gpu:
         platform = product_platform_of(next(iter(sharding.device_set)))
         if platform == "gpu" or (platform == "gpu_triton" and decl.num_experts is None):
