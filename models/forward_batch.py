@@ -51,12 +51,12 @@ class StepLayout:
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
     jaxengine.scheduler.base.token_params, the same for all replicas), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
     `deltas` [len(DELTA_COLUMNS), num_deltas], the new page-table entries. In a row, `start` >= 0 sets the slot's number
-    of computed tokens, and -1 keeps the device's own; `sample` is 1 if the row ends at its last known token, and larger
-    if an extension says more of such a row; `next_token` is the prompt token after the chunk, -1 if there is none. A
-    token id of -1 stands for the slot's last sampled token, or for one that the device proposes. Slots are the
-    replica's own; padding rows carry max_num_seqs, which no slot has. With G cache groups, an entry's page-table row is
-    group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional capabilities
-    have added to the bucket's messages; unused elements are -1.
+    of computed tokens, and -1 keeps the number that the device has; `sample` is 1 if the row ends at its last known
+    token, and larger if an extension marks such a row; `next_token` is the prompt token after the chunk, -1 if there is
+    none. A token id of -1 represents the slot's last sampled token, or one that the device proposes. Slots are numbered
+    within the replica; padding rows have max_num_seqs, which no slot has. With G cache groups, an entry's page-table
+    row is group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional
+    capabilities have added to the bucket's messages; unused elements are -1.
 
     Attributes:
       num_tokens: T.

@@ -31,9 +31,10 @@ class PoolDecl:
 
     Attributes:
       axes: logical axes of the array.
-      sources: sources of the full product, with names that `numbered` completes.
+      sources: sources of the full product, with placeholders in their names that `numbered` replaces.
       part: for b, the index of its source; None for a.
-      num_experts: size of a stack of matrices, one per expert, with "{expert}" in the sources' names; else None.
+      num_experts: number of matrices of a stack, one per expert, with "{expert}" in the sources' names; None for a
+        single matrix.
     """
 
     axes: tuple[str | None, ...]

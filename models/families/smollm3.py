@@ -44,8 +44,8 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Return keyword arguments of ModelConfig, without rope in every fourth layer whatever the file says, which is
-        what llama.cpp does. Raises ModelConfigError.
+        """Return keyword arguments of ModelConfig, always without rope in every fourth layer, as in llama.cpp: the file
+        has no field for it. Raises ModelConfigError.
         """
         shared = gguf_fields(gguf)
         layer, count = shared["attention"][0], len(shared["attention"])

@@ -24,8 +24,8 @@ _LEAST_SQUARE = 1e-5  # of a hidden state whose magnitude is changed
 
 
 class Streams(nnx.Module):
-    """Predictor of all A hidden states of a token, x [T, A, D], before a layer, and corrector of them after the layer
-    has computed the active one.
+    """Predictor of the A hidden states of a token after a layer from those before it, x [T, A, D], and corrector of the
+    predictions once the layer has computed the active one.
 
     Its matrices are small, so they are never quantised and get no adapters.
     """

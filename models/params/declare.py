@@ -22,15 +22,15 @@ class Source(NamedTuple):
     """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and their contribution to a weight.
 
     Attributes:
-      name: in Hugging Face's spelling, of a module if a scheme determines its tensors, else of a tensor.
-        "{layer}" stands for the number of the weight's layer in the model or its tower, "{pair}" and "{half}" for that
-        number divided by two and its remainder, "{expert}" for the index of the expert.
+      name: in Hugging Face's spelling, of a module if a scheme determines its tensors, otherwise of a tensor.
+        "{layer}" is replaced by the number of the weight's layer in the model or its tower, "{pair}" and "{half}" by
+        that number divided by two and its remainder, "{expert}" by the index of the expert.
       rows: number of rows used of the tensor.
-      repeat: every `group` rows (a head's) are contributed that many times in succession.
+      repeat: number of times that every `group` rows (a head's) are contributed in succession.
       padding: rows of zeros contributed after the tensor's.
       first: the first row used.
-      tensor_rows: rows of the tensor if more than those used; its other rows belong to other sources.
-      stride: rows of the tensor from the beginning of one run to that of the next, where others lie between them.
+      tensor_rows: rows of the tensor if it has more than those used; its other rows belong to other sources.
+      stride: rows of the tensor from the beginning of one run to that of the next, if other rows lie between runs.
       run: rows that lie together, a multiple of `group`; None for `group`.
     """
 
@@ -79,20 +79,23 @@ class ParamDecl:
     them.
 
     The sources' contributions are joined along their first axis, in this order, and then transposed if `transposed`: a
-    checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
-    axis, and each of its entries comes from that expert's tensors.
+    checkpoint has a linear weight as [out, in], the model as [in, out]. With `num_experts` the weight has a further,
+    first axis, and each of its entries comes from that expert's tensors.
 
-    Where the joined axis is split over n devices, each holds one n-th of every source's contribution, one after
-    the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
+    If the joined axis is split over n devices, each has one n-th of every source's contribution, one after the other (q
+    | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
 
     Attributes:
-      axes: logical axes of the weight, as in jaxengine.sharding.rules.
+      axes: logical axes of the weight (jaxengine.sharding.rules).
       sources: the checkpoint tensors that it is made of.
-      init_std: scale of dummy weights; None means that all are `init_value`.
-      row_major: rows, or the matrices of a stack, are read one by one, so each is contiguous in memory. A TPU would
-        else choose another order where that saves padding, and then transpose the entire weight in every step.
-      transposed_on_gpu: columns of the matrix are contiguous on GPUs whose kernels read it so; elsewhere the order
-        follows `row_major`.
+      transposed: whether the joined contributions are transposed.
+      init_std: standard deviation of dummy weights; None if all are `init_value`.
+      num_experts: number of experts of a stack; None for a weight without experts.
+      row_major: whether rows, or the matrices of a stack, are contiguous in memory because they are read one by one.
+        A TPU would otherwise choose another order if that saves padding, and then transpose the entire weight in every
+        step.
+      transposed_on_gpu: whether columns of the matrix are contiguous on GPUs whose kernels read it so; elsewhere the
+        order follows `row_major`.
     """
 
     axes: tuple[str | None, ...]
