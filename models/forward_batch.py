@@ -51,12 +51,12 @@ class StepLayout:
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
     jaxengine.scheduler.base.token_params, the same for all replicas), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and
     `deltas` [len(DELTA_COLUMNS), num_deltas], the new page-table entries. In a row, `start` >= 0 sets the slot's number
-    of computed tokens, and -1 keeps the device's own; `sample` is 1 if the row ends at its last known token, and larger
-    if an extension says more of such a row; `next_token` is the prompt token after the chunk, -1 if there is none. A
-    token id of -1 stands for the slot's last sampled token, or for one that the device proposes. Slots are the
-    replica's own; padding rows carry max_num_seqs, which no slot has. With G cache groups, an entry's page-table row is
-    group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional capabilities
-    have added to the bucket's messages; unused elements are -1.
+    of computed tokens, and -1 keeps the number that the device has; `sample` is 1 if the row ends at its last known
+    token, and larger if an extension marks such a row; `next_token` is the prompt token after the chunk, -1 if there is
+    none. A token id of -1 represents the slot's last sampled token, or one that the device proposes. Slots are numbered
+    within the replica; padding rows have max_num_seqs, which no slot has. With G cache groups, an entry's page-table
+    row is group * max_num_seqs + slot, in padding G * max_num_seqs. Then come `sections`, fields that optional
+    capabilities have added to the bucket's messages; unused elements are -1.
 
     Attributes:
       num_tokens: T.
@@ -72,7 +72,7 @@ class StepLayout:
 
     @cached_property
     def _fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """Return, by name, where each field lies in the buffer, and its shape."""
+        """Position and shape of each field, by name: its slice of the flat buffer, in elements, and its shape."""
         shapes = {
             "header": (len(HEADER),),
             "rows": (len(ROW_COLUMNS), self.num_seqs),
@@ -89,7 +89,7 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """Return the number of int32 in the message."""
+        """Number of int32 elements in a message."""
         return max(where.stop for where, _ in self._fields.values())
 
     def has(self, name: str) -> bool:
@@ -97,9 +97,8 @@ class StepLayout:
         return name in self._fields
 
     def view(self, buffer: Any, name: str) -> Any:
-        """Return the field `name` of a message, in its shape: a view for numpy, a static slice under jit.
-
-        Raises KeyError for a name that messages lack.
+        """Return the field `name` of a message buffer i32[size] in its shape: a view of a numpy array, a static slice
+        under jit. Raises KeyError if the layout has no such field.
         """
         where, shape = self._fields[name]
         return buffer[where].reshape(shape)

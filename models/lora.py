@@ -31,9 +31,10 @@ class PoolDecl:
 
     Attributes:
       axes: logical axes of the array.
-      sources: sources of the full product, with names that `numbered` completes.
+      sources: sources of the full product, with placeholders in their names that `numbered` replaces.
       part: for b, the index of its source; None for a.
-      num_experts: size of a stack of matrices, one per expert, with "{expert}" in the sources' names; else None.
+      num_experts: number of matrices of a stack, one per expert, with "{expert}" in the sources' names; None for a
+        single matrix.
     """
 
     axes: tuple[str | None, ...]
@@ -43,20 +44,23 @@ class PoolDecl:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the names of the checkpoint modules that form the product, each once, in the order of a's rows."""
+        """Names of the checkpoint modules that form the product, without repetition, in the order of a's rows."""
         return modules_of(self.sources)
 
 
 class PoolArray(nnx.Variable):
-    """Variable of an array of adapters' matrices. It is no weight of the model: loaders and declared_params skip it."""
+    """Variable for an array of adapters' matrices. It is not a weight of the model: loaders and declared_params skip
+    it.
+    """
 
 
 @dataclass(frozen=True)
 class DeclaredPool:
-    """One array of pools of a built model.
+    """One array of a built model's pools.
 
     Attributes:
       index: its index among the leaves of the model's state.
+      shape, dtype: those of the array.
       decl: its description, with the layer's number in names.
     """
 
@@ -67,12 +71,12 @@ class DeclaredPool:
 
 
 def modules_of(sources: tuple[Source, ...]) -> tuple[str, ...]:
-    """Return the names of the modules of these sources, each once."""
+    """Return the names of the modules of these sources, in order and without repetition."""
     return tuple(dict.fromkeys(source.name for source in sources))
 
 
 def declared_pools(model: Any) -> Iterator[DeclaredPool]:
-    """Iterate over the arrays of pools of a model, abstract or real, in the order of its state's leaves."""
+    """Yield the arrays of a model's pools, abstract or real, in the order of its state's leaves."""
     for index, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model))):
         if not isinstance(variable, PoolArray):
             continue

@@ -259,7 +259,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "MiniCPMOcrForConditionalGeneration": MiniCPMOcrForConditionalGeneration,
     **{name: declared_class(name, row) for rows in _ROWS for name, row in rows.items()},
 }
-# The same of models that only pool.
+# The classes of architectures that only pool.
 ENCODERS: dict[str, type[Encoder]] = {
     "BertModel": BertModel,
     "RobertaModel": RobertaModel,

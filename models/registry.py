@@ -44,10 +44,10 @@ QUANTIZATION = "quantization_config"
 
 
 def family_of(architecture: str) -> tuple[str, str | None]:
-    """Map an architecture to (class name in MODELS or ENCODERS with its layers, its pooling task; None if it
+    """Return (the class name in MODELS or ENCODERS of an architecture's layers, its pooling task, None if it
     generates).
 
-    An unknown name is returned unchanged, with None.
+    The name of an unknown architecture is returned with None; it may have been replaced by its usual spelling.
     """
     if architecture in POOLING_CLASSES:
         return POOLING_CLASSES[architecture]
@@ -62,8 +62,8 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
 
 def usual_pooling(architecture: str, fields: ConfigFields) -> str:
-    """Return the type of pooling if the checkpoint names none: an encoder's own choice, that of `pooling` for
-    BIDIRECTIONAL classes, else LAST. Raises ModelConfigError.
+    """Return the type of pooling of a checkpoint that names none: the field `pooling` for BIDIRECTIONAL classes, an
+    encoder family's own choice, otherwise LAST. Raises ModelConfigError.
     """
     if architecture in BIDIRECTIONAL:
         if (kind := fields.text("pooling", "mean")) not in POOLINGS:
@@ -74,8 +74,8 @@ def usual_pooling(architecture: str, fields: ConfigFields) -> str:
 
 
 def model_for_hf(architecture: str) -> type[CausalLM]:
-    """Find the class that has an architecture's layers. Raises ModelConfigError for one that is not registered; the
-    text names the nearest.
+    """Return the class that has an architecture's layers. Raises ModelConfigError for an architecture that is not
+    registered, with the name of the nearest one if any is similar.
     """
     family, _ = family_of(architecture)
     known = {**MODELS, **ENCODERS}
@@ -85,8 +85,8 @@ def model_for_hf(architecture: str) -> type[CausalLM]:
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
-    """Find the class that reads files of this general.architecture. Raises ModelConfigError for one that no class
-    reads; the text names the nearest.
+    """Return the class that reads files of this general.architecture. Raises ModelConfigError if no class reads it,
+    with the name of the nearest one if any is similar.
     """
     by_name = {model.gguf_architecture: model for model in MODELS.values() if model.gguf_architecture is not None}
     if architecture not in by_name:
@@ -95,7 +95,9 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
-    """Return the error for an architecture that is none of those known; it names the nearest one, if any is similar."""
+    """Return the error text for an architecture that is not among `known`, with the name of the nearest one if any is
+    similar.
+    """
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
     known = list(known)
     # The common suffix is no evidence of similarity, so names are compared without it.
@@ -109,11 +111,11 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
 
 
 def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
-    """Read the ModelConfig of a Hugging Face config.json. Raises ModelConfigError, also for an architecture that is not
-    registered.
+    """Return the ModelConfig of a Hugging Face config.json, `raw`. Raises ModelConfigError, also for an architecture
+    that is not registered.
 
-    pooler: what a pooling model does with hidden states; None for a model that generates. With one, the layers of a
-    model whose tokens see their whole prompt are not causal; without, that is an error.
+    pooler: the computation of a pooling model on hidden states; None for a model that generates. With a pooler, the
+    layers of a model whose tokens see their whole prompt are not causal; without one, such a model is an error.
     """
     fields = ConfigFields(with_one_rope(ConfigFields(raw).raw))
     model = model_for_hf(hf_architecture(fields))
@@ -138,14 +140,14 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
 
 
 def sees_all(fields: ConfigFields) -> bool:
-    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt: by their class, or by
-    `is_causal`. Raises ModelConfigError.
+    """Whether the tokens of a pooling model with a decoder's layers see their whole prompt, by its class or because
+    `is_causal` is false. Raises ModelConfigError.
     """
     return hf_architecture(fields) in BIDIRECTIONAL or not fields.boolean("is_causal", True)
 
 
 def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tuple[LayerAttention, ...]:
-    """Return the layers' attention with all tokens visible; that of encoders, where they are, as it is. Raises
+    """Return `attention` of all layers with all tokens visible; an encoder's is returned unchanged. Raises
     ModelConfigError for layers with windows, chunks, states or ALiBi.
     """
     if not any(each.causal for each in attention):
@@ -158,17 +160,18 @@ def _seeing_all(fields: ConfigFields, attention: Sequence[LayerAttention]) -> tu
 
 
 def _without_base(names: CheckpointNames) -> list[tuple[str, str]]:
-    """Return the prefix replacements for a pooling model's checkpoint names that lack the common beginning, see
-    jaxengine.models.weights.views.renamed.with_prefix.
+    """Return further prefix replacements for pooling models, whose checkpoint names lack the common beginning (see
+    jaxengine.models.weights.views.renamed.with_prefix).
     """
     base = names.base
     return [("", MODEL), *((old.removeprefix(base), new) for old, new in names.prefixes if old.startswith(base))]
 
 
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:
-    """Read the ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field.
+    """Return the ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field.
 
-    raw: content to use instead of the folder's config.json; None to read the file. pooler: as in `read_hf`.
+    raw: content to use instead of the folder's config.json; None to read the file. pooler: the computation of a pooling
+    model on hidden states; None for a model that generates.
     """
     raw = read_config_json(folder) if raw is None else raw
     try:
@@ -184,10 +187,12 @@ def read_gguf(
     rope_factors: RopeFactors = _NO_FACTORS,
     pooler: Pooler | None = None,
 ) -> ModelConfig:
-    """Read the ModelConfig of GGUF metadata. Raises ModelConfigError, also for an architecture that is not registered.
+    """Return the ModelConfig of GGUF metadata. Raises ModelConfigError, also for an architecture that is not
+    registered.
 
-    Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
-    head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: as in `read_hf`.
+    In that format two facts are in tensors instead of metadata, so the caller passes them: whether the file lacks an
+    output head (tie_word_embeddings), and the content of the tensors that scale rope, if any. pooler: the computation
+    of a pooling model on hidden states; None for a model that generates.
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
@@ -195,10 +200,10 @@ def read_gguf(
 
 
 def build_model(config: ModelConfig, build: Build) -> CausalLM:
-    """Build the model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
+    """Return the model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
 
-    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError, which is one, for a
-    config that its family or its quantization cannot build.
+    Raises ValueError for a mesh that cannot split its weights, and ModelConfigError, a subclass, for a config that its
+    family or its quantization cannot build.
     """
     family: Any = model_for_hf(config.architecture)
     if build.exact:
@@ -209,20 +214,21 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
 
 
 def build_next_token(config: ModelConfig, build: Build) -> Any:
-    """Build a model's next-token layer, which follows its last layer and predicts further tokens
-    (jaxengine.models.layers.next_token).
+    """Return the next-token layer of the model with this config, which follows the last layer and predicts further
+    tokens (jaxengine.models.layers.next_token).
 
-    It is abstract, and the errors are those of `build_model`. config: the model's own.
+    Its weights are ShapeDtypeStructs. Raises ValueError for a mesh that cannot split them, and ModelConfigError for a
+    config that cannot be built.
     """
     family: Any = model_for_hf(config.architecture)
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
-    """Read the config of the EAGLE-3 head in a Hugging Face folder. Raises ModelFileError, as `read_folder`, also for
-    what is no such head.
+    """Return the config of the EAGLE-3 head in a Hugging Face folder. Raises ModelFileError, which names the file and
+    the field, also if the folder has no such head.
 
-    model: the one whose hidden states it reads; whether they fit together is not checked here.
+    model: config of the model whose hidden states the head reads; whether they fit together is not checked here.
     """
     raw = read_config_json(folder)
     try:
@@ -233,20 +239,24 @@ def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
 
 
 def build_eagle3(config: Eagle3Config, build: Build) -> Any:
-    """Build the EAGLE-3 head (jaxengine.models.layers.eagle3), abstract and with errors as in `build_model`."""
+    """Return the EAGLE-3 head (jaxengine.models.layers.eagle3) of this config, with ShapeDtypeStructs for weights.
+    Raises ValueError for a mesh that cannot split them, and ModelConfigError for a config that cannot be built.
+    """
     return build_abstract(Eagle3, config, build)
 
 
 def _as_stored(config: ModelConfig, build: Build) -> Build:
-    """Return the build with the configuration's quantization scheme, unless it has a scheme of its own."""
+    """Return `build` with the configuration's quantization as its scheme, unless `build` already has a scheme other
+    than PLAIN or the configuration has none.
+    """
     asked = config.quantization is not None and build.scheme == PLAIN
     return replace(build, scheme=config.quantization) if asked else build
 
 
 def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
-    """List the tensor-parallel sizes from 1 to `limit` for which `mesh_for(size)` splits the model evenly, ascending.
+    """Return the tensor-parallel sizes from 1 to `limit` for which `mesh_for(size)` splits the model evenly, ascending.
 
-    Raises ModelConfigError for an unknown architecture, and what `mesh_for` raises.
+    Raises ModelConfigError for an unknown architecture; errors of `mesh_for` are passed on.
     """
     model_class = model_for_hf(config.architecture)
     sizes = []

@@ -22,9 +22,10 @@ from jaxengine.sharding.layout import ONE_DEVICE
 
 
 def check_unpaged(model: CausalLM) -> None:
-    """Raise ValueError for a model that `run_unpaged` cannot run or that has no gradient; says why.
+    """Raise ValueError, with the reason, for a model that `run_unpaged` cannot run or that has no gradient.
 
-    It must generate, have all layers, be built for one device, and store plain weights.
+    The model must generate, have all layers, be built for one device and without `exact`, attend without an indexer or
+    compressed keys, and have plain weights.
     """
     config, build = model.config, model.build
     if config.pooler is not None:
@@ -54,12 +55,12 @@ def run_unpaged(
     positions: jax.Array | None = None,
     sections: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute hidden states [B, T, D] after the final norm, and logits f32[B, T, V], of rows of tokens i32[B, T].
+    """Return hidden states [B, T, D] after the final norm, and logits f32[B, T, V], of rows of tokens i32[B, T].
 
     model: one that passes `check_unpaged`, which is not called here. segment_ids: i32[B, T]; neighbours with equal ids
-    are a segment, and a token sees its own segment alone. Negative: padding, which experts do not compute. None: a row
-    is one segment. positions: i32[B, T], None to count from the first token of each segment. sections: further sections
-    of the batch (ForwardBatch.sections).
+    are a segment, and a token sees its own segment alone. Negative ids are padding, which experts do not compute. None:
+    a row is one segment. positions: i32[B, T]; None to count from the first token of each segment. sections: further
+    sections of the batch (ForwardBatch.sections).
     """
     num_rows, length = token_ids.shape
     count = num_rows * length
@@ -83,8 +84,8 @@ def run_unpaged(
 
 
 def _nothing_cached(model: CausalLM, num_rows: int, length: int) -> KVPages | Cache:
-    """Return a stand-in for a pool, for `num_rows` rows of `length` tokens: zeros; if layers keep states, a Cache with
-    a zeroed row of each state for each row of tokens.
+    """Return zeros in place of a pool, for `num_rows` rows of `length` tokens: KVPages, or, if layers keep states, a
+    Cache with a zeroed row of each state for each row of tokens.
     """
     groups = model.cache_groups(length, model.build.dtype, hybrid=False)
     spec = pool_spec(groups, 1)

@@ -20,7 +20,9 @@ from jaxengine.models.params.declare import parts_of
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """Llama without biases, with joined projections and, in some checkpoints, one sliding window for all layers."""
+    """Llama without biases, with joined projections and, in some checkpoints, one sliding window that all layers
+    share.
+    """
 
     gguf_architecture: ClassVar[str | None] = "phi3"
 

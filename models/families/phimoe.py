@@ -28,14 +28,17 @@ _MSCALES = ("short_mscale", "long_mscale")
 
 
 class SparseMixer(MixtureOfExperts):
-    """Mixture of experts with a SparseMixer router: a token goes to the best one, then to the best of the others."""
+    """Mixture of experts with a SparseMixer router: a token goes to the expert with the best score, then to the best of
+    the other experts.
+    """
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
-        """Return weights f32[T, k] and experts i32[T, k] of each token of x [T, D], the best first.
+        """Return weights f32[T, k] and experts i32[T, k] of each token of x [T, D], the best expert first.
 
-        An expert's weight is its share of the softmax over all experts whose scores are closer to the best one's than
-        twice `router_jitter_noise`, relative to the larger magnitude, but for those picked before it. adapters: of x's
-        rows. Experts in `given` take the place of the picked ones. Sets `picked` if `notes_experts`.
+        An expert's weight is its share of a softmax over the scores that are close to its own pick's best score: those
+        whose difference from it, relative to the larger magnitude, is at most twice `router_jitter_noise`. Experts
+        picked before it are left out. `adapters` are those of the rows of x. If `given` is set, its experts replace the
+        picked ones. Sets the attribute `picked` if `notes_experts`.
         """
         logits = self._router_logits(x, adapters)
         ids = jax.lax.top_k(logits, self.experts.num_per_token)[1]
@@ -54,9 +57,11 @@ class SparseMixer(MixtureOfExperts):
 
 
 def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
-    """Return the rope fields with longrope's two factors of cos and sin as one; {} without them.
+    """Return the rope fields of `fields` with longrope's two factors of cos and sin, `short_mscale` and `long_mscale`,
+    replaced by one `attention_factor`, under the name `rope_parameters` or `rope_scaling` that `fields` uses; {} if
+    both factors are absent.
 
-    Raises ModelConfigError if they differ, or one is absent.
+    Raises ModelConfigError if the factors differ, or only one is present.
     """
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     rope = ConfigFields(fields.mapping(name) or {})
@@ -70,12 +75,16 @@ def _one_mscale(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the one window of all, `sliding_window`; None if it is absent or null. Raises ModelConfigError."""
+    """Return `attention` with the sliding window that all layers share, `sliding_window`; None, no window, if that is
+    absent or null. `layer` is not used. Raises ModelConfigError if the field is invalid.
+    """
     return replace(attention, window=fields.integer("sliding_window", None))
 
 
 def _read_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read the experts, 16 by default. Raises ModelConfigError, also unless each token goes to two."""
+    """Return the configuration of the experts: by default 16 experts, two of them for each token. Raises
+    ModelConfigError if a field is invalid or a number of experts per token other than 2 is given.
+    """
     experts = ExpertsConfig(
         num_experts=fields.integer("num_local_experts", 16),
         num_per_token=fields.integer("num_experts_per_tok", 2),

@@ -15,13 +15,13 @@ _NAMES = InternVLForConditionalGeneration.checkpoint_names
 
 
 class QianfanOCRForConditionalGeneration(InternVLForConditionalGeneration):
-    """Qwen3 with a vision tower over image tiles; its files have the names of InternVL's first ones."""
+    """Qwen3 with a vision tower over image tiles; its files have the tensor names of the first InternVL checkpoints."""
 
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES._replace(
         prefixes=(
             (f"model.{TOWER}.layers.", f"{TOWER}.encoder.layer."),
             ("vision_model.layernorm.", f"{TOWER}.layernorm."),
-            # What transformers writes of the text, too, when it gives the tower's layers their first name again.
+            # transformers also renames the text's layers so when it writes the tower's original names.
             ("language_model.model.encoder.layers.", "model.layers."),
             *_NAMES.prefixes,
         )

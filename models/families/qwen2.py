@@ -12,11 +12,12 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for one that sees all keys; none has one unless `use_sliding_window` is
-    true.
+    """Return the sliding window of each layer in tokens, None for a layer that sees all keys.
 
-    The layers with a window are those that `layer_types` lists, else those from number `max_window_layers` on. Raises
-    ModelConfigError, also where `layer_types` lists some and `use_sliding_window` forbids them.
+    Without `use_sliding_window` no layer has a window. With it, the layers with a window are those that `layer_types`
+    lists as sliding, or, if that is absent, those with an index of at least `max_window_layers`. Raises
+    ModelConfigError if a field is invalid, or if `layer_types` lists sliding layers while `use_sliding_window` is
+    false.
     """
     num_layers = fields.integer("num_hidden_layers")
     if not fields.boolean("use_sliding_window", False):
@@ -31,7 +32,7 @@ def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Llama with q, k, v biases; windows per layer."""
+    """Llama with biases on q, k and v, and a sliding window for each layer or none."""
 
     gguf_architecture: ClassVar[str | None] = "qwen2"
     # MiMo's layer that predicts the token after the next.

@@ -25,7 +25,7 @@ AUDIO_NAMES = CheckpointNames(
     tower=(f"{TOWER}.", f"{PROJECTOR}."),
     flattened=(".conv1.weight", ".conv2.weight"),
 )
-# What transformers takes for fields of the text part that a file lacks.
+# transformers' defaults of fields of the text part that a file lacks.
 _VOXTRAL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 131072,
@@ -42,8 +42,11 @@ _VOXTRAL: dict[str, Any] = {
 
 
 def read_sound_text(fields: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Read arguments of ModelConfig from the text part of a config.json, as read_text. defaults: for fields that it
-    lacks; a rope_theta among them is not used if the part has `rope_parameters`. Raises ModelConfigError.
+    """Return keyword arguments of ModelConfig that `read_text` reads from the text part, `text_config`, of a
+    config.json.
+
+    `defaults` are used for fields that the text part lacks. A `rope_theta` among them is not used if the text part has
+    `rope_parameters`. Raises ModelConfigError.
     """
     text = fields.mapping("text_config") or {}
     given = {name: value for name, value in defaults.items() if name != "rope_theta" or "rope_parameters" not in text}
@@ -51,7 +54,7 @@ def read_sound_text(fields: ConfigFields, defaults: dict[str, Any]) -> dict[str,
 
 
 class Qwen2AudioForConditionalGeneration(LlamaForCausalLM):
-    """Qwen2 with sounds of up to 30 seconds."""
+    """Qwen2 with sounds of up to 30 seconds in the prompt."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = AUDIO_NAMES
@@ -62,7 +65,7 @@ class Qwen2AudioForConditionalGeneration(LlamaForCausalLM):
 
 
 class VoxtralForConditionalGeneration(Qwen2AudioForConditionalGeneration):
-    """Llama with sounds of any length."""
+    """Llama with sounds of any length in the prompt."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

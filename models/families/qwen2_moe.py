@@ -20,7 +20,7 @@ from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 
 
 class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
-    """Llama with q, k, v biases, experts and a gated shared MLP."""
+    """Llama with q, k, v biases, experts and a shared MLP with a sigmoid gate."""
 
     gguf_architecture: ClassVar[str | None] = "qwen2moe"
 
@@ -45,10 +45,10 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
-    """Read the configuration of experts and of a shared MLP, whose output a sigmoid gate weighs. Raises
-    ModelConfigError.
+    """Return the configuration of experts and of a shared MLP whose output is multiplied by a sigmoid gate.
 
-    norm_weights: ExpertsConfig.norm_weights if `norm_topk_prob` is absent.
+    norm_weights: the default of ExpertsConfig.norm_weights, used if `norm_topk_prob` is absent. Raises
+    ModelConfigError.
     """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),

@@ -16,7 +16,7 @@ from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl, read_qwen2_vl
 
 _ROPES = ("rope_parameters", "rope_scaling")
-# What transformers calls them since its fifth version, and before.
+# Names in checkpoints of transformers 5, and in earlier ones.
 QWEN_NAMES = CheckpointNames(
     prefixes=((f"model.{VISUAL}.", f"{VISUAL}."), ("model.language_model.", "model.")),
     tower=(f"{VISUAL}.",),
@@ -33,7 +33,7 @@ class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        # Before transformers 5 what is said of the text stood beside everything else.
+        # Before transformers 5 the fields of the text were at the top level, next to all others.
         text = text_fields(fields) if fields.has("text_config") else fields
         text = without_mrope(text.with_defaults(rope_theta=1e6, rms_norm_eps=1e-5))
         return with_sight(super().read_hf(text), text, fields, cls.read_tower)
@@ -46,8 +46,8 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
 
 def without_mrope(fields: ConfigFields) -> ConfigFields:
-    """Return fields with rope of type "default" in place of "mrope", the name in older files for rope with sections.
-    Raises ModelConfigError for rope that is no mapping.
+    """Return a copy of `fields` in which the rope type "mrope", which older files have for rope with sections, is
+    replaced by "default". Raises ModelConfigError if the rope field is not a mapping.
     """
     changed = {}
     for name in _ROPES:
@@ -63,15 +63,16 @@ def with_sight(
     fields: ConfigFields,
     read_tower: Callable[[ConfigFields, int], TowerConfig],
 ) -> dict[str, Any]:
-    """Return keyword arguments of a ModelConfig with M-RoPE, from `mrope_section`, and the vision tower of
-    `vision_config` added to `shared`.
+    """Return `shared` with M-RoPE added to its attention layers and the vision tower added as "tower": keyword
+    arguments of a ModelConfig. `shared` is not changed.
 
     Args:
       shared: the arguments read from the text part, "attention" and "hidden_size" among them.
       text, fields: fields of the text part, and of the whole configuration.
-      read_tower: (vision_config, hidden size of the text model) -> the tower's config.
+      read_tower: function that returns the tower's config from (fields of `vision_config`, hidden size of the text
+        model).
 
-    Raises ModelConfigError, also without `mrope_section` or `vision_config`.
+    Raises ModelConfigError, also if `mrope_section` or `vision_config` is absent.
     """
     vision = fields.mapping("vision_config")
     if vision is None:
@@ -80,8 +81,9 @@ def with_sight(
 
 
 def with_rope_sections(shared: dict[str, Any], text: ConfigFields) -> dict[str, Any]:
-    """Return keyword arguments of a ModelConfig with M-RoPE, from `mrope_section` of the text part, added to `shared`,
-    which has "attention". Raises ModelConfigError, also without it.
+    """Return a copy of `shared`, keyword arguments of a ModelConfig, in which each layer of "attention" that has rope
+    has M-RoPE with the `mrope_section` of the text part `text`. Raises ModelConfigError if `mrope_section` is absent or
+    not a list of integers.
     """
     rope = ConfigFields(next((found for name in _ROPES if (found := text.mapping(name)) is not None), {}))
     sections = rope.value("mrope_section")

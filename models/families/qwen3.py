@@ -12,7 +12,9 @@ from jaxengine.models.families.qwen2 import read_layer_windows
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Llama with q/k norm, a head dimension of its own and windows per layer."""
+    """Llama with RMS norms of q and k, a head dimension that is given by itself (128 by default), and a sliding window
+    for each layer or none.
+    """
 
     gguf_architecture: ClassVar[str | None] = "qwen3"
 

@@ -23,7 +23,7 @@ from jaxengine.models.vision.qwen3_vl import read_qwen3_5
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    """Gated delta nets, gated attention and dense MLPs."""
+    """Layers of gated delta nets or gated attention, each with a dense MLP."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 as published, with a vision tower."""
+    """Qwen3.5 with a vision tower, as it is published."""
 
     checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused=("mtp.",), squeezed=(".conv1d.weight",))
 

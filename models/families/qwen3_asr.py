@@ -13,7 +13,7 @@ from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.sound.qwen3_asr import read_qwen3_asr
 from jaxengine.models.vision.llava import PROJECTOR
 
-# What transformers takes for fields of the text part that a file lacks.
+# transformers' defaults of fields of the text part that a file lacks.
 _TEXT: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -39,7 +39,7 @@ _PUBLISHED = (
 
 
 class Qwen3ASRForConditionalGeneration(Qwen3ForCausalLM):
-    """Qwen3 with sounds of any length."""
+    """Qwen3 with sounds of any length in the prompt."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = AUDIO_NAMES._replace(
@@ -51,7 +51,7 @@ class Qwen3ASRForConditionalGeneration(Qwen3ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = ConfigFields({**fields.raw, **(fields.mapping("thinker_config") or {})})
         text = fields.mapping("text_config") or {}
-        # Sounds have the positions of tokens, so that rope with sections is rope.
+        # Sounds have the positions of ordinary tokens, so rope with sections equals plain rope.
         fields = ConfigFields({**fields.raw, "text_config": without_mrope(ConfigFields(text)).raw})
         text = read_sound_text(fields, _TEXT)
         return text | {"tower": read_qwen3_asr(fields, text["hidden_size"])}

@@ -16,7 +16,7 @@ from jaxengine.models.layers.experts.moe import MixtureOfExperts
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
-    """Llama with q/k norm, experts, and one sliding window for all layers if any."""
+    """Llama with RMS norms of q and k, experts, and at most one sliding window, which all layers share."""
 
     gguf_architecture: ClassVar[str | None] = "qwen3moe"
 
@@ -48,15 +48,15 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         return self.make_experts(build)
 
     def make_experts(self, build: Build) -> nnx.Module:
-        """Make the feed-forward part of a layer that has experts, ([T, D], Rows) -> [T, D]."""
+        """Return a new feed-forward module for a layer with experts; it maps ([T, D], Rows) to [T, D]."""
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", build=build)
 
 
 def dense_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Return the numbers of layers without experts: those in `mlp_only_layers`, and all but every
-    `decoder_sparse_step`-th; none if the file has neither.
+    """Return the indices of layers with a dense MLP in place of experts, in ascending order.
 
-    Raises ModelConfigError.
+    These are the layers in `mlp_only_layers` (default: none) and those whose index plus one is not a multiple of
+    `decoder_sparse_step` (default: 1). Raises ModelConfigError if either field is invalid.
     """
     listed = fields.value("mlp_only_layers", [])
     if not isinstance(listed, list) or any(type(layer) is not int or layer < 0 for layer in listed):

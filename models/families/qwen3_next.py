@@ -25,7 +25,9 @@ LINEAR = "linear_attention"
 
 
 class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
-    """Llama's layers with norms stored as their difference to one, delta nets or gated attention, and experts."""
+    """Llama's layers with norm weights stored as their difference from one, a gated delta net or gated attention in
+    each layer, and experts.
+    """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     norm_class = OffsetRMSNorm
@@ -48,7 +50,8 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
         return Attention(attention, size, eps=eps, source=source, build=build, qkv=qkv, gate=gate, qk_norms=norms)
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        """Return the sources of q, k, v, z, beta and decay; in the checkpoint those of one key head are adjacent.
+        """Return the sources of q, k, v, z, beta and decay, in this order. In the checkpoint, the rows of one key head
+        are adjacent.
 
         source: name of the delta net's checkpoint module.
         """
@@ -61,9 +64,10 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
 
 def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
-    """Read the arguments of ModelConfig that families with delta nets and gated attention write alike: all but experts.
+    """Return the keyword arguments of ModelConfig that all families with delta nets and gated attention share, which
+    are all except "experts".
 
-    Raises ModelConfigError.
+    A layer of kind LINEAR has a GatedDelta state and no rope. Raises ModelConfigError.
     """
     bias = fields.boolean("attention_bias", False)
     fields = fields.with_defaults(partial_rotary_factor=0.25)
@@ -81,10 +85,10 @@ def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """Return LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is
-    FULL.
+    """Return the kind of each layer, LINEAR or FULL: as `layer_types` lists them, or, if that is absent, FULL for every
+    `full_attention_interval`-th layer (default: 4th) and LINEAR for the others.
 
-    Raises ModelConfigError.
+    Raises ModelConfigError if `layer_types` has another length or another kind.
     """
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:
@@ -96,7 +100,8 @@ def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def gated_inputs(attention: LayerAttention, source: str) -> list[Source]:
-    """Return the sources of q, k, v and the gate; in the checkpoint a head's queries and gate are adjacent.
+    """Return the sources of q, k, v and the gate, in this order. In the checkpoint, `q_proj` has the queries and the
+    gate of each head adjacent.
 
     source: name of the attention's checkpoint module.
     """
@@ -106,8 +111,8 @@ def gated_inputs(attention: LayerAttention, source: str) -> list[Source]:
 
 
 def _in_turns(name: str, count: int, *sizes: int) -> list[Source]:
-    """Return one source per size, for a tensor `name` in which rows of the sizes alternate, `count` times: sizes[0]
-    rows of the first source, sizes[1] of the second, and so on.
+    """Return one source per size for a checkpoint tensor `name` whose rows repeat a pattern `count` times: sizes[0]
+    rows of the first source, then sizes[1] rows of the second, and so on.
     """
     stride, firsts = sum(sizes), [sum(sizes[:index]) for index in range(len(sizes))]
     return [

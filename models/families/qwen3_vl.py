@@ -28,8 +28,8 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
-    """Qwen3-MoE with M-RoPE and a vision tower; the matrices of a layer's experts are stored in one tensor, as
-    published [in, out] each, as transformers 5 writes them [out, in].
+    """Qwen3-MoE with M-RoPE and a vision tower. The matrices of all experts of a layer are stored in one tensor: [in,
+    out] each in published checkpoints, [out, in] in those that transformers 5 writes.
     """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF

@@ -20,7 +20,7 @@ from jaxengine.models.vision.qwen2_vl import VISUAL, read_qwen2_5_omni
 from jaxengine.models.vision.qwen3_vl import read_qwen3_omni
 
 THINKER = "thinker_config"
-# Whole models, thinkers alone, and what transformers 5 has in memory.
+# Prefixes of whole models, of thinkers alone, and of the names that transformers 5 has in memory.
 _OWNERS = ("thinker.", "model.", "")
 _NAMES = CheckpointNames(
     prefixes=(
@@ -40,7 +40,7 @@ _NAMES = CheckpointNames(
     sound_tower=(f"{SOUNDS}.", f"{PROJECTOR}."),
     flattened=(".patch_embed.proj.weight", *(f".{name}.weight" for name in ("conv1", "conv2"))),
 )
-# What transformers takes for fields of the text parts that a file lacks.
+# transformers' defaults of fields of the text parts that a file lacks.
 _QWEN2_5: dict[str, Any] = {
     "vocab_size": 152064,
     "hidden_size": 3584,
@@ -63,22 +63,25 @@ _QWEN3: dict[str, Any] = {
 
 
 def thinker_fields(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of the thinker in a configuration of the whole model, which take precedence over those outside,
-    or of the thinker alone. Raises ModelConfigError for a thinker_config that is no mapping.
+    """Return the fields of the thinker. In a configuration of the whole model, those of `thinker_config` take
+    precedence over those outside it; a configuration of the thinker alone is returned as it is. Raises ModelConfigError
+    if `thinker_config` is not a mapping.
     """
     return ConfigFields({**fields.raw, **(fields.mapping(THINKER) or {})})
 
 
 def _text(fields: ConfigFields, defaults: dict[str, Any]) -> ConfigFields:
-    """Return the fields of the text part, with `defaults` and plain rope in place of M-RoPE. Its tie_word_embeddings is
-    that outside of it, by default False. Raises ModelConfigError.
+    """Return the fields of the text part, with `defaults` for absent ones and plain rope in place of M-RoPE.
+    `tie_word_embeddings` is taken from outside the text part, False if it is absent there. Raises ModelConfigError.
     """
     tied = {"tie_word_embeddings": fields.boolean("tie_word_embeddings", False)}
     return without_mrope(ConfigFields({**text_fields(fields).with_defaults(**defaults).raw, **tied}))
 
 
 class Qwen2_5OmniThinkerForConditionalGeneration(Qwen2ForCausalLM):
-    """Qwen2.5 with M-RoPE, images, videos and sounds; also of whole models, whose talker is not read."""
+    """Qwen2.5 with M-RoPE, images, videos and sounds. It also loads checkpoints of the whole model, without their
+    talker.
+    """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES
@@ -92,7 +95,9 @@ class Qwen2_5OmniThinkerForConditionalGeneration(Qwen2ForCausalLM):
 
 
 class Qwen3OmniMoeThinkerForConditionalGeneration(Qwen3MoeForCausalLM):
-    """Qwen3-MoE with M-RoPE, images, videos and sounds; also of whole models, whose talker is not read."""
+    """Qwen3-MoE with M-RoPE, images, videos and sounds. It also loads checkpoints of the whole model, without their
+    talker.
+    """
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
     checkpoint_names: ClassVar[CheckpointNames] = _NAMES._replace(

@@ -13,7 +13,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class RobertaModel(BertModel):
-    """BERT's layers; a prompt's first position is the one after that of the padding token's id."""
+    """BERT's layers, where a prompt's first position is the padding token's id plus one."""
 
     names: ClassVar[EncoderNames] = NAMES._replace(
         dense="model.classifier.dense",

@@ -12,7 +12,7 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 class SeedOssForCausalLM(LlamaForCausalLM):
-    """Llama with separate switches for the biases before and after attention."""
+    """Llama with separate configuration fields for the biases of q, k and v, and for the bias after attention."""
 
     gguf_architecture: ClassVar[str | None] = "seed_oss"
 

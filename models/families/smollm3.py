@@ -19,7 +19,7 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """Llama, some of whose layers do not rotate q and k, and may have a window."""
+    """Llama in which some layers do not rotate q and k, and may have a sliding window."""
 
     gguf_architecture: ClassVar[str | None] = "smollm3"
 
@@ -44,8 +44,8 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read arguments of ModelConfig as llama.cpp does: without rope in every fourth layer, whatever the file says.
-        Raises ModelConfigError.
+        """Return keyword arguments of ModelConfig, always without rope in every fourth layer, as in llama.cpp, whatever
+        the file contains. Raises ModelConfigError.
         """
         shared = gguf_fields(gguf)
         layer, count = shared["attention"][0], len(shared["attention"])
@@ -54,9 +54,11 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
 
 def _rotated_layers(fields: ConfigFields) -> list[bool]:
-    """Return whether each layer has rope: `no_rope_layers` has a 1 for those that do, and may be longer than the model.
+    """Return, for each layer, whether it has rope: where `no_rope_layers` has a 1. That list may be longer than the
+    model.
 
-    Without it all but every `no_rope_layer_interval`-th have. Raises ModelConfigError.
+    If it is absent, every `no_rope_layer_interval`-th layer (default: 4th) has no rope. Raises ModelConfigError if the
+    list is too short or has an entry other than 0 and 1.
     """
     num_layers = fields.integer("num_hidden_layers")
     listed = fields.value("no_rope_layers", None)

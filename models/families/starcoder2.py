@@ -16,7 +16,7 @@ from jaxengine.models.layers.base.norm import LayerNorm
 
 
 class Starcoder2ForCausalLM(LlamaForCausalLM):
-    """Llama's layer with layer norms, and one window for all layers if any."""
+    """Llama's layer with layer norms, and at most one sliding window, which all layers share."""
 
     gguf_architecture: ClassVar[str | None] = "starcoder2"
     norm_class = LayerNorm
@@ -39,8 +39,8 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read arguments of ModelConfig as llama.cpp does: with all biases, and without a window. Raises
-        ModelConfigError.
+        """Return keyword arguments of ModelConfig, always with all biases and without a sliding window, as in
+        llama.cpp. Raises ModelConfigError.
         """
         shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", bias=True, output_bias=True)
         return shared | {"mlp_bias": True}

@@ -24,7 +24,7 @@ from jaxengine.models.layers.encoder import FUNCTIONS, Encoder
 from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
-# config.json's names for what other encoders call so, and their defaults.
+# By the usual name of a field: its name in T5's config.json, and its default.
 _FIELDS = {
     "hidden_size": ("d_model", 512),
     "num_attention_heads": ("num_heads", 8),
@@ -39,7 +39,7 @@ _ATTENTION, _MLP = f"{LAYER}.layer.0.SelfAttention", f"{LAYER}.layer.1.DenseRelu
 
 
 class T5EncoderModel(Encoder):
-    """Pre-norm encoder with biases by distance, and plain or gated MLPs."""
+    """Pre-norm encoder whose attention scores get biases by the distance of two tokens, with plain or gated MLPs."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.encoder.block.", "model.layers."), ("model.encoder.final_layer_norm.", "model.norm.")),
@@ -77,6 +77,9 @@ class T5EncoderModel(Encoder):
         return self.embed(batch.token_ids)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        """Return a new layer. Without `has_own_distances`, the first layer of this stage also creates the distance
+        table, kept in `_distances`, that all its layers share.
+        """
         config, size, encoder = self.config, self.config.hidden_size, self.config.encoder
         attention = config.attention[layer]
         assert encoder is not None and encoder.distances is not None
@@ -103,8 +106,8 @@ class T5EncoderModel(Encoder):
         return LlamaLayer(config, attend, self._make_mlp(build), build, norm_class=RMSNorm, norm_names=names)
 
     def _make_mlp(self, build: Build) -> nnx.Module:
-        """Make the feed-forward part of a layer, ([T, D], Rows) -> [T, D]: plain with a ReLU, gated with another
-        activation.
+        """Return a new feed-forward module, which maps ([T, D], Rows) to [T, D]: a plain MLP if the activation is ReLU,
+        otherwise a gated MLP.
         """
         size, ffn, encoder = self.config.hidden_size, self.config.intermediate_size, self.config.encoder
         assert encoder is not None
@@ -116,6 +119,8 @@ class T5EncoderModel(Encoder):
 
 
 class UMT5EncoderModel(T5EncoderModel):
-    """Encoder of UMT5 (Chung et al. 2023, arXiv:2304.09151): T5's with a table of biases in each layer."""
+    """Encoder of UMT5 (Chung et al. 2023, arXiv:2304.09151): T5's encoder in which each layer has its own table of
+    distance biases.
+    """
 
     has_own_distances: ClassVar[bool] = True

@@ -29,7 +29,7 @@ _EPS = 1e-5
 
 
 class HeadsBias(nnx.Module):
-    """Learned bias that is added to projected heads [T, N, H]. source: the checkpoint's tensor."""
+    """Learned bias [N * H] that is added to projected heads [T, N, H]. source: the checkpoint's tensor."""
 
     def __init__(self, num_heads: int, head_dim: int, *, source: str, build: Build):
         size = num_heads * head_dim
@@ -41,7 +41,7 @@ class HeadsBias(nnx.Module):
 
 
 class WhisperAttention(Attention):
-    """Self attention whose queries and values have a bias and whose keys have none."""
+    """Self attention whose queries, values and output have a bias and whose keys have none."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
         attention, source = config.attention[layer], f"{LAYER}.self_attn"
@@ -53,11 +53,12 @@ class WhisperAttention(Attention):
         self.v_bias = v_bias
 
     def values(self, v: jax.Array) -> jax.Array:
+        """Return the values to cache, [T, K, H]: projected values v plus their bias."""
         return self.v_bias(v)
 
 
 class WhisperEmbedding(nnx.Module):
-    """Token table and learned positions; logits are made with the former."""
+    """Token table and learned positions. The token table also computes the logits."""
 
     def __init__(self, config: ModelConfig, build: Build):
         size, count = config.hidden_size, config.max_position_embeddings
@@ -67,12 +68,16 @@ class WhisperEmbedding(nnx.Module):
         self.dtype = build.dtype
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T] and add the rows of their positions i32[T]: [T, D] in the model's dtype."""
+        """Return the embeddings [T, D] of tokens i32[T], in the model's dtype: their rows of the token table plus the
+        learned rows of their positions i32[T].
+        """
         x = self.tokens(token_ids).astype(jnp.float32)
         return (x + self.positions[...][positions].astype(jnp.float32)).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits, [R, D] -> f32[R, V], each device for its part of the vocabulary."""
+        """Return logits f32[R, V] of hidden states [R, D]. With a split vocabulary, each device computes those of its
+        part.
+        """
         return self.tokens.logits(hidden)
 
 
@@ -88,7 +93,8 @@ class WhisperLayer(nnx.Module):
         )
         self.attention = WhisperAttention(config, layer, build)
         sizes = config.attention[layer].head_dim, tower.sizes.num_positions, config.num_layers
-        # The section of sounds passes it the step's (jaxengine.models.layers.attention.cross_attention).
+        # The section of sounds replaces it by one that also has the step's sounds
+        # (jaxengine.models.layers.attention.cross_attention).
         self.cross: Any = CrossAttention(size, *sizes, source=f"{LAYER}.encoder_attn", build=build)
         names = {"up": "fc1", "down": "fc2", "bias": True}
         self.mlp = MLP(size, config.intermediate_size, source=LAYER, activation=gelu, build=build, **names)
@@ -104,7 +110,7 @@ class WhisperLayer(nnx.Module):
 
 
 class WhisperForConditionalGeneration(Decoder):
-    """Whisper: tokens of a transcript or translation, each of which attends to the whole sound."""
+    """Whisper: a decoder that writes a transcript or translation, whose tokens attend to the whole encoded sound."""
 
     norm_class: ClassVar[NormClass] = LayerNorm
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(

@@ -24,9 +24,10 @@ _LEAST_SQUARE = 1e-5  # of a hidden state whose magnitude is changed
 
 
 class Streams(nnx.Module):
-    """Predictor of a token's hidden states x [T, A, D] after a layer, and corrector once one has been computed.
+    """Predictor of the A hidden states of a token after a layer from those before it, x [T, A, D], and corrector of the
+    predictions once the layer has computed the active one.
 
-    Its products are of a few numbers each: they are never quantised, and adapters have none of them.
+    Its matrices are small, so they are never quantised and get no adapters.
     """
 
     def __init__(self, config: ModelConfig, altup: AltUp, *, source: str, build: Build):
@@ -45,13 +46,13 @@ class Streams(nnx.Module):
         self.scales_active = altup.scales_active
 
     def _modes(self, x: jax.Array) -> jax.Array:
-        """Route a hidden state [T, D] to modes [T, A] between -1 and 1."""
+        """Return the modes [T, A], each between -1 and 1, to which the router sends hidden states x [T, D]."""
         routed = self.router(scaled(self.norm(x), 1 / x.shape[-1]), out_dtype=jnp.float32)
         return jnp.tanh(routed).astype(x.dtype)
 
     def predict(self, x: jax.Array) -> jax.Array:
-        """Map [T, A, D] to the predictions f32[T, A, D]: each plus a mixture of all, by shares that the active one
-        gives.
+        """Return predictions f32[T, A, D] of hidden states x [T, A, D]: each plus a mixture of all A, with weights that
+        depend on the active one.
         """
         shares = self.predictor(self._modes(x[:, self.active]), out_dtype=jnp.float32)
         shares = shares.reshape(x.shape[0], x.shape[1], x.shape[1])
@@ -59,19 +60,23 @@ class Streams(nnx.Module):
         return wide + jnp.einsum("tqp,tpd->tqd", shares, wide)
 
     def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
-        """Return predictions f32[T, A, D], corrected by how far the active one is from what was computed, [T, D]."""
+        """Return `predictions` f32[T, A, D] plus, for each of the A, a learned share of the difference between
+        `computed` [T, D] and the active prediction.
+        """
         shares = self.corrector(self._modes(computed), out_dtype=jnp.float32) + 1.0
         missed = computed.astype(jnp.float32) - predictions[:, self.active]
         return predictions + shares[:, :, None] * missed[:, None]
 
     def scaled_active(self, x: jax.Array) -> jax.Array:
-        """Return the active one of hidden states [T, A, D], [T, D], times the learned numbers where the model does."""
+        """Return the active hidden state [T, D] of x [T, A, D], multiplied by the learned scale [D] if the model's
+        `scales_active` is true.
+        """
         own = x[:, self.active]
         return own * self.scale[...].astype(own.dtype) if self.scales_active else own
 
 
 class Projections(nnx.Module):
-    """Projections of A - 1 hidden states, the results scaled to the magnitude of the first one."""
+    """Projections of A - 1 hidden states, whose results are scaled to the magnitude of the first hidden state."""
 
     def __init__(self, config: ModelConfig, altup: AltUp, source: str, build: Build):
         size = config.hidden_size
@@ -83,9 +88,8 @@ class Projections(nnx.Module):
         )
 
     def __call__(self, first: jax.Array, others: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return f32[T, D] of each of A - 1 hidden states [T, D], with the root mean square of `first` [T, D].
-
-        Raises ValueError for another number of them.
+        """Return the projections f32[T, D] of the A - 1 hidden states `others` [T, D], each scaled to the root mean
+        square of `first` [T, D]. Raises ValueError if `others` has another number of them.
         """
         wide = [product(x).astype(jnp.float32) for product, x in zip(self.products, others, strict=True)]
         target = _mean_square(first.astype(jnp.float32))
@@ -93,5 +97,5 @@ class Projections(nnx.Module):
 
 
 def _mean_square(x: jax.Array) -> jax.Array:
-    """Return the mean of squares over the last axis, which is kept with size 1."""
+    """Return the mean of x's squares over the last axis, which remains with size 1."""
     return jnp.mean(jnp.square(x), axis=-1, keepdims=True)

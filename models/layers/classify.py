@@ -27,8 +27,8 @@ SCORE, HEAD = "score", "lm_head"
 
 
 class LabelScores(nnx.Module):
-    """Module that scores labels, [R, D] -> f32[R, num_labels]; `table` is the embedding if the checkpoint ties the head
-    to it, else None.
+    """Module that scores labels, [R, D] -> f32[R, num_labels], by `score` or by rows of the LM head for the
+    classifier's tokens. Its argument `table` is the embedding if the checkpoint ties the head to it, otherwise None.
     """
 
     def __init__(self, config: ModelConfig, classifier: Classifier, build: Build):
@@ -63,8 +63,8 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class DenseModules(nnx.Module):
     """Chain of the Dense modules of sentence-transformers: f32[R, D] -> f32[R, N], computed in float32.
 
-    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on, and plain: they are in
-    files of their own, of which a checkpoint's quantization_config does not speak.
+    Their weights are tensors of the checkpoint modules dense.0.linear, dense.1.linear and so on. They are never
+    quantised: they are in files of their own, which a checkpoint's quantization_config does not describe.
     """
 
     def __init__(self, dense: Sequence[Dense], build: Build):
@@ -88,10 +88,11 @@ class DenseModules(nnx.Module):
 
 
 class DenseLabelScores(nnx.Module):
-    """Module that scores labels as encoders do: labels(activation(dense(pooled))), [R, D] -> f32[R, num_labels].
+    """Module that scores labels by two projections, as encoders do: labels(norm(activation(dense(pooled)))), [R, D] ->
+    f32[R, num_labels].
 
-    sources: checkpoint modules of both projections. dense_bias: whether the first one has a bias; the second one has.
-    norm: makes a norm of what is activated, for a Build; None for none.
+    sources: checkpoint modules of both projections. dense_bias: whether the first one has a bias; the second one always
+    has. norm: function that returns the norm for a Build; None for no norm.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class DenseLabelScores(nnx.Module):
         dense_bias: bool = True,
         norm: Callable[[Build], nnx.Module] | None = None,
     ):
-        # In float32 whatever the model's dtype, as LabelScores.
+        # In float32 whatever the model's dtype, like LabelScores.
         build = replace(build, dtype=jnp.float32)
         dense, labels = sources
         self.dense = Linear(size, (Source(dense, size),), axes=("embed", "labels"), bias=dense_bias, build=build)
@@ -120,8 +121,8 @@ class DenseLabelScores(nnx.Module):
 
 
 def pooled_result(model: Any, pooled: jax.Array) -> jax.Array:
-    """Return the answers of a pooling model to prompts' pooled states f32[R, D]: scores f32[R, num_labels] of a
-    classifier, else the states, or what its Dense modules make of them, f32[R, N].
+    """Return the results of a pooling model for prompts' pooled states f32[R, D]: scores f32[R, num_labels] if it has a
+    classifier, otherwise the output f32[R, N] of its Dense modules, or the states themselves without any.
 
     model: a jaxengine.models.layers.decoder.Decoder whose config has a pooler. Nothing is normalised here.
     """

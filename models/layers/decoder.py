@@ -38,7 +38,7 @@ from jaxengine.sharding.stages import Stage
 
 
 class Decoder(nnx.Module):
-    """Decoder of a family: reads the family's configuration and makes its layers. Implements
+    """Decoder of a family: it reads the family's configuration, contains its layers and runs them. Implements
     jaxengine.models.causal_lm.CausalLM.
     """
 
@@ -51,6 +51,11 @@ class Decoder(nnx.Module):
         return gguf_fields(gguf)
 
     def __init__(self, config: ModelConfig, build: Build):
+        """Create the modules of the stage `build.stage`, by default of the whole model.
+
+        The first stage has the embedding and the towers; the last one has the norm and, as `config` requires, the LM
+        head, or the label scores, Dense modules and token heads of a pooling model.
+        """
         self.config = config
         self.build = build = replace(build, stage=build.stage or Stage(0, config.num_layers))
         stage, size, tied = self.stage, config.hidden_size, config.tie_word_embeddings
@@ -78,57 +83,66 @@ class Decoder(nnx.Module):
 
     @abstractmethod
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        """Make the DecoderLayer of this number in the whole model; its sources are under "model.layers.{layer}"."""
+        """Return the new DecoderLayer of index `layer` in the whole model; its sources are under
+        "model.layers.{layer}".
+        """
 
     def make_embedding(self, build: Build) -> Any:
-        """Make the token table, an Embedding or a module that is called like one."""
+        """Return the new token table: an Embedding, or a module that is called like one."""
         return Embedding(self.config.vocab_size, self.config.hidden_size, source="model.embed_tokens", build=build)
 
     def make_labels(self, classifier: Classifier, build: Build) -> Any:
-        """Make the module that scores labels: (pooled f32[R, D], the token table if the head is tied to it) -> f32[R,
-        N].
+        """Return the new module that scores labels, which maps (pooled f32[R, D], the token table if the head is tied
+        to it, otherwise None) to f32[R, num_labels].
         """
         return LabelScores(self.config, classifier, build)
 
     def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
-        """Make the module of the checkpoint's scores of tokens, [T, D] -> f32[T, N], those of `heads` joined."""
+        """Return the new module of the checkpoint's scores of tokens, [T, D] -> f32[T, N], with the outputs of `heads`
+        side by side.
+        """
         return TokenHeads(self.config.hidden_size, heads, SCORE, build)
 
     def make_norm(self, build: Build) -> nnx.Module:
-        """Make the norm after the last layer."""
+        """Return the new norm that follows the last layer."""
         return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     @property
     def mesh(self) -> MeshLayout:
+        """Sizes of the mesh that the model is built for."""
         return self.build.mesh
 
     @property
     def stage(self) -> Stage:
+        """Range of layers that this model has, and whether it is the first or last one."""
         assert self.build.stage is not None
         return self.build.stage
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Embed the tokens of a step, [T, D]: by their ids alone, unless the family has more to go by."""
+        """Return the embeddings [T, D] of a step's tokens, computed from their ids alone. Families that use more of the
+        batch override it.
+        """
         return self.embed_tokens(batch.token_ids)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
-        """Embed tokens, i32[T] -> [T, D]: what the first layer gets, the table's rows times the configuration's
-        embedding_multiplier.
+        """Return the input [T, D] of the first layer for tokens i32[T]: the table's rows multiplied by the
+        configuration's embedding_multiplier.
         """
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        """Compute each layer's further input besides the hidden state, [T, L, P] with P the configuration's
-        `layer_input_size`, from the first layer's input x [T, D]. Families with such inputs override it; raises
-        NotImplementedError in the others.
+        """Return the further input of every layer besides the hidden state, [T, L, P] with P the configuration's
+        `layer_input_size`, computed from `batch` and the first layer's input x [T, D]. Families with such inputs
+        override it; it raises NotImplementedError in the others.
         """
         raise NotImplementedError(f"{type(self).__name__} has no inputs of single layers")
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits, [R, D] -> f32[R, V], each device for its part of the vocabulary; see `own_logits`.
+        """Return logits f32[R, V] of hidden states [R, D]; on several devices, those of this device's part of the
+        vocabulary (see `own_logits`).
 
-        The matrix is the token table if the checkpoint ties the head to it, else the LM head; logit_scale multiplies
-        the product.
+        The matrix is the token table if the checkpoint ties the head to it, otherwise the LM head. The product is
+        multiplied by logit_scale.
         """
         tied = self.config.tie_word_embeddings
         logits = self.embed.logits(hidden) if tied else self.lm_head(hidden, out_dtype=jnp.float32)
@@ -137,14 +151,13 @@ class Decoder(nnx.Module):
     def __call__(
         self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, KVPages | Cache]:
-        """Compute hidden states [T, D] after the final norm; return them and the pool with the keys and values of this
-        step.
+        """Return hidden states [T, D] after the final norm, and the pool with the keys and values of this step.
 
         The pool is flat (jaxengine.models.cache). If layers keep states, a Cache of pool and states goes in and comes
         out. hidden: [T, D] of the previous stage; None in the first stage, which embeds the batch. A stage that is not
         the last returns hidden states without the norm. A batch with one page table has all layers in one group. Raises
-        ValueError for another number of page tables than of groups, a pool whose pages the largest group's layers do
-        not divide, and a layer whose kv_source is in another stage.
+        ValueError if the numbers of page tables and of groups differ, if the largest group's layers do not divide the
+        pool's pages, or if a layer's kv_source is in another stage.
         """
         groups = self.cache_groups(*_page_of(kv), hybrid=len(batch.ragged) > 1)
         step = DecoderStep(self.config, self.build, groups, batch, kv)
@@ -161,19 +174,19 @@ class Decoder(nnx.Module):
             return self.norm(x), step.cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows; whole on one device. -inf where
-        padding of the vocabulary is no token.
+        """Return logits f32[R, V / n] of hidden states [R, D] if n devices share the rows; all of them on one device.
+        They are -inf for padding of the vocabulary if the devices split it.
         """
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
-        """Return the cache groups of the whole model, each with the layers that this stage has of it. page_size: in
-        tokens.
+        """Return the cache groups of the whole model, each with those of its layers that are in this stage; a group may
+        have none.
 
-        Groups with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: dtype of the
-        pages. hybrid: as of jaxengine.models.cache.group_layers. Raises ModelConfigError for a page_size that a layer's
-        compressed keys cannot have.
+        Groups with pages come first, then those with states. Shapes are those of one device. page_size: in tokens.
+        kv_dtype: dtype of the pages. hybrid: an argument of jaxengine.models.cache.group_layers. Raises
+        ModelConfigError for a page_size that does not suit a layer's compressed keys.
         """
         specs = {
             layer: KVSpec(
@@ -199,7 +212,7 @@ class Decoder(nnx.Module):
         return (*paged, *(self._state_group(state) for state in kinds))
 
     def _state_group(self, state: LayerState) -> State:
-        """Return the cache group of this stage's layers that keep this kind of state."""
+        """Return the cache group of this stage's layers whose state equals `state`, with the shapes of one device."""
         arrays = tuple(
             array._replace(shape=array.of_device(self.mesh.num_shards), dtype=array.dtype or self.build.dtype)
             for array in state.arrays
@@ -208,11 +221,11 @@ class Decoder(nnx.Module):
 
     @property
     def _state_layers(self) -> list[int]:
-        """Return the numbers of this stage's layers that keep a state."""
+        """Indices of this stage's layers that keep a state."""
         return [layer for layer in self.stage.layers if self.config.attention[layer].state is not None]
 
 
 def _page_of(kv: KVPages | Cache) -> tuple[int, str]:
-    """Return the number of tokens of a page, and the cache dtype of its content."""
+    """Return the number of tokens of a page of `kv`, and the cache dtype of its content."""
     pool = kv.kv if isinstance(kv, Cache) else kv
     return pool.page_size, pool.spec.kv_dtype

@@ -46,15 +46,15 @@ from jaxengine.pallas_kernels.kv.update import kv_update_schedule
 from jaxengine.pallas_kernels.registry import UNPAGED
 from jaxengine.sharding.stages import Stage
 
-# The makers of StepInputs' fields but for `rows`.
+# The makers of all fields of StepInputs except `rows`.
 STEP_INPUTS = {"rope": ROPE, "schedule": SCHEDULE, "temperature": TEMPERATURE, "made": MADE_ROWS, "blocks": BLOCKS}
 
 
 class DecoderLayer(Protocol):
-    """One layer of a family: an nnx.Module.
+    """One layer of a family, an nnx.Module.
 
-    A layer that keeps states gets its arrays [R, ...] in place of the pool, and StateRows in place of pages; one that
-    also attends gets a pair of each, and one of a feed-forward part alone gets () for both.
+    A layer that keeps states gets its arrays [R, ...] in place of the pool, and StateRows in place of pages. A layer
+    that also attends gets a pair of each, and a layer with only a feed-forward part gets () for both.
     """
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
@@ -63,8 +63,8 @@ class DecoderLayer(Protocol):
 
 
 class DecoderStep:
-    """The layers of one stage in one step, to be run in order within one trace; it holds the cache as
-    they change it.
+    """The layers of one stage in one step, to be run in order within one trace. It holds the cache, which each layer
+    updates.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class DecoderStep:
     ):
         """Compute the inputs that the layers share.
 
-        build: with a stage. groups: of the stage, as many with pages as the batch has page tables, else ValueError. kv:
-        the pool, or a Cache if layers keep states; the layers of the largest group must divide its pages, else
-        ValueError.
+        build: with a stage. groups: the cache groups of the stage. kv: the pool, or a Cache if layers keep states.
+        Raises ValueError if the batch has another number of page tables than there are groups with pages, or if the
+        layers of the largest group do not divide the pool's pages.
         """
         assert build.stage is not None
         self._stage: Stage = build.stage
         self._is_cache, self._batch = isinstance(kv, Cache), batch
         self._pool, states = kv if isinstance(kv, Cache) else (kv, ())
         self._states = list(states)
-        # [T, L, P], what each layer of the model gets beside the hidden state; None where they get nothing.
+        # [T, L, P], further input of each layer of the model besides the hidden state; None without such inputs.
         self.layer_inputs: jax.Array | None = None
         self._selected: jax.Array | None = None
         self._places = layer_places(groups)
@@ -105,17 +105,19 @@ class DecoderStep:
             self._run_layer = section.around_layer(self._run_layer)
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """Return the first layer's input [T, D]: embeddings x [T, D], changed by the sections of the batch."""
+        """Return the first layer's input [T, D]: embeddings x [T, D] after `embed` of all sections of the batch, in
+        order.
+        """
         for section in self._sections:
             x = section.embed(x)
         return x
 
     def run(self, index: int, layer: nnx.Module, x: jax.Array) -> jax.Array:
-        """Run the stage's layer number `index` on hidden states x [T, D]; return those after it.
+        """Run the stage's layer number `index` on hidden states x [T, D] and return the hidden states after it.
 
-        To be called once for each layer, from 0 on. The pages and states that the layer writes are then in `cache`.
-        Sections act on the layer and on the states before and after it. Raises ValueError for a kv_source that is in
-        another stage.
+        It must be called once for each layer, in order from 0. Updates `cache` with the pages and states that the layer
+        writes. Sections act on the layer and on the hidden states before and after it. Raises ValueError for a
+        kv_source that is in another stage.
         """
         if index == 0:
             self._observe(0, x)
@@ -147,8 +149,8 @@ class DecoderStep:
         return x
 
     def _kv_of(self, number: int, attention: LayerAttention) -> tuple[KVPages, LayerPages]:
-        """Return the pool as a layer with attention gets it, and the location of its keys and values, which are another
-        layer's if it has a kv_source. Raises ValueError if that layer is in another stage.
+        """Return the layer's view of the pool and the location of its keys and values, which are another layer's if it
+        has a kv_source. Raises ValueError if that layer is in another stage.
         """
         source = number if attention.kv_source is None else attention.kv_source
         if source not in self._places:
@@ -161,8 +163,8 @@ class DecoderStep:
     def _keep(self, number: int, attention: LayerAttention, kv: KVPages) -> None:
         """Store the pool that layer `number` returned, as the pool of the next layer.
 
-        A layer with a kv_source (which reads another layer's keys) wrote nothing. Without pages (UNPAGED) each layer's
-        keys and values are an array of their own, which is kept for layers that read it.
+        Nothing is stored for a layer with a kv_source, which reads another layer's keys and writes none. Without pages
+        (UNPAGED), the keys and values of a layer that other layers read are also stored by its number.
         """
         if attention.kv_source is not None:
             return
@@ -171,13 +173,17 @@ class DecoderStep:
         self._pool = replace(self._pool, data=kv.data)
 
     def handed_over(self, x: jax.Array) -> jax.Array:
-        """Join what the next stage gets: hidden states x [T, D], followed by the further inputs of each layer."""
+        """Return the message to the next stage, [T, D + L * P]: hidden states x [T, D], followed by the further inputs
+        of all layers; x itself if there are none.
+        """
         if self.layer_inputs is None:
             return x
         return jnp.concatenate([x, self.layer_inputs.reshape(x.shape[0], -1)], axis=-1)
 
     def taken_over(self, hidden: jax.Array) -> jax.Array:
-        """Return hidden states [T, D] from the previous stage's `handed_over`, and store the layers' further inputs."""
+        """Return the hidden states [T, D] from `hidden`, the result of the previous stage's `handed_over`, and set
+        `layer_inputs` to the layers' further inputs, if the model has any.
+        """
         if not self._input_size:
             return hidden
         inputs = hidden[:, hidden.shape[1] - self._num_layers * self._input_size :]
@@ -186,19 +192,19 @@ class DecoderStep:
 
     @property
     def cache(self) -> Any:
-        """Return the pool, or the Cache, with what the layers run so far have written."""
+        """The pool, or the Cache if one was given, with the writes of all layers run so far."""
         return Cache(self._pool, tuple(self._states)) if self._is_cache else self._pool
 
     def _observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Pass to all sections the hidden states x [T, D] after `count` of the stage's layers, and the last one's
-        Notes, None before the first.
+        """Call `observe` of all sections with the hidden states x [T, D] after `count` of the stage's layers, and the
+        last layer's Notes, None before the first layer.
         """
         for section in self._sections:
             section.observe(count, x, notes)
 
 
 def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[LayerAttention, StepInputs]:
-    """Return the StepInputs of each kind of attention that these layers have."""
+    """Return the StepInputs of each distinct attention among `layers`."""
     attentions, rows = list(dict.fromkeys(layers)), step_rows(step)
     columns = {field: maker.values(attentions, step) for field, maker in STEP_INPUTS.items()}
     return {
@@ -210,10 +216,10 @@ def _step_inputs(layers: Sequence[LayerAttention], step: StepContext) -> dict[La
 def _layer_pages(
     groups: Sequence[Paged | State], places: Mapping[int, LayerPlace], batch: ForwardBatch, kv: KVPages
 ) -> dict[int, LayerPages]:
-    """Return the location of the pages of each layer that has some, by the layer's number in the model.
+    """Return the location of the pages of each layer with pages, by the layer's number in the model.
 
-    Raises ValueError for a pool whose pages are no multiple of the largest group's layers, and if the number of groups
-    with pages differs from the batch's page tables.
+    Raises ValueError if the pool's number of pages is not a multiple of the largest group's number of layers, or if the
+    batch has another number of page tables than there are groups with pages.
     """
     pages, num_pages = {}, num_pages_of(kv, groups)
     for group, ragged in zip(paged_groups(groups), batch.ragged, strict=True):
@@ -230,8 +236,10 @@ def _layer_pages(
 
 
 def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
-    """Return the batch with page ids multiplied by `step`, and slots, of pages of page_size tokens, moved to the same
-    offset of those pages; padding slots stay -1.
+    """Return the batch with page ids multiplied by `step`, and slots moved to the same offset in those pages; padding
+    slots stay -1.
+
+    page_size: tokens of a page.
     """
     slots = ragged.slot_mapping
     moved = (slots // page_size * step) * page_size + slots % page_size
@@ -239,22 +247,19 @@ def _spread(ragged: RaggedBatch, step: int, page_size: int) -> RaggedBatch:
 
 
 def layer_runner() -> Callable[..., tuple[jax.Array, Any, nnx.State]]:
-    """Make the function of one step that runs a layer: (graph, state, x, kv, pages, step) -> (x, kv, Notes).
+    """Return a new function that runs a layer: (graph, state, x, kv, pages, step) -> (x, kv, Notes).
 
-    graph, state: the layer as `nnx.split` gives it. The other arguments are those of a DecoderLayer. Notes: an
-    nnx.State of those of its modules alone.
-
-    Layers of one kind have equal graphs and share one trace of it. Steps share none: a layer of a user's own may read
-    values that have changed since another step was traced.
+    graph, state: results of `nnx.split` of the layer. The other arguments are those of a DecoderLayer. Notes: an
+    nnx.State with only the Notes of the layer's modules. Layers of one kind have equal graphs and share one trace. Each
+    step needs a new function, so that steps share no trace: a user-defined layer may read values that have changed
+    since another step was traced.
     """
 
     @partial(jax.jit, static_argnums=0)
     def run_layer(
         graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
     ) -> tuple[jax.Array, KVPages, nnx.State]:
-        """Run one layer as a function of its weights; return its hidden states, its cache, and the Notes of its
-        modules.
-        """
+        """Return the layer's hidden states, its cache, and the Notes of its modules."""
         layer = nnx.merge(graph, state)
         x, own = layer(x, as_viewed(kv), pages, step)
         return x, as_stored(own, kv), nnx.pop(layer, Note)

@@ -57,7 +57,9 @@ class Eagle3Layer(nnx.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map [T, 2 * D], embeddings followed by hidden states, to hidden states [T, D], and update the pool."""
+        """Map x [T, 2 * D], embeddings followed by hidden states, to (hidden states [T, D], the pool with this step's
+        keys and values written).
+        """
         with jax.named_scope("attention"):
             embeddings, hidden = jnp.split(x, 2, axis=-1)
             normed = self.hidden_norm(hidden)
@@ -69,7 +71,7 @@ class Eagle3Layer(nnx.Module):
 
 
 class Eagle3(Decoder):
-    """EAGLE-3 head as jaxengine.runner.extensions.drafts.head_step runs it next to its target model."""
+    """EAGLE-3 head. jaxengine.runner.extensions.drafts.head_step runs it next to its target model."""
 
     def __init__(self, config: Eagle3Config, build: Build):
         self.sizes = config
@@ -92,31 +94,31 @@ class Eagle3(Decoder):
         return Eagle3Layer(self.sizes, build)
 
     def read(self, hidden: jax.Array) -> jax.Array:
-        """Project the model's hidden states of each token, [T, streams * target_size], to [T, D]."""
+        """Return the model's hidden states of each token, [T, streams * target_size], projected to [T, D]."""
         with jax.named_scope("join"):
             return self.joined(hidden)
 
     def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
-        """Embed tokens i32[T] -> [T, D], with the table of `model` unless the head has its own."""
+        """Return the embeddings [T, D] of tokens i32[T], from the table of `model` unless the head has its own."""
         return (self.embed if self.sizes.own_embedding else model.embed)(token_ids)
 
     def __call__(
         self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
     ) -> tuple[jax.Array, KVPages]:
-        """Compute hidden states [T, D] from a token's hidden state [T, D] and the next token's embedding [T, D].
+        """Return hidden states [T, D], given each token's hidden state [T, D] and the next token's embedding [T, D],
+        and the head's own pool `kv` with the keys and values of these tokens written.
 
-        hidden: what `read` gives, or the last call when drafting the tokens after. kv: the head's own pool, which is
-        returned with its keys and values of these tokens.
+        hidden: result of `read`, or of the last call when drafting further tokens.
         """
         x, pool = super().__call__(batch, kv, jnp.concatenate([embeddings, hidden], axis=-1))
         assert isinstance(pool, KVPages)
         return x, pool
 
     def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
-        """Compute logits of the tokens after the next ones, [R, D] -> f32[R, V / n], laid out as the model's; -inf for
-        tokens that are never drafted.
+        """Return logits f32[R, V / n] of the tokens after the next ones, split over n devices as the model's logits
+        are; -inf for tokens that are never drafted.
 
-        hidden: results of a call. model: not read, as the head has an output matrix of its own.
+        hidden: [R, D], results of a call. model: not used, as the head has an output matrix of its own.
         """
         with jax.named_scope("logits"):
             own = self.lm_head(self.head_norm(hidden), out_dtype=jnp.float32)
@@ -132,7 +134,7 @@ class Eagle3Source(WrappedSource):
     Attributes:
       config: the head's config, with own_embedding set if it stores embeddings that differ from the model's.
 
-    Raises ModelFileError if `d2t` does not name the tokens that it drafts.
+    Raises ModelFileError if `d2t` does not name distinct tokens of the vocabulary, one for each draft.
     """
 
     def __init__(
@@ -140,10 +142,10 @@ class Eagle3Source(WrappedSource):
     ):
         """Wrap `source`, the head's checkpoint.
 
-        model: source of the model's weights, None where they cannot be compared. Embeddings that equal the model's are
-        left out, unless the config has own_embedding. partial: the checkpoint updates a head that is loaded; without
-        `d2t` the tokens that it drafts stay as they are. Raises ModelFileError for a `d2t` that is missing though not
-        all tokens are drafted, or does not name as many distinct tokens.
+        model: source of the model's weights; None if they cannot be compared. Embeddings that equal the model's are
+        left out, unless the config has own_embedding. partial: whether the checkpoint updates a loaded head; if it then
+        has no `d2t`, the drafted tokens stay as they are. Raises ModelFileError if `d2t` is missing although not all
+        tokens are drafted, or if it does not name distinct tokens, one for each draft.
         """
         super().__init__(source)
         self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
@@ -167,11 +169,12 @@ class Eagle3Source(WrappedSource):
         return self._columns[rows] if name == _COLUMNS else self._source.read(self._stored[name], rows, columns)
 
     def _read_columns(self, config: Eagle3Config) -> np.ndarray:
-        """Compute Eagle3.columns, i32[V]: for each token of the vocabulary 1 + its index among the drafts, else 0.
+        """Return Eagle3.columns, i32[V]: for each token of the vocabulary 1 + its index among the drafted tokens, 0 if
+        it is not drafted. Removes `d2t` from the stored names.
 
-        Takes d2t out of the stored names. It holds for each draft its token id less its index; without it the drafts
-        are the whole vocabulary. Raises ModelFileError if it is missing though there are fewer drafts, or does not name
-        distinct tokens.
+        `d2t` has, for each drafted token, its token id minus its index; if it is missing, the first draft_vocab_size
+        tokens are drafted. Raises ModelFileError if it is missing although fewer tokens are drafted than the vocabulary
+        has, or if it does not name distinct tokens of the vocabulary.
         """
         count, vocab_size, stored = config.draft_vocab_size, config.vocab_size, self._stored.pop("d2t", None)
         ids = np.arange(count, dtype=np.int64)
@@ -191,9 +194,10 @@ class Eagle3Source(WrappedSource):
         return columns
 
     def _is_of(self, model: WeightSource | None) -> bool:
-        """Whether the head's embeddings equal those of `model`, of which most checkpoints have a copy. False without a
-        model, or where it has no such tensor of that shape; else both are read, some rows at a time. Raises
-        ModelFileError where that fails.
+        """Whether the head's embeddings equal those of `model`, of which most checkpoints have a copy.
+
+        False without a model, or if it has no such tensor of that shape. Otherwise both are read, _ROWS rows at a time.
+        Raises ModelFileError if reading fails.
         """
         if model is None or EMBEDDING not in model.names() or model.shape(EMBEDDING) != self.shape(EMBEDDING):
             return False

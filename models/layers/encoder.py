@@ -42,16 +42,17 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class EncoderNames(NamedTuple):
-    """Checkpoint modules of an encoder; names from `qkv` to `mlp_norm` are those within a layer.
+    """Checkpoint modules of an encoder. Names from `qkv` to `mlp_norm` are names within a layer.
 
     Attributes:
       layer: a layer, with "{layer}" for its number.
-      qkv: attention's projections of queries, keys and values; one name where they are one matrix.
-      out: attention's projection of its result. attention_norm, mlp_norm: the norms after each part.
+      qkv: attention's projections of queries, keys and values; one name if they are one matrix.
+      out: attention's output projection.
+      attention_norm, mlp_norm: the norms after attention and after the MLP.
       up, down: the MLP's projections.
       dense, labels: the two projections of a classifier.
       embedding_norm: the norm of embeddings.
-      masked: projection, norm and bias of the head of a masked language model; None where it is not known.
+      masked: projection, norm and bias of the head of a masked language model; None if they are not known.
     """
 
     layer: str
@@ -70,13 +71,13 @@ class EncoderNames(NamedTuple):
 def encoder_fields(
     fields: ConfigFields, encoder: EncoderConfig, *, rope: Rope | None = None, bias: bool = True, **names: Any
 ) -> dict[str, Any]:
-    """Read the fields that encoders share from a config.json: keyword arguments of ModelConfig, without the
-    architecture.
+    """Return the keyword arguments of ModelConfig, except the architecture, for the fields of a config.json that
+    encoders share.
 
-    encoder: read already. vocab_size counts each token once for each of its token types, and max_position_embeddings
-    leaves out the positions before the first of a table. rope: of all layers; None for none. bias: whether attention's
-    projections have biases. names: further arguments of hf_fields, `activation` and `eps`. Raises ModelConfigError,
-    also for too many token types.
+    encoder: the configuration read already. The result's vocab_size counts each token once for each token type, and its
+    max_position_embeddings leaves out the rows of a position table before the first position. rope: rope of all layers;
+    None for none. bias: whether attention's projections have biases. names: further arguments of hf_fields,
+    `activation` and `eps`. Raises ModelConfigError, also for too many token types.
     """
     ropes = [rope] * fields.integer("num_hidden_layers")
     shared = hf_fields(fields, ropes=ropes, tied=True, causal=False, bias=bias, output_bias=bias, **names)
@@ -89,10 +90,11 @@ def encoder_fields(
 
 
 def rotated_fields(fields: ConfigFields, *, types: int, rope: Rope | None = None, bias: bool = True) -> dict[str, Any]:
-    """Read the fields of an encoder with rope, under BERT's names, from a config.json; result and errors are those of
+    """Return the keyword arguments of ModelConfig for an encoder with rope whose config.json has BERT's field names, by
     `encoder_fields`.
 
-    types: default of type_vocab_size. rope: of all layers; None for the file's. bias: as of `encoder_fields`.
+    types: default of type_vocab_size. rope: rope of all layers; None for the rope in the file. bias: whether
+    attention's projections have biases. Raises ModelConfigError.
     """
     types = fields.integer("type_vocab_size", types, minimum=0)
     encoder = EncoderConfig(read_activation(fields), num_token_types=types, num_positions=0)
@@ -101,8 +103,8 @@ def rotated_fields(fields: ConfigFields, *, types: int, rope: Rope | None = None
 
 
 class EncoderEmbeddings(nnx.Module):
-    """Normed sum of a token's embedding and those of its token type and position, if there are any, under BERT's names
-    for the tables; `norm`: the norm's checkpoint module.
+    """Normed sum of the embeddings of a token, its token type and its position, the latter two if the encoder has them.
+    The tables have BERT's names under `source`; `norm` is the norm's checkpoint module.
     """
 
     def __init__(self, config: ModelConfig, encoder: EncoderConfig, *, source: str, norm: str, build: Build):
@@ -119,7 +121,9 @@ class EncoderEmbeddings(nnx.Module):
         self.norm, self.dtype = LayerNorm(size, config.rms_norm_eps, source=norm, build=build), build.dtype
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T], with their types in their ids (EncoderConfig), at positions i32[T] -> [T, D]."""
+        """Return the embeddings [T, D] of tokens i32[T], whose ids contain their token types (EncoderConfig), at
+        positions i32[T].
+        """
         x = self.tokens(token_ids % self.num_rows).astype(jnp.float32)
         if self.types is not None:
             x = x + self.types[...][token_ids // self.num_rows].astype(jnp.float32)
@@ -143,7 +147,7 @@ class PostNormLayer(nnx.Module):
 
 
 class Encoder(Decoder):
-    """Decoder stack whose tokens see their whole prompt; `embed` also gets the tokens' positions."""
+    """Decoder stack whose tokens see their whole prompt. Its `embed` also takes the tokens' positions."""
 
     def __init__(self, config: ModelConfig, build: Build):
         super().__init__(config, build)
@@ -155,21 +159,24 @@ class Encoder(Decoder):
         return TokenHeads(self.config.hidden_size, heads, "model.classifier", build)
 
     def make_masked(self, build: Build) -> MaskedScores:
-        """Make the head of a masked language model. Families with a known head override it; raises ModelConfigError in
-        the others.
+        """Return the new head of a masked language model. Families with a known head override it; it raises
+        ModelConfigError in the others.
         """
         raise ModelConfigError(f"{type(self).__name__} has no known head of a masked language model")
 
     @property
     def table(self) -> Embedding:
-        """Return the token table. Families override it; raises NotImplementedError in the others."""
+        """The token table, an Embedding. Families override this property; it raises NotImplementedError in the
+        others.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not tell its table of tokens")
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
-        """Return the type of pooling, one of POOLING_TYPES, of a checkpoint that has no file about it; by default CLS.
+        """Return the type of pooling, one of POOLING_TYPES, of a checkpoint without a file that states it; by default
+        CLS.
 
-        fields: of its config.json. A family that reads them may raise ModelConfigError.
+        fields: those of its config.json. A family that reads them may raise ModelConfigError.
         """
         return CLS
 
@@ -213,17 +220,17 @@ class PostNormEncoder(Encoder):
         return PostNormLayer(attend, norms[0], self.make_mlp(build), norms[1])
 
     def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
-        """Make a layer's attention. names: further arguments of Attention."""
+        """Return the new attention module of index `layer`. names: further arguments of Attention."""
         return Attention(self.config.attention[layer], self.config.hidden_size, build=build, **names)
 
     @property
     def activation(self) -> Callable[[jax.Array], jax.Array]:
-        """Return the activation function of the MLPs."""
+        """The activation function of the MLPs, chosen by `config.encoder.activation`."""
         assert self.config.encoder is not None
         return FUNCTIONS[self.config.encoder.activation]
 
     def make_mlp(self, build: Build) -> nnx.Module:
-        """Make a layer's MLP: ([T, D], the step's Rows) -> [T, D]."""
+        """Return a layer's new MLP, which maps ([T, D], the step's Rows) to [T, D]."""
         names, sizes = self.names, (self.config.hidden_size, self.config.intermediate_size)
         activation, modules = self.activation, {"up": names.up, "down": names.down}
         return MLP(*sizes, source=names.layer, **modules, activation=activation, bias=True, build=build)
@@ -249,5 +256,5 @@ class PostNormEncoder(Encoder):
         return self.embed.tokens
 
 
-# Of checkpoints that say `hidden_act`.
+# For checkpoints that name the activation in `hidden_act`.
 HIDDEN_ACT = Activation("hidden_act", ACTIVATIONS)

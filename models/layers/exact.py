@@ -37,7 +37,7 @@ NOWHERE = np.iinfo(np.int32).max  # a row that no array has
 
 
 class ExactTokens(NamedTuple):
-    """Tokens in order, those of a sequence after one another; every array is i32[n], n a result of `room_of`.
+    """Tokens in order, with those of a sequence after one another; every array is i32[n], n a result of `room_of`.
 
     Attributes:
       token_ids: their token ids.
@@ -56,13 +56,13 @@ class ExactTokens(NamedTuple):
     states: tuple[jax.Array, jax.Array, jax.Array] | None
 
     def block(self, index: jax.Array) -> ExactTokens:
-        """Return the tokens of block number `index`."""
+        """Return the ROWS tokens of block number `index`, i32[]."""
         return jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, index * ROWS, ROWS), self)
 
 
 def room_of(num_tokens: int) -> int:
-    """Return the smallest multiple of ROWS that is at least `num_tokens`, and at least two blocks, because XLA compiles
-    a different loop body for one.
+    """Return the smallest multiple of ROWS that is at least `num_tokens` and at least two blocks, because XLA compiles
+    a different loop body for one block.
     """
     return max(-(-num_tokens // ROWS), 2) * ROWS
 
@@ -84,12 +84,13 @@ def run_tokens(
     num_tokens: jax.Array,
     loads: ExpertLoads | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Compute hidden states [n, D] after the final norm, and the pool or Cache `kv` after these tokens; rows from
+    """Return hidden states [n, D] after the final norm, and the pool or Cache `kv` after these tokens. Rows from index
     `num_tokens` on are meaningless.
 
-    forward: of the model, for the tokens of a block. tokens: n is a result of `room_of`. num_tokens: i32[], number of
-    real tokens; it must not be a constant, because XLA unrolls a loop of one trip. loads: gets the load i32[E] of each
-    layer with experts; None counts none.
+    forward: the model's forward pass over the tokens of one block. tokens: n is a result of `room_of`. tables: function
+    from sequences to their page tables. num_tokens: i32[], number of real tokens; it must not be a constant, because
+    XLA unrolls a loop of one trip. loads: the load i32[E] of each layer with experts is added to it; None to count
+    none.
     """
     config, counts = model.config, None
     hidden = jnp.zeros((tokens.token_ids.shape[0], config.hidden_size), model.build.dtype)
@@ -116,10 +117,11 @@ def run_tokens(
 
 
 def _batch_of(tokens: ExactTokens, tables: Tables, count: jax.Array, loads: ExpertLoads | None) -> ForwardBatch:
-    """Return the batch of a block of ROWS tokens, each a sequence of its own, of which the first `count`, i32[], are
-    real.
+    """Return the ForwardBatch of a block of ROWS tokens, each a sequence of its own, of which the first `count`, i32[],
+    are real.
 
-    tables: maps numbers of sequences to page tables. loads: counts the experts picked; None for no such section.
+    tables: maps numbers of sequences to page tables. loads: section that counts the experts picked; None to leave it
+    out.
     """
     cu_q_lens = jnp.minimum(jnp.arange(ROWS + 1, dtype=jnp.int32), count)
     sections: dict[str, Any] = {} if loads is None else {EXPERTS: loads}
@@ -133,9 +135,10 @@ def _batch_of(tokens: ExactTokens, tables: Tables, count: jax.Array, loads: Expe
 
 
 def in_row_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply a function [ROWS, D] -> [ROWS, N] to all rows x [n, D], ROWS at a time: [n, N] in the function's dtype.
+    """Return function(x) for all rows x [n, D], computed ROWS rows at a time: [n, N] in the function's dtype.
 
-    The last block is padded with zeros, so a row's result must not depend on other rows.
+    function: maps [ROWS, D] to [ROWS, N]. The last block is padded with zeros, so a row's result must not depend on
+    other rows.
     """
     count = x.shape[0]
     x = jnp.pad(x, ((0, room_of(count) - count), (0, 0)))
@@ -152,7 +155,7 @@ def in_row_blocks(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> j
 
 def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
     """Return the T tokens of an engine's batch padded to `room_of(T)`, a function from numbers of sequences to their
-    page tables, and i32[], the number of real tokens.
+    page tables, and the number of real tokens, i32[].
     """
     num_tokens = batch.token_ids.shape[0]
     size = room_of(num_tokens)
@@ -179,18 +182,18 @@ def tokens_of(batch: ForwardBatch) -> tuple[ExactTokens, Tables, jax.Array]:
 
 @cache
 def exact_class(family: type) -> type:
-    """Return the subclass of a family's class, under its name, whose forward pass and logits go in blocks of ROWS
-    tokens; made once for each family.
+    """Return the subclass of `family`, under the same name, whose forward pass and logits are computed in blocks of
+    ROWS tokens. The class is created once for each family.
     """
 
     class Exact(family):
-        """One family's model, in blocks of ROWS tokens."""
+        """The family's model, computed in blocks of ROWS tokens."""
 
         def __call__(
             self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
         ) -> tuple[jax.Array, KVPages | Cache]:
-            """Compute as CausalLM does, in blocks of ROWS tokens; of one stage. Raises ValueError for `hidden` other
-            than None, and for sections besides states and expert load.
+            """Compute CausalLM's forward pass in blocks of ROWS tokens, for one stage. Raises ValueError for `hidden`
+            other than None, and for sections besides states and expert load.
             """
             others = sorted(set(batch.sections) - {STATES, EXPERTS})
             if hidden is not None or others:
@@ -200,7 +203,7 @@ def exact_class(family: type) -> type:
             return x[: batch.token_ids.shape[0]], kv
 
         def logits(self, hidden: jax.Array) -> jax.Array:
-            """Compute logits as CausalLM does, in blocks of ROWS rows."""
+            """Return CausalLM's logits, computed in blocks of ROWS rows."""
             return in_row_blocks(super().logits, hidden)
 
     Exact.__name__, Exact.__qualname__, Exact.__module__ = family.__name__, family.__qualname__, family.__module__
@@ -208,10 +211,10 @@ def exact_class(family: type) -> type:
 
 
 def check_exact(model: CausalLM, arguments: dict[str, Any]) -> None:
-    """Raise ValueError where `run_exact` would not have an engine's bits: on backends other than CPU, for a model with
-    a vision tower, and for an array on several devices.
+    """Raise ValueError if `run_exact` would not have an engine's bits: on a backend other than CPU, for a model with a
+    tower, and for an array on several devices.
 
-    arguments: trees of arrays by the name used in the error; traced ones pass, since they have no devices.
+    arguments: trees of arrays by the name used in the error; traced arrays pass, since they have no devices.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(f"exact must be False on {jax.default_backend()}: bits are the same on CPUs alone")
@@ -230,13 +233,12 @@ def run_exact(
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute logits f32[B, T, V] of rows of tokens i32[B, T], bit for bit those of an engine with exact computation.
+    """Return logits f32[B, T, V] of rows of tokens i32[B, T], bit for bit those of an engine with exact computation.
 
-    Arguments are those of jaxengine.models.unpaged.run_unpaged: segment_ids i32[B, T] cut rows into sequences, each row
-    being one where they are None, and positions i32[B, T] are counted from each sequence's first token where they are
-    None. Logits are meaningless where segment_ids are negative. model: of a class that is not exact, and that passes
-    `check_exact` and check_unpaged, which are not called here. A page holds one token, and tokens lie in the pool in
-    their order.
+    segment_ids: i32[B, T], cut rows into sequences; None for one sequence per row. Logits are meaningless where it is
+    negative. positions: i32[B, T]; None to count from each sequence's first token. model: of a class that is not exact,
+    and that passes `check_exact` and check_unpaged, which are not called here. A page holds one token, and tokens lie
+    in the pool in their order.
     """
     num_rows, length = token_ids.shape
     count = num_rows * length
@@ -262,12 +264,12 @@ def run_exact(
 
 
 def _padded(part: jax.Array, size: int, fill: Any = 0) -> jax.Array:
-    """Return `part` [n] followed by `fill`, up to `size` elements."""
+    """Return `part` [n] followed by copies of `fill` up to `size` elements."""
     return jnp.pad(part, (0, size - part.shape[0]), constant_values=fill)
 
 
 def _no_constant(number: int, x: jax.Array) -> jax.Array:
-    """Return `number` as an i32[] that XLA cannot take for a constant, because it is computed from x; XLA would unroll
-    a loop of one trip. It is one more if x begins with NaN: the last block is then computed twice.
+    """Return `number` as an i32[] that XLA cannot treat as a constant, because it is computed from x; XLA would unroll
+    a loop of one trip. The result is number + 1 if x begins with NaN: the last block is then computed twice.
     """
     return number + jnp.isnan(x.ravel()[0]).astype(jnp.int32)

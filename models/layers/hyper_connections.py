@@ -17,8 +17,10 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 class Mixing(NamedTuple):
-    """Weights by which a part's output joins the hidden states: its share in each, f32[T, A], and the share
-    f32[T, A, A] that each hidden state (second axis) has in each (third axis) afterwards.
+    """Weights with which a part's output is added to the hidden states.
+
+    shares: f32[T, A], factor of the output in each hidden state. matrix: f32[T, A, A], factor of each old hidden state
+    (second axis) in each new one (third axis).
     """
 
     shares: jax.Array
@@ -26,10 +28,11 @@ class Mixing(NamedTuple):
 
 
 class Mixer(nnx.Module):
-    """Projection in float32 that computes from a token's hidden states the numbers by which they are mixed, with
-    factors and biases that callers apply.
+    """Projection in float32 that computes from a token's hidden states the numbers by which they are mixed. Its factors
+    and biases are applied by callers.
 
-    num_factors: parts of the product that have a factor each. name: the checkpoint's, before "fn", "base" and "scale".
+    num_factors: number of parts of the product that have a factor each. name: the checkpoint's prefix of "fn", "base"
+    and "scale".
     """
 
     def __init__(self, config: ModelConfig, num_outputs: int, num_factors: int, *, name: str):
@@ -41,19 +44,21 @@ class Mixer(nnx.Module):
         self.norm_eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map hidden states [T, A * D] to the product f32[T, num_outputs], without factors and biases."""
+        """Return the product f32[T, num_outputs] of the hidden states x [T, A * D], RMS-normed, without factors and
+        biases.
+        """
         with jax.default_matmul_precision("float32"):
             return rms_normalized(x, self.norm_eps) @ self.product[...]
 
 
 def _plain(name: str, size: int) -> ParamDecl:
-    """Return the declaration of an unsplit vector that the checkpoint has as tensor `name`."""
+    """Return the declaration of a vector that is not split over devices, the checkpoint's tensor `name`."""
     return ParamDecl((None,), (Source(name, size),), init_std=0.3)
 
 
 class HyperConnection(nnx.Module):
     """Connection of one part of a layer with a token's hidden states [T, A * D]: `read` mixes the part's input from
-    them, `write` joins its output to them.
+    them, `write` adds its output to them.
     """
 
     def __init__(self, config: ModelConfig, *, name: str):
@@ -63,8 +68,11 @@ class HyperConnection(nnx.Module):
         self.mixer = Mixer(config, (2 + count) * count, 3, name=name)
 
     def read(self, x: jax.Array) -> tuple[jax.Array, Mixing]:
-        """Return the part's input [T, D], and the weights by which `write` joins its output, from hidden states x
-        [T, A * D]. Their matrix is made nearly doubly stochastic by `rounds` of dividing by its sums (Sinkhorn-Knopp).
+        """Return the part's input [T, D], mixed from hidden states x [T, A * D], and the weights with which `write`
+        adds its output.
+
+        The weights' matrix is made nearly doubly stochastic by `rounds` rounds of dividing by its sums
+        (Sinkhorn-Knopp).
         """
         count, eps = self.form.num_streams, self.form.eps
         mixed, bias, factors = self.mixer(x), self.mixer.bias[...], self.mixer.factors[...]
@@ -78,8 +86,8 @@ class HyperConnection(nnx.Module):
         return joined(x, jax.nn.sigmoid(reading) + eps), Mixing(2 * jax.nn.sigmoid(writing), matrix)
 
     def write(self, x: jax.Array, output: jax.Array, mixing: Mixing) -> jax.Array:
-        """Return the hidden states [T, A * D] after a part with this output [T, D]: those before, x, mixed by
-        mixing.matrix, plus the output times mixing.shares.
+        """Return the hidden states [T, A * D] after a part with output [T, D]: the hidden states x before it, mixed by
+        mixing.matrix, plus the output multiplied by mixing.shares, in x's dtype.
         """
         wide = x.astype(jnp.float32).reshape(x.shape[0], self.form.num_streams, -1)
         mixed = jnp.einsum("tab,tad->tbd", mixing.matrix, wide, precision="float32")
@@ -88,13 +96,15 @@ class HyperConnection(nnx.Module):
 
 
 def joined(x: jax.Array, shares: jax.Array) -> jax.Array:
-    """Add up hidden states [T, A * D] with these shares f32[T, A]: [T, D]."""
+    """Return the sum [T, D] of a token's A hidden states x [T, A * D], multiplied by their shares f32[T, A], in x's
+    dtype.
+    """
     wide = x.astype(jnp.float32).reshape(*shares.shape, -1)
     return jnp.sum(shares[..., None] * wide, axis=1).astype(x.dtype)
 
 
 class JoinedStreams(nnx.Module):
-    """Norm of a token's hidden states, added up: [T, A * D] -> [T, D]."""
+    """Norm of the weighted sum of a token's hidden states: [T, A * D] -> [T, D]."""
 
     def __init__(self, config: ModelConfig, norm: Any, *, name: str):
         assert config.hyper_connections is not None

@@ -34,11 +34,12 @@ _SHARED = ("embed_tokens.", "shared_head.head.")
 
 @cache
 def next_token_class(family: type[Decoder]) -> type[Decoder]:
-    """Make the class of the family's next-token layer, the same one for the same family. Its constructor takes the
-    ModelConfig of `with_next_layer` and a Build, whose stage is not read."""
+    """Return the class of the family's next-token layer, the same class for the same family. Its constructor takes the
+    ModelConfig of `with_next_layer` and a Build, whose stage is not read.
+    """
 
     class NextToken(family):
-        """One layer of the family between norms of its own; embeddings and logits are the model's."""
+        """One layer of the family between norms of its own. It uses the model's embeddings and logits."""
 
         def __init__(self, config: ModelConfig, build: Build):
             number, size, eps = config.num_layers - 1, config.hidden_size, config.rms_norm_eps
@@ -53,20 +54,22 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             self.head_norm = self.norm_class(size, eps, source=f"{name}.shared_head.norm", build=build)
 
         def read(self, hidden: jax.Array) -> jax.Array:
-            """Return the model's hidden states [T, D], after its final norm, in the form that this layer takes."""
+            """Return the model's hidden states [T, D] after its final norm, in the form that this layer takes:
+            unchanged.
+            """
             return hidden
 
         def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
-            """Embed tokens i32[T] -> [T, D], as the input of the model's first layer."""
+            """Return the embeddings [T, D] of tokens i32[T] that the model's first layer gets."""
             return model.embed_tokens(token_ids)
 
         def __call__(
             self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
         ) -> tuple[jax.Array, KVPages]:
-            """Compute hidden states [T, D] from a token's hidden state [T, D] and the next token's embedding [T, D].
+            """Return hidden states [T, D], given each token's hidden state [T, D] and the next token's embedding [T,
+            D], and the layer's own pool `kv` with the keys and values of these tokens written.
 
-            The result replaces `hidden` when predicting the tokens after. kv: the layer's own pool, which is returned
-            with its keys and values of these tokens.
+            The result replaces `hidden` when predicting further tokens.
             """
             with jax.named_scope("join"):
                 both = jnp.concatenate([self.embed_norm(embeddings), self.hidden_norm(hidden)], axis=-1)
@@ -76,8 +79,8 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             return x, pool
 
         def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
-            """Return the logits of the tokens after the next ones, [R, D] -> f32[R, V / n], split over n devices as the
-            model's are.
+            """Return the logits f32[R, V / n] of the tokens after the next ones for hidden states [R, D], split over n
+            devices as the model's logits are.
             """
             return model.logits(self.head_norm(hidden))
 
@@ -87,13 +90,13 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
 
 def with_next_layer(config: ModelConfig) -> ModelConfig:
     """Return a model's configuration with its first next-token layer appended, whose attention is that of the last
-    layer; without a tower and further such layers.
+    layer; without a tower and without further next-token layers.
     """
     return replace(config, attention=(*config.attention, config.attention[-1]), num_nextn_predict_layers=0, tower=None)
 
 
 class NextTokenSource(WrappedSource):
-    """View of a model's checkpoint that names only the tensors of layer `number`, without those in _SHARED."""
+    """View of a model's checkpoint with only the tensors of layer `number`, without those in _SHARED."""
 
     def __init__(self, source: WeightSource, number: int):
         super().__init__(source)

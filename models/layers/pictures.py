@@ -33,18 +33,24 @@ class Pictures(Section):
     index: jax.Array
 
     def embed(self, x: jax.Array) -> jax.Array:
+        """Return x [T, D] with the embeddings of placeholder tokens replaced by the first D elements of their image
+        embeddings.
+        """
         assert self.rows is not None, "the first stage has the rows of pictures"
         return jnp.where(self.index[:, None] >= 0, self._part(0, x), x)
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
+        """Return `picture_limits` of the tokens; None if the model has no tower or images are not attended to in both
+        directions.
+        """
         if config.tower is None or not config.tower.attends_both_ways:
             return None
         with jax.named_scope("picture_limits"):
             return picture_limits(self.index, positions)
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
-        """Add part `count` of the image embeddings to x [T, D] at the tokens of images, if there is one (DeepStack,
-        Meng et al. 2024, arXiv:2406.04334).
+        """Return x [T, D] plus part `count` of the image embeddings at the tokens of images (DeepStack, Meng et al.
+        2024, arXiv:2406.04334); x itself if the embeddings have no such part.
         """
         if self.rows is None or count * x.shape[1] >= self.rows.shape[1]:
             return x
@@ -52,18 +58,21 @@ class Pictures(Section):
             return jnp.where(self.index[:, None] >= 0, x + self._part(count, x), x)
 
     def _part(self, part: int, x: jax.Array) -> jax.Array:
-        """Return part number `part` of the tokens' embeddings, like x [T, D]; any row's part for ordinary tokens."""
+        """Return part number `part` of the tokens' image embeddings, [T, D] in x's dtype; the part of an arbitrary row
+        for ordinary tokens.
+        """
         assert self.rows is not None
         width = x.shape[1]
         return self.rows[jnp.maximum(self.index, 0), part * width : (part + 1) * width].astype(x.dtype)
 
 
 def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the position after the last key that each token sees, i32[T]: for a token of an image, or in a prefix
-    (index other than -1), the one after the last of these in this step, else the one after its own.
+    """Return the position after the last key that each token sees, i32[T].
 
-    index, positions: i32[T]; index as in Pictures. Other tokens come between two images of a prompt; where the images
-    of two prompts are adjacent in a step, attention clips the limit to the first prompt's keys.
+    For a token of an image or a prefix (index other than -1) it is the position after the last of the adjacent such
+    tokens in this step; for others it is the position after their own. index, positions: i32[T]; index as in Pictures.
+    Other tokens come between two images of a prompt; where the images of two prompts are adjacent in a step, attention
+    clips the limit to the first prompt's keys.
     """
     tokens = jnp.arange(len(index), dtype=jnp.int32)
     behind = lax.cummin(jnp.where(index != -1, len(index), tokens), reverse=True)

@@ -20,8 +20,8 @@ class StepVectors(NamedTuple):
 
     Attributes:
       vectors: f32[R, n, D], of each slot at each of n taps.
-      slots: i32[T], the slot of each token; R for one that adds nothing.
-      is_any: bool[], whether any token adds something.
+      slots: i32[T], the slot of each token; R for a token to which nothing is added.
+      is_any: bool[], whether a vector is added to any token.
     """
 
     vectors: jax.Array
@@ -30,8 +30,8 @@ class StepVectors(NamedTuple):
 
 
 def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
-    """Return x [T, D] plus its tokens' vectors at tap number `at` (from 0), added in float32 and rounded to x's dtype;
-    a number that 0 is added to keeps its bits.
+    """Return x [T, D] plus its tokens' vectors at tap number `at` (from 0), added in float32 and rounded to x's dtype.
+    Elements to which 0 is added keep their bits.
     """
 
     def add(x: jax.Array) -> jax.Array:
@@ -43,7 +43,9 @@ def add_vectors(x: jax.Array, step: StepVectors, at: int) -> jax.Array:
 
 
 class SteeredPart(nnx.Module):
-    """Part of a layer, to whose output the vectors of the one tap in `step` are added."""
+    """Part of a layer to whose output (the first one if there are several) the vectors of the only tap in `step` are
+    added.
+    """
 
     def __init__(self, module: nnx.Module, step: StepVectors):
         self.module = module
@@ -58,16 +60,20 @@ class SteeredPart(nnx.Module):
 
 
 class Steering(Section):
-    """Section that adds the vectors of a step; made within one trace."""
+    """Section that adds the vectors of a step to the activations at `taps`. It is created and used within one trace."""
 
     def __init__(self, taps: Sequence[Tap], step: StepVectors):
         self._numbers = {tap: number for number, tap in enumerate(taps)}
         self._step = step
 
     def embed(self, x: jax.Array) -> jax.Array:
+        """Return x [T, D] with the vectors of the residual tap before the first layer added, if there is one."""
         return self.after_layer(0, x)
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose attention or MLP adds the vectors of its taps; `module` itself if this layer
+        has none.
+        """
         wanted = [kind for kind in MODULES if Tap(kind, layer) in self._numbers]
         if not wanted:
             return module
@@ -80,5 +86,8 @@ class Steering(Section):
         return copied
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
+        """Return x [T, D] with the vectors of the residual tap after `count` layers added; x itself without such a
+        tap.
+        """
         at = self._numbers.get(Tap(RESIDUAL, count))
         return x if at is None else add_vectors(x, self._step, at)

@@ -12,7 +12,7 @@ from jaxengine.models.config.taps import ATTENTION, EXPERTS, MLP, RESIDUAL, ROUT
 from jaxengine.models.layers.base.section import Note, Section, notes_of
 from jaxengine.models.layers.experts.moe import GivenExperts, MixtureOfExperts, PickedExperts, RouterLogits
 
-# The attributes of a layer whose calls give what these taps are of.
+# By kind of tap, the attribute of a layer whose output is recorded.
 MODULES = {ATTENTION: "attention", MLP: "mlp"}
 
 
@@ -21,7 +21,7 @@ class TappedOutput(Note):
 
 
 class Tapped(nnx.Module):
-    """Part of a layer that records its output."""
+    """Part of a layer that also sets its attribute `output` to its output, the first one if there are several."""
 
     def __init__(self, module: nnx.Module):
         self.module = module
@@ -33,15 +33,18 @@ class Tapped(nnx.Module):
 
 
 class Taps(Section):
-    """Section that keeps the activations at taps; made and read within one trace."""
+    """Section that records the activations at taps. It is created and read within one trace."""
 
     def __init__(self, taps: Iterable[Tap]):
-        """Choose the taps to keep: of any kind but FINAL_NORM, which no layer has."""
+        """Set the taps to record, of any kind except FINAL_NORM, which no layer has."""
         self._taps = frozenset(taps)
         self._found: dict[Tap, jax.Array] = {}
         self._layer = 0
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose parts record the outputs that this layer's taps need; `module` itself if it
+        has no taps. Stores the layer's number for `observe`.
+        """
         self._layer = layer
         wanted = [kind for kind in (*MODULES, ROUTER, EXPERTS) if Tap(kind, layer) in self._taps]
         if not wanted:
@@ -56,6 +59,9 @@ class Taps(Section):
         return copied
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Store the hidden states x [T, D] and the recorded outputs, router logits and experts among `notes` of the
+        current layer, as far as their taps are to be recorded.
+        """
         if notes is None:
             self._keep(Tap(RESIDUAL, self._layer), x)
             return
@@ -70,23 +76,28 @@ class Taps(Section):
             self._keep(Tap(EXPERTS, self._layer), experts[...])
 
     def __getitem__(self, tap: Tap) -> jax.Array:
-        """Return the activations at a tap, [T, width]. Raises KeyError for one that is not kept."""
+        """Return the recorded activations at a tap, [T, width]. Raises KeyError for a tap that was not recorded."""
         return self._found[tap]
 
     def _keep(self, tap: Tap, x: jax.Array) -> None:
-        """Store the activations x at a tap, if it is one of those to keep."""
+        """Store the activations x of `tap`, if it is one of those to record."""
         if tap in self._taps:
             self._found[tap] = x
 
 
 class ReplayedExperts(Section):
-    """Section that sends tokens to given experts; used within one trace."""
+    """Section that sends tokens to given experts. It is used within one trace."""
 
     def __init__(self, experts: Mapping[int, jax.Array]):
-        """Store the experts. experts: for each layer, by its number, GivenExperts of the step's tokens."""
+        """Set the experts. experts: for each layer, by its number, the experts i32[T, k] of the step's tokens (see
+        GivenExperts).
+        """
         self._experts = experts
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose routers send tokens to the given experts of this layer; `module` itself if
+        there are none.
+        """
         if layer not in self._experts:
             return module
         copied: Any = nnx.merge(*nnx.split(module))
@@ -96,16 +107,16 @@ class ReplayedExperts(Section):
 
 
 def routers_of(layer: nnx.Module) -> list[MixtureOfExperts]:
-    """Return the modules of a layer that pick experts."""
+    """Return the modules of a layer that pick experts, its MixtureOfExperts."""
     return [each for _, each in nnx.iter_modules(layer) if isinstance(each, MixtureOfExperts)]
 
 
 def check_parts(option: str, family: str, layers: Iterable[Any], numbers: Iterable[int], taps: Iterable[Tap]) -> None:
-    """Raise ValueError for a tap of an attention or MLP that its layer lacks under the usual name, as may be in a
-    user's own family.
+    """Raise ValueError for a tap of an attention or MLP that its layer does not have under the usual attribute name,
+    which can occur in a user's own family. Other kinds of taps pass.
 
-    numbers: of `layers`, one each; those of all taps are among them. Other kinds of taps pass. option: the option that
-    named the taps, and family: the model's, for the error.
+    option: the option that named the taps, for the error. family: the model's, for the error. numbers: the layer
+    numbers of `layers`, which include those of all taps.
     """
     by_number = dict(zip(numbers, layers, strict=True))
     for tap in taps:

@@ -19,13 +19,14 @@ from jaxengine.models.quantization.registry import PLAIN
 
 
 class TokenHeads(nnx.Module):
-    """Projections of hidden states with biases, in float32: [T, D] -> f32[T, N], those of all heads side by side.
+    """Projections of hidden states with biases, in float32: [T, D] -> f32[T, N], with the outputs of all heads side by
+    side.
 
     usual: checkpoint module of a head that names none.
     """
 
     def __init__(self, size: int, heads: Sequence[TokenHead], usual: str, build: Build):
-        # In float32 whatever the model's dtype, as the scores of prompts.
+        # In float32 whatever the model's dtype, like the scores of prompts.
         build = replace(build, dtype=jnp.float32, scheme=PLAIN)
         self.products = nnx.List(
             Linear(size, (Source(each.source or usual, each.width),), axes=("embed", "labels"), bias=True, build=build)
@@ -38,10 +39,10 @@ class TokenHeads(nnx.Module):
 
 
 def token_results(model: Any, hidden: jax.Array) -> jax.Array:
-    """Return the rows of tokens f32[T, N] that a pooling model gives for hidden states [T, D]: those of the
-    checkpoint's heads for tokens, else what it makes of a prompt's pooled state.
+    """Return the rows f32[T, N] of tokens of a pooling model for hidden states [T, D]: the output of the checkpoint's
+    heads for tokens if it has any, otherwise `pooled_result` of each token's hidden state.
 
-    model: as of jaxengine.models.layers.classify.pooled_result. Nothing is normalised here.
+    model: a jaxengine.models.layers.decoder.Decoder whose config has a pooler. Nothing is normalised here.
     """
     hidden = hidden.astype(jnp.float32)
     return model.token_heads(hidden) if model.config.pooler.token_heads else pooled_result(model, hidden)

@@ -22,15 +22,15 @@ class Source(NamedTuple):
     """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and their contribution to a weight.
 
     Attributes:
-      name: in Hugging Face's spelling, of a module if a scheme determines its tensors, else of a tensor.
-        "{layer}" stands for the number of the weight's layer in the model or its tower, "{pair}" and "{half}" for that
-        number divided by two and its remainder, "{expert}" for the index of the expert.
+      name: in Hugging Face's spelling, of a module if a scheme determines its tensors, otherwise of a tensor.
+        "{layer}" is replaced by the number of the weight's layer in the model or its tower, "{pair}" and "{half}" by
+        that number divided by two and its remainder, "{expert}" by the index of the expert.
       rows: number of rows used of the tensor.
-      repeat: every `group` rows (a head's) are contributed that many times in succession.
+      repeat: number of times that every `group` rows (a head's) are contributed in succession.
       padding: rows of zeros contributed after the tensor's.
       first: the first row used.
-      tensor_rows: rows of the tensor if more than those used; its other rows belong to other sources.
-      stride: rows of the tensor from the beginning of one run to that of the next, where others lie between them.
+      tensor_rows: rows of the tensor if it has more than those used; its other rows belong to other sources.
+      stride: rows of the tensor from the beginning of one run to that of the next, if other rows lie between runs.
       run: rows that lie together, a multiple of `group`; None for `group`.
     """
 
@@ -46,12 +46,12 @@ class Source(NamedTuple):
 
     @property
     def num_contributed(self) -> int:
-        """Return the number of rows of the weight that come from this tensor."""
+        """Number of rows of the weight that come from this tensor, padding included."""
         return self.rows * self.repeat + self.padding
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """List [first, end) of each run of used rows."""
+        """(first, end) of each run of rows of the tensor that are used, end excluded, in order."""
         if self.stride is None:
             return [(self.first, self.first + self.rows)]
         run = self.run or self.group
@@ -59,13 +59,13 @@ class Source(NamedTuple):
         return [(first, first + run) for first in firsts]
 
     def tensor(self, kind: str) -> Source:
-        """Return the same rows of one of the module's tensors: "weight", "bias"."""
+        """Return the Source of the same rows of the module's tensor `kind`, such as "weight" or "bias"."""
         return self._replace(name=f"{self.name}.{kind}")
 
 
 def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
-    """Return Sources of consecutive parts of a tensor, of these numbers of rows: q, k and v of a checkpoint that joins
-    them.
+    """Return Sources of consecutive parts of one tensor, with these numbers of rows: for example q, k and v of a
+    checkpoint that joins them.
     """
     firsts = [sum(rows[:index]) for index in range(len(rows))]
     return tuple(
@@ -79,20 +79,23 @@ class ParamDecl:
     them.
 
     The sources' contributions are joined along their first axis, in this order, and then transposed if `transposed`: a
-    checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
-    axis, and each of its entries comes from that expert's tensors.
+    checkpoint has a linear weight as [out, in], the model as [in, out]. With `num_experts` the weight has a further,
+    first axis, and each of its entries comes from that expert's tensors.
 
-    Where the joined axis is split over n devices, each holds one n-th of every source's contribution, one after
-    the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
+    If the joined axis is split over n devices, each has one n-th of every source's contribution, one after the other (q
+    | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
 
     Attributes:
-      axes: logical axes of the weight, as in jaxengine.sharding.rules.
+      axes: logical axes of the weight (jaxengine.sharding.rules).
       sources: the checkpoint tensors that it is made of.
-      init_std: scale of dummy weights; None means that all are `init_value`.
-      row_major: rows, or the matrices of a stack, are read one by one, so each is contiguous in memory. A TPU would
-        else choose another order where that saves padding, and then transpose the entire weight in every step.
-      transposed_on_gpu: columns of the matrix are contiguous on GPUs whose kernels read it so; elsewhere the order
-        follows `row_major`.
+      transposed: whether the joined contributions are transposed.
+      init_std: standard deviation of dummy weights; None if all are `init_value`.
+      num_experts: number of experts of a stack; None for a weight without experts.
+      row_major: whether rows, or the matrices of a stack, are contiguous in memory because they are read one by one.
+        A TPU would otherwise choose another order if that saves padding, and then transpose the entire weight in every
+        step.
+      transposed_on_gpu: whether columns of the matrix are contiguous on GPUs whose kernels read it so; elsewhere the
+        order follows `row_major`.
     """
 
     axes: tuple[str | None, ...]
@@ -106,7 +109,7 @@ class ParamDecl:
 
     @property
     def joined_axis(self) -> int:
-        """Return the axis of the weight along which the sources are joined."""
+        """Index of the weight's axis along which the sources are joined."""
         return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
 
 
@@ -136,36 +139,37 @@ class DeclaredParam:
 
     @property
     def name(self) -> str:
-        """Return the path, joined by dots."""
+        """The path, joined by dots."""
         return ".".join(str(part) for part in self.path)
 
     @property
     def num_bytes(self) -> int:
+        """Size of the weight on all devices together, in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
-        """Return the largest number of equal parts of an axis; other numbers must divide it.
+        """Return the largest number of equal parts into which an axis can be split; smaller numbers must divide it.
 
-        On the axis along which sources are joined each part has as much of every source, in whole groups.
+        On the axis along which sources are joined each part has the same share of every source, in whole groups.
         """
         if axis != self.decl.joined_axis:
             return self.shape[axis]
         return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
 
     def splits_over(self, mesh: MeshLayout) -> bool:
-        """Whether every device of the mesh gets an equal part."""
+        """Whether every device of the mesh can get an equal part."""
         parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
         return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 
     def source_shape(self, source: Source) -> tuple[int, ...]:
-        """Return the shape, in the checkpoint, of one of its sources."""
+        """Return the shape, in the checkpoint, of the whole tensor of `source`, one of the weight's sources."""
         own = self.shape if self.decl.num_experts is None else self.shape[1:]
         joined = own[::-1] if self.decl.transposed else own
         return (source.tensor_rows or source.rows, *joined[1:])
 
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
-    """Declare a weight of a module, as zeros: real values come from jaxengine.models.weights.
+    """Return a new parameter of a module, filled with zeros; the real values come from jaxengine.models.weights.
 
     Raises ValueError for sources or axes that do not fit the shape.
     """
@@ -176,17 +180,19 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
 
 
 def numbered(name: str, layer: int | None) -> str:
-    """Return the name of a Source with the number of its layer in place of "{layer}", "{pair}" and "{half}"."""
+    """Return the name of a Source with the number of its layer in place of "{layer}", half that number, rounded down,
+    in place of "{pair}", and its remainder in place of "{half}". `name` is returned unchanged if `layer` is None.
+    """
     if layer is None:
         return name
     return name.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2)).replace("{half}", str(layer % 2))
 
 
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
-    """Iterate over the weights of a model (abstract or real) or of a part of one, in module order.
+    """Yield the weights of a model (abstract or real) or of a part of one, in module order.
 
-    A model lists the layers of its stage, in order, as `layers` (jaxengine.models.causal_lm.CausalLM), and so does its
-    towers.
+    A model and its towers must have their layers, in order, in an attribute `layers`
+    (jaxengine.models.causal_lm.CausalLM).
     """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]

@@ -10,26 +10,28 @@ MAX_WHAT, MAX_WHERE = 1500, 100  # characters
 
 
 class Faults:
-    """Collector of errors in a model's files, to be raised as one."""
+    """Collector of errors in a model's files, which are raised together as one error."""
 
     def __init__(self) -> None:
         self._found: list[ModelFileError] = []
 
     def add(self, error: ModelFileError) -> None:
-        """Append an error."""
+        """Append `error` to those collected."""
         self._found.append(error)
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Context manager that appends the block's ModelFileError, if any, instead of raising it."""
+        """Return a context manager that appends a ModelFileError raised in its block to those collected, instead of
+        raising it.
+        """
         try:
             yield
         except ModelFileError as error:
             self.add(error)
 
     def check(self) -> None:
-        """Raise the first collected error, a ModelFileError, with all others as its `others`; do nothing if there is
-        none.
+        """Raise the first collected error, a ModelFileError, with all others as its `others`. Do nothing if none was
+        collected.
         """
         if self._found:
             first, *more = self._found
@@ -43,10 +45,11 @@ class ModelFileError(ValueError):
     Attributes:
       path: the file or folder, as text.
       what: the fault, with the offending value and what is allowed.
-      where: the key, tensor name or byte offset at which it was found; None when it concerns the entire file.
-      others: further faults of the same kind: (where, what) of each. The message counts them.
+      where: the key, tensor name or byte offset at which it was found; None if it concerns the entire file.
+      others: (where, what) of further faults of the same kind. The message counts them.
 
-    All of them quote untrusted text: the message is one printable line, and names and values in it are cut to a limit.
+    The attributes quote untrusted text. The message is one printable line, and names and values in it are cut to a
+    limit.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class ModelFileError(ValueError):
 
 
 def _shown(text: str, limit: int) -> str:
-    """Return at most `limit` characters of a text, and "..." if there are more; escaped unless they are printable."""
+    """Return at most `limit` characters of `text`, followed by "..." if there are more. The result is escaped (`repr`)
+    unless all of it is printable.
+    """
     short = text if len(text) <= limit else text[:limit] + "..."
     # A lone surrogate could not even be printed.
     return short if short.isprintable() else repr(short)

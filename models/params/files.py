@@ -23,11 +23,11 @@ _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> Path:
-    """Resolve the file `name` of a model's folder; raises ModelFileError if it is elsewhere, by its spelling or by a
-    link.
+    """Return the resolved path of the file `name` of a model's folder; the file need not exist.
 
-    One kind of link out is legitimate: the Hugging Face cache keeps files in <model>/blobs, and
-    <model>/snapshots/<revision> holds links to them.
+    Raises ModelFileError if the path is outside the folder, by its spelling or by a link. One kind of link out is
+    legitimate: the Hugging Face cache keeps files in <model>/blobs, and <model>/snapshots/<revision> holds links to
+    them.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:
@@ -46,9 +46,10 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Open a regular file for reading: (descriptor, size in bytes); the caller closes it.
+    """Open a regular file for reading and return (descriptor, size in bytes). The caller must close the descriptor.
 
-    Raises ModelFileError for anything else; FileNotFoundError or NotADirectoryError where there is nothing.
+    Raises FileNotFoundError or NotADirectoryError if it does not exist, and ModelFileError if it cannot be opened or is
+    not a regular file.
     """
     try:
         descriptor = os.open(path, _OPEN)
@@ -64,9 +65,10 @@ def open_regular(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes | None:
-    """Read a file of a model's folder; None where there is no such file.
+    """Return the content of a file of a model's folder; None if there is no such file.
 
-    Raises ModelFileError for one that `inside` or `open_regular` refuses, of more than `limit` bytes, or unreadable.
+    Raises ModelFileError if the file is outside the folder, not a regular file, longer than `limit` bytes, unreadable,
+    or of another length than its size.
     """
     path = inside(folder, name)
     try:
@@ -80,14 +82,14 @@ def read_bytes(folder: str | os.PathLike[str], name: str, limit: int) -> bytes |
             raw = file.read(size + 1)
         except OSError as error:
             raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
-    if len(raw) != size:  # a file of /proc says that it is empty
+    if len(raw) != size:  # files of /proc report a size of 0
         raise ModelFileError(Path(folder) / name, f"has {size} bytes, but {len(raw)} or more were read")
     return raw
 
 
 def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | None:
-    """Read a file of UTF-8 text as `read_bytes` does; None where there is no such file. Raises ModelFileError, also for
-    other text.
+    """Return the UTF-8 text of a file of a model's folder; None if there is no such file. Raises ModelFileError in the
+    cases of `read_bytes`, and if the content is not UTF-8.
     """
     raw = read_bytes(folder, name, limit)
     try:
@@ -97,9 +99,9 @@ def read_text(folder: str | os.PathLike[str], name: str, limit: int) -> str | No
 
 
 def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """Read the JSON object in a file of a model's folder, of at most `limit` bytes; None where there is no such file.
+    """Return the JSON object in a file of a model's folder, of at most `limit` bytes; None if there is no such file.
 
-    Raises ModelFileError as `read_text` and `parse_object` do.
+    Raises ModelFileError in the cases of `read_text` and `parse_object`.
     """
     source = read_text(folder, name, limit)
     return None if source is None else parse_object(Path(folder) / name, source)
@@ -108,10 +110,10 @@ def read_object(folder: str | os.PathLike[str], name: str, limit: int = MAX_JSON
 def parse_object(
     path: str | os.PathLike[str], source: str, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """Parse a JSON object of at most MAX_JSON_DEPTH levels. Raises ModelFileError, which names `path`, for anything
-    else.
+    """Return the JSON object that `source` has, of at most MAX_JSON_DEPTH levels of objects and lists.
 
-    pairs_hook: json's object_pairs_hook; it may raise ModelFileError itself; None for none.
+    pairs_hook: json's object_pairs_hook, which may raise ModelFileError itself; None for none. Raises ModelFileError,
+    which names `path`, for anything else.
     """
     try:
         value = json.loads(source, object_pairs_hook=pairs_hook)

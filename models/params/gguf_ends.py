@@ -21,15 +21,16 @@ TURN_ENDS = frozenset(
         *("[|endofturn|]", "<|endofturn|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
     )
 )
-# With one of these the end of a message, `<|end|>`, ends no turn: an answer has several messages.
+# If the vocabulary has one of these, `<|end|>`, the end of a message, does not end a turn: an answer has several.
 _MESSAGE_END, _MANY_MESSAGES = "<|end|>", ("<|return|>", "<|calls|>", "<|flush|>")
 
 
 def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids of the control and user-defined tokens of a file's vocabulary that end a turn, ascending.
+    """Return the ids, ascending, of the control and user-defined tokens in a file's vocabulary whose names are in
+    TURN_ENDS.
 
-    Empty for metadata without a vocabulary. Without types every token counts. The end of a message is left out where
-    an answer has several.
+    Returns () for metadata without a vocabulary. Without token types every token counts. `<|end|>` is left out if the
+    vocabulary has one of _MANY_MESSAGES: an answer then has several messages.
     """
     tokens, types = metadata.get("tokenizer.ggml.tokens"), _as_list(metadata.get("tokenizer.ggml.token_type"))
     if not isinstance(tokens, list):
@@ -43,11 +44,11 @@ def named_turn_ends(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def listed_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return the value of EOS_LIST as a list, whose entries are not checked; empty if there is none."""
+    """Return the value of EOS_LIST as a list, whose entries are not checked; [] if it is absent."""
     listed = _as_list(metadata.get(EOS_LIST))
     return [] if listed is None else listed if isinstance(listed, list) else [listed]
 
 
 def _as_list(value: Any) -> Any:
-    """Return a list with an array's values; anything else as it is."""
+    """Return the elements of an array as a list; any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value

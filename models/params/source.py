@@ -14,11 +14,11 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class StackedExperts(NamedTuple):
-    """Storage of the matrices of all experts of a layer in one tensor, see jaxengine.models.weights.views.stacked.
+    """Storage of the matrices of all experts of a layer in one tensor (see jaxengine.models.weights.views.stacked).
 
-    interleaved: rows of gate and up alternate; otherwise all of gate come first.
-    out_first: a matrix is [out, in], as a linear layer's is; otherwise [in, out]. None where checkpoints differ and
-      their shapes decide, a square matrix counting as a linear layer's.
+    interleaved: rows of gate and up alternate; otherwise all of gate come first. out_first: a matrix is [out, in], like
+    that of a linear layer; otherwise [in, out]. None if checkpoints differ, so that shapes decide; a square matrix then
+    counts as [out, in].
     """
 
     interleaved: bool = False
@@ -26,8 +26,10 @@ class StackedExperts(NamedTuple):
 
 
 class ExpertRows(NamedTuple):
-    """Names, within `experts.mlp`, of matrices whose rows are those of all experts, see
-    jaxengine.models.weights.views.expert_rows. rows: those of an expert are [out, in]; turned: they are [in, out].
+    """Names, within `experts.mlp`, of matrices whose rows are those of all experts (see
+    jaxengine.models.weights.views.expert_rows).
+
+    rows: matrices in which an expert's part is [out, in]. turned: matrices in which it is [in, out].
     """
 
     rows: tuple[str, ...]
@@ -39,22 +41,22 @@ class CheckpointNames(NamedTuple):
 
     Attributes:
       prefixes: pairs of a beginning of names and the model's replacement; the first match counts.
-      suffixes: the same for ends of names.
+      suffixes: such pairs for ends of names.
       unused: beginnings of the names of other parts, which are not read.
-      unused_ends: the same for ends of names.
-      tower: beginnings, in the model's names, of the vision tower: not read where the model is served without it.
-      sound_tower: the same of the tower of sounds in a family with both.
-      heads: beginnings, in the model's names, of output heads: not read where the model does not declare them.
+      unused_ends: ends of the names of other parts, which are not read.
+      tower: beginnings, in the model's names, of the vision tower: not read if the model is served without it.
+      sound_tower: beginnings, in the model's names, of the tower of sounds in a family with both towers.
+      heads: beginnings, in the model's names, of output heads: not read if the model does not declare them.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
       raveled: ends of the names of tensors that have one axis in the model, whatever axes they are stored with.
       transposed: ends of the names of matrices that are stored as [in, out].
       flattened: ends of the names of tensors of more than two axes whose axes after the first are one in the model.
-      stacked_experts: storage of experts where they may be in one tensor; None for tensors per expert.
+      stacked_experts: storage of experts if they may be in one tensor; None for tensors per expert.
       expert_rows: matrices with the rows of all experts; None for none.
       plain: modules that no checkpoint quantises, though its configuration does not list them; in transformers' form.
-      of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the model's
-        replacement.
+      of_adapters: pairs of a part of module names in adapters made with other versions of transformers, and the
+        model's replacement.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -76,24 +78,26 @@ class CheckpointNames(NamedTuple):
 
     @property
     def base(self) -> str:
-        """Return the common beginning of the checkpoint's names of layers, the token table and the final norm, which
-        files saved without an output head lack: "model." unless `prefixes` have one other.
+        """Common beginning of the checkpoint's names of layers, the token table and the final norm, which files saved
+        without an output head omit: "model." unless `prefixes` have exactly one other.
         """
         firsts = {old.partition(".")[0] for old, new in self.prefixes if new.startswith(MODEL)}
         return f"{firsts.pop()}." if len(firsts) == 1 else MODEL
 
     def is_unused(self, stored: str) -> bool:
-        """Whether a tensor of the checkpoint belongs to a part that is not read."""
+        """Whether the checkpoint's tensor `stored` belongs to a part that is not read."""
         return stored.startswith(self.unused) or stored.endswith(self.unused_ends)
 
     def renamed(self, stored: str) -> str:
-        """Map the name of a tensor, or a module, of the checkpoint to the model's."""
+        """Return the model's name of the checkpoint's tensor or module `stored`."""
         name = renamed(stored, self.prefixes)
         return next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """Replace the beginning of a name, by pairs (old, new); the first match counts, and without one it stays."""
+    """Return `name` with its beginning replaced by the first matching one of the pairs (old, new); unchanged if none
+    matches.
+    """
     return next((new + name[len(old) :] for old, new in prefixes if name.startswith(old)), name)
 
 
@@ -106,31 +110,36 @@ class WeightSource(Protocol):
 
     @property
     def path(self) -> str:
-        """Return the path of the checkpoint."""
+        """Path of the checkpoint."""
         ...
 
     def names(self) -> Iterable[str]:
-        """List the names of all tensors of the checkpoint."""
+        """Return the names of all tensors of the checkpoint."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, known without reading it. Raises ModelFileError for an invalid file."""
+        """Return the shape of a tensor, which is known without reading it. Raises ModelFileError for an invalid
+        file.
+        """
         ...
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows (first axis) and columns (second axis) of a tensor, in its dtype; steps are 1.
+        """Return the given rows (first axis) and columns (second axis) of a tensor, in its dtype. Steps of slices must
+        be 1.
 
-        The caller owns the array and releases it before the next read. Raises ModelFileError for an invalid file.
+        The caller owns the array and must release it before the next read. Raises ModelFileError for an invalid file.
         """
         ...
 
     def close(self) -> None:
-        """Close the files; nothing may be read afterwards."""
+        """Close the files. Nothing may be read afterwards."""
         ...
 
 
 class WrappedSource:
-    """Base of WeightSources that are views of another one: the same tensors unless a subclass says otherwise."""
+    """Base of WeightSources that are views of another one, with the same path, names and shapes unless a subclass
+    overrides them. Subclasses define `read`.
+    """
 
     def __init__(self, source: WeightSource):
         self._source = source
@@ -146,4 +155,5 @@ class WrappedSource:
         return self._source.shape(name)
 
     def close(self) -> None:
+        """Close the wrapped source."""
         self._source.close()

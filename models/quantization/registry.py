@@ -46,7 +46,7 @@ ROUNDED: dict[str, Rounded] = {
     "fp8": Rounded("fp8 (rounded at load)", "float8_e4m3fn"),
     "int4": Rounded("int4 (rounded at load)", "int4", group=128),
 }
-# Other names, vLLM's, for the kind of checkpoint.
+# vLLM's other names for kinds of checkpoints.
 ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 ALIASES |= dict.fromkeys(("inc", "auto_round"), "auto-round")
 ALIASES |= dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt")
@@ -58,11 +58,11 @@ def read_quantization(
     suffixes: tuple[tuple[str, str], ...] = (),
     stacked: bool = False,
 ) -> Quantization | None:
-    """Read a checkpoint's quantization_config; None for none. Raises ModelConfigError for an unsupported one.
+    """Return the Quantization that a checkpoint's quantization_config describes; None if `settings` is None.
 
-    prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
-    suffixes: the same for ends of the names of its tensors.
-    stacked: experts of a layer may be one tensor of it.
+    prefixes: pairs of a beginning of the checkpoint's names and the model's replacement. suffixes: such pairs for ends
+    of the names of its tensors. stacked: whether experts of a layer may be one tensor. Raises ModelConfigError for an
+    unsupported configuration.
     """
     if settings is None:
         return None
@@ -74,7 +74,7 @@ def read_quantization(
 
 
 def rounded(name: str) -> Quantization:
-    """Return the Quantization that rounds all matrices but tables, heads and routers at load, by a name of ROUNDED.
-    Raises KeyError for another name.
+    """Return the Quantization that rounds all matrices except tables, heads and routers at load, to the format `name`
+    of ROUNDED. Raises KeyError for another name.
     """
     return Quantization(name, (((LINEAR,), ROUNDED[name]),))

@@ -28,7 +28,9 @@ _LONGEST = 10_000.0  # positions of a period of the slowest sine, over 2 pi
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
-    """Sizes of an encoder: S positions of a window, half as many as it has frames; F bins; D elements; layers."""
+    """Sizes of an encoder: S positions of a window, half as many as it has frames; F bins; D elements; layers, heads
+    and inner elements of the MLPs.
+    """
 
     num_positions: int
     num_bins: int
@@ -38,7 +40,7 @@ class EncoderSizes:
     intermediate_size: int
 
 
-# Names of the sizes in Whisper's configurations, and in those of models that call them as all encoders do.
+# Names of the sizes in Whisper's configurations, and in those that use the usual names of encoders.
 _NAMES = {
     "size": ("d_model", "hidden_size"),
     "num_layers": ("encoder_layers", "num_hidden_layers"),
@@ -48,8 +50,9 @@ _NAMES = {
 
 
 def read_encoder(fields: ConfigFields) -> EncoderSizes:
-    """Read the sizes of an encoder from its configuration, under Whisper's names or those that all encoders have.
-    Raises ModelConfigError, also if heads do not divide the size, or that is odd or below 4.
+    """Return the sizes of an encoder from its configuration, which has Whisper's names or the usual ones of encoders.
+
+    Raises ModelConfigError, also if the number of heads does not divide the size, or the size is odd or below 4.
     """
     names = {ours: next((name for name in known if fields.has(name)), known[0]) for ours, known in _NAMES.items()}
     found = {ours: fields.integer(name) for ours, name in names.items()}
@@ -63,8 +66,8 @@ def read_encoder(fields: ConfigFields) -> EncoderSizes:
 
 
 def sinusoids(positions: np.ndarray, size: int) -> np.ndarray:
-    """Return the sines of positions [n] at size / 2 frequencies, from 1 to 1 / 10000 radians per position, and then
-    their cosines: f32[n, size].
+    """Return f32[n, size]: the sines of positions [n] at size / 2 frequencies, from 1 to 1 / 10000 radians per
+    position, followed by their cosines.
     """
     count = size // 2
     angles = positions[:, None] * np.exp(-np.log(_LONGEST) / max(count - 1, 1) * np.arange(count))
@@ -82,7 +85,9 @@ class Convolution(nnx.Module):
         self.product = PatchEmbedding(_TAPS * num_features, size, source=source, bias=True, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Convolve sounds x [U, P, F], each by itself, and apply GELU: [U, P / stride, D], rounded down."""
+        """Return the convolution of each of U sounds x [U, P, F] by itself, after GELU: [U, P / stride, D], rounded
+        down.
+        """
         num_sounds, num_frames = x.shape[:2]
         padded, count = jnp.pad(x, ((0, 0), (1, 1), (0, 0))), num_frames // self.stride
         taps = [padded[:, tap : tap + (count - 1) * self.stride + 1 : self.stride] for tap in range(_TAPS)]
@@ -92,8 +97,9 @@ class Convolution(nnx.Module):
 
 
 class EncoderLayer(nnx.Module):
-    """Layer x + attention(norm(x)), then x + mlp(norm(x)). source: prefix of its modules; key_bias: whether keys have a
-    bias as queries and values do.
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)).
+
+    source: prefix of its modules. key_bias: whether keys have a bias, in addition to queries and values.
     """
 
     def __init__(self, sizes: EncoderSizes, *, source: str, build: Build, key_bias: bool = False):
@@ -118,8 +124,10 @@ class EncoderLayer(nnx.Module):
         self.mlp = TowerMLP(size, sizes.intermediate_size, **names, activation=gelu, build=build)
 
     def __call__(self, x: jax.Array, num_sounds: int, is_heard: jax.Array | None = None) -> jax.Array:
-        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D], each of U = num_sounds windows by
-        itself. is_heard: bool[U, S], positions that are attended to; None for all.
+        """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D], in which each of the U = num_sounds
+        windows attends to itself alone.
+
+        is_heard: bool[U, S], positions that are attended to; None for all.
         """
         with jax.named_scope("attention"):
             inner = self.attention_norm(x)
@@ -131,9 +139,9 @@ class EncoderLayer(nnx.Module):
 
 
 class SoundEncoder(nnx.Module):
-    """Convolutions, learned positions, layers, and a norm. source: prefix of its modules.
+    """Encoder of two convolutions, learned positions, layers, and a norm.
 
-    pooled: neighbouring positions of which the mean is taken before the norm.
+    source: prefix of its modules. pooled: number of neighbouring positions whose mean is taken before the norm.
     """
 
     def __init__(self, sizes: EncoderSizes, *, source: str, build: Build, pooled: int = 1):
@@ -153,8 +161,9 @@ class SoundEncoder(nnx.Module):
         self.norm = LayerNorm(size, EPS, source=f"{source}.layer_norm", build=build)
 
     def __call__(self, patches: jax.Array, is_heard: jax.Array | None = None) -> jax.Array:
-        """Encode the spectrograms of U windows, f32[U * 2 S, F], by convolutions, learned positions and layers; return
-        the norm of the mean of every `pooled` positions, [U * S / pooled, D]. is_heard: as of EncoderLayer.
+        """Return the encoded windows [U * S / pooled, D] for the spectrograms of U windows, f32[U * 2 S, F].
+
+        is_heard: bool[U, S], positions that layers attend to; None for all.
         """
         sizes = self.sizes
         num_sounds = len(patches) // (2 * sizes.num_positions)

@@ -33,7 +33,7 @@ TOWER, PROJECTOR = "model.audio_tower", "model.embed_audio"
 LAYER = f"{TOWER}.layers.{{layer}}"
 # Ends of the names of the convolutions' tensors.
 CONVOLUTIONS = (".layer0.conv.weight", ".layer1.conv.weight", ".depthwise_conv1d.weight")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 DEFAULTS = {
     "hidden_size": 1024,
     "num_hidden_layers": 12,
@@ -62,17 +62,22 @@ _NEVER = -1e30
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4SoundConfig(TowerConfig):
-    """Sizes of the tower; a patch is one frame of a spectrogram. Its column "segment" has the sound of a frame, and -1
-    in frames after a sound, of which each sound has two or more.
+    """Sizes of the tower. A patch is one frame of a spectrogram. Its column "segment" has the number of the frame's
+    sound, and -1 in the frames after a sound, of which there are at least two for each sound.
 
     Attributes:
-      hidden_size, num_layers, num_heads, norm_eps: of the layers. channels: of the two convolutions. taps: positions
-        that the layers' convolutions add up.
-      left, right: a position sees those less than so many before it, and less than so many after it.
-      far: distance beyond which those after it have no relative key.
-      logit_cap: of attention. residual_weight: of what a feed-forward block adds.
-      clip: limit of hidden states. clipped: whether products have limits.
-      output_size: elements before the last product. filler_id: as of Gemma4TowerConfig.
+      hidden_size, num_layers, num_heads, norm_eps: sizes of the layers.
+      channels: channels of the two convolutions.
+      taps: number of positions that the layers' convolutions add up.
+      left, right: a position sees those less than `left` before it, itself included, and those less than `right`
+        after it.
+      far: distance after a position beyond which there is no relative key.
+      logit_cap: cap of attention's logits.
+      residual_weight: factor of the output of a feed-forward block.
+      clip: limit of the magnitude of hidden states.
+      clipped: whether products have limits.
+      output_size: elements before the last product.
+      filler_id: Gemma4TowerConfig's filler_id.
     """
 
     hidden_size: int
@@ -100,9 +105,11 @@ class Gemma4SoundConfig(TowerConfig):
 
 
 def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundConfig:
-    """Read the tower's sizes from the `audio_config` of a config.json, transformers' for fields that it lacks.
-    filler_id: as of Gemma4TowerConfig. Raises ModelConfigError, also for sizes that do not fit each other or are too
-    large.
+    """Return the tower's configuration from the `audio_config` of a config.json, with transformers' defaults for absent
+    fields.
+
+    filler_id: Gemma4TowerConfig's filler_id. Raises ModelConfigError, also for sizes that do not fit each other or are
+    too large.
     """
     audio = fields.part("audio_config", **DEFAULTS)
     audio.require(hidden_act="silu")
@@ -148,8 +155,8 @@ def read_gemma4_sound(fields: ConfigFields, *, filler_id: int) -> Gemma4SoundCon
 
 
 def shifted(x: jax.Array, steps: int, fill: int = 0) -> jax.Array:
-    """Return y, of the shape of x [S, ...], with y[i] = x[i - steps], and `fill` where there is none. steps may be
-    negative.
+    """Return y, of the shape of x [S, ...], with y[i] = x[i - steps], and `fill` where that index is outside x. steps
+    may be negative.
     """
     count = min(abs(steps), len(x))
     missing = jnp.full((count, *x.shape[1:]), fill, x.dtype)
@@ -158,14 +165,14 @@ def shifted(x: jax.Array, steps: int, fill: int = 0) -> jax.Array:
 
 
 def neighbours(segment: jax.Array, steps: int) -> jax.Array:
-    """Return bool[S]: whether a position and the one `steps` before it are of one sound; false where either is of none,
-    -1. steps may be negative. segment: i32[S].
+    """Return bool[S]: whether each position and the one `steps` before it belong to the same sound. It is False if
+    either belongs to none (-1) or does not exist. steps may be negative. segment: i32[S], sounds of positions.
     """
     return (shifted(segment, steps, -1) == segment) & (segment >= 0)
 
 
 def limited(x: jax.Array, most: float) -> jax.Array:
-    """Limit x to the range from -most to most, or to that of the finite numbers of its dtype, if it is smaller."""
+    """Return x clipped to the range from -most to most, or to the finite range of its dtype if that is smaller."""
     most = min(most, float(jnp.finfo(x.dtype).max))
     return jnp.clip(x, -most, most)
 
@@ -173,9 +180,10 @@ def limited(x: jax.Array, most: float) -> jax.Array:
 def _product(
     config: Gemma4SoundConfig, in_size: int, name: str, out: int, axes: tuple[str, str], build: Build, group: int = 1
 ) -> nnx.Module:
-    """Make a product of a layer, in_size -> out, from its checkpoint module `name`, with limits if the model has them.
-    axes: logical axes of (in, out), which are not split if each device has the whole tower. group: outputs that stay
-    together.
+    """Return a new product of a layer, in_size -> out, with limits if the model has them.
+
+    name: its checkpoint module within the layer. axes: logical axes of (in, out), which are not split if each device
+    has the whole tower. group: number of outputs that stay on one device.
     """
     source = Source(f"{LAYER}.{name}.linear", out, group=group)
     split = tower_axis(axes[0], build), tower_axis(axes[1], build)
@@ -187,7 +195,9 @@ def _product(
 
 
 class Halving(nnx.Module):
-    """Convolution of 3 x 3 with a stride of two and zeros around it, a norm and ReLU: [S, B, C'] -> half of S and B."""
+    """Convolution of 3 x 3 with a stride of two and zeros around its input, a norm and ReLU. It halves S and B of [S,
+    B, C'].
+    """
 
     def __init__(self, in_channels: int, channels: int, eps: float, *, source: str, build: Build):
         weight = ParamDecl((None, None), (Source(f"{source}.conv.weight", channels),), init_std=0.02)
@@ -195,8 +205,8 @@ class Halving(nnx.Module):
         self.norm = UnbiasedLayerNorm(channels, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Convolve x [S, B, C'], norm, and apply ReLU -> [S / 2, B / 2, C], both rounded up. is_heard: bool[S],
-        positions of a sound; others count as zeros.
+        """Return the convolution of x [S, B, C'] after norm and ReLU, [S / 2, B / 2, C], both rounded up. is_heard:
+        bool[S], False for positions of no sound, which count as zeros.
         """
         kernel = self.weight[...]
         x = jnp.where(is_heard[:, None, None], x, 0).astype(kernel.dtype)[None]
@@ -209,7 +219,9 @@ class Halving(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Feed-forward block x + weight * norm(down(silu(up(norm(x)))))."""
+    """Feed-forward block that computes x + weight * norm(down(silu(up(norm(x))))), with hidden states limited to the
+    range of `clip`.
+    """
 
     def __init__(self, config: Gemma4SoundConfig, name: str, build: Build):
         self.config, size = config, config.hidden_size
@@ -245,9 +257,11 @@ class LocalAttention(nnx.Module):
         self.scale = declare((self.head_dim,), build.dtype, scale)
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Attend x [S, D] to near positions of the same sound: from `left` - 1 before to `right` - 1 after (0: none),
-        by capped products with keys to which that of the distance is added -> [S, D]. segment: i32[S], the sound of
-        each position, -1 for none.
+        """Return the output [S, D] of attention of x [S, D] to near positions of the same sound, from `left` - 1 before
+        to `right` - 1 after a position (none after it for 0).
+
+        Products with a key, to which the key of the distance is added, are capped. segment: i32[S], the sound of each
+        position, -1 for none.
         """
         config = self.config
         q, k, v = (part(x).astype(jnp.float32).reshape(len(x), -1, self.head_dim) for part in (self.q, self.k, self.v))
@@ -271,7 +285,9 @@ class LocalAttention(nnx.Module):
 
 
 class LightConvolution(nnx.Module):
-    """Convolution block x + end(silu(norm(convolution(gated(start(norm(x))))))): causal, of each element by itself."""
+    """Convolution block that computes x + end(silu(norm(convolution(gated(start(norm(x))))))). The convolution is
+    causal and of each element by itself.
+    """
 
     def __init__(self, config: Gemma4SoundConfig, build: Build):
         self.config, size, name = config, config.hidden_size, f"{LAYER}.lconv1d"
@@ -295,7 +311,9 @@ class LightConvolution(nnx.Module):
 
 
 class Gemma4SoundLayer(nnx.Module):
-    """Layer of half a feed-forward block, attention, a convolution, and the other half."""
+    """Layer of a feed-forward block with a factor, attention, a convolution, a second feed-forward block with a factor,
+    and a norm.
+    """
 
     def __init__(self, config: Gemma4SoundConfig, build: Build):
         self.config = config
@@ -318,7 +336,11 @@ class Gemma4SoundLayer(nnx.Module):
 
 
 class Gemma4SoundTower(nnx.Module):
-    """Tower of sounds of Gemma 4 and the product that follows it; called as jaxengine.models.config.tower says."""
+    """Tower of sounds of Gemma 4 and the product that follows it.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Gemma4SoundConfig, hidden_size: int, build: Build):
         self.config = config

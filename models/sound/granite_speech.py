@@ -31,7 +31,7 @@ TOWER, PROJECTOR = "encoder", "projector"
 _LAYER, _QFORMER = f"{TOWER}.layers.{{layer}}", f"{PROJECTOR}.qformer"
 # Ends of the names of tensors of more than two axes.
 CONVOLUTIONS = (".up_conv.weight", ".down_conv.weight", ".depth_conv.conv.weight", f"{PROJECTOR}.query")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "input_dim": 160,
     "num_layers": 10,
@@ -64,7 +64,9 @@ class QueryConfig:
     """Sizes of the Q-Former: elements, layers, heads, inner elements of MLPs, and the name of their activation.
 
     Attributes:
-      cross_every: of so many layers the first attends to a sound. window: W. num_queries: Q.
+      cross_every: the first of each group of this many layers attends to a sound.
+      window: W.
+      num_queries: Q.
     """
 
     hidden_size: int
@@ -80,14 +82,18 @@ class QueryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteSpeechConfig(TowerConfig):
-    """Sizes of the tower; a patch is a pair of spectrogram frames. Its column "segment" has the sound of a pair, and -1
-    in those after it.
+    """Sizes of the tower. A patch is a pair of spectrogram frames. Its column "segment" has the number of the pair's
+    sound, and -1 in the pairs after it.
 
     Attributes:
-      hidden_size, num_layers, num_heads, head_dim: of the conformer. ffn_size, inner_size: of its MLPs and
-        convolutions. num_labels: of its guess. block: S. farthest: distance of positions that has a key.
-      taps: positions that a convolution adds up. queries: of the Q-Former.
-      multiplier: of embeddings, the text model's.
+      hidden_size, num_layers, num_heads, head_dim: sizes of the conformer.
+      ffn_size, inner_size: inner elements of its MLPs and convolutions.
+      num_labels: labels of its guess of the text.
+      block: S.
+      farthest: largest distance of positions that has a key.
+      taps: number of positions that a convolution adds up.
+      queries: sizes of the Q-Former.
+      multiplier: the text model's factor of embeddings.
     """
 
     hidden_size: int
@@ -112,15 +118,17 @@ class GraniteSpeechConfig(TowerConfig):
 
 
 def _bounded(fields: ConfigFields, name: str, most: int) -> int:
-    """Read the field `name`, an integer from 1 to `most`, both included. Raises ModelConfigError."""
+    """Return the field `name`, an integer from 1 to `most`, both included. Raises ModelConfigError for any other
+    value.
+    """
     if (found := fields.integer(name)) > most:
         raise fields.fail(name, f"an integer >= 1 and <= {most}")
     return found
 
 
 def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeechConfig:
-    """Read the tower's sizes from a config.json. multiplier: of the text model's embeddings. Raises ModelConfigError,
-    also for sizes that do not fit each other or are too large.
+    """Return the tower's configuration from a config.json. multiplier: the text model's factor of embeddings. Raises
+    ModelConfigError, also for sizes that do not fit each other or are too large.
     """
     audio = fields.part("encoder_config", **_DEFAULTS)
     size, heads = _bounded(audio, "hidden_dim", MAX_HIDDEN), _bounded(audio, "num_heads", MAX_HEADS)
@@ -162,8 +170,10 @@ def read_granite_speech(fields: ConfigFields, multiplier: float) -> GraniteSpeec
 
 
 def _read_queries(fields: ConfigFields, size: int) -> QueryConfig:
-    """Read the sizes of the Q-Former from `projector_config`, `window_size` (15 by default) and `downsample_rate` (5).
-    size: elements of what it attends to. Raises ModelConfigError, also for sizes that do not fit each other.
+    """Return the sizes of the Q-Former from `projector_config`, `window_size` (default: 15) and `downsample_rate`
+    (default: 5).
+
+    size: elements of the conformer's hidden states. Raises ModelConfigError, also for sizes that do not fit each other.
     """
     own = fields.part("projector_config", **_QUERY_DEFAULTS)
     own.require(use_qformer_text_input=False, model_type="blip_2_qformer")
@@ -205,8 +215,10 @@ class BlockAttention(nnx.Module):
         self.distances = table(2 * config.farthest + 1, config.head_dim, f"{source}.rel_pos_emb.weight", build)
 
     def __call__(self, x: jax.Array, is_heard: jax.Array) -> jax.Array:
-        """Norm x [P, D] and attend within each block of `block` positions, by products with keys and with vectors of
-        distances -> [P, D], without the residual. is_heard: bool[P], positions that are attended to.
+        """Return the output [P, D], without the residual, of attention within each block of `block` positions of
+        norm(x), x [P, D], with products of queries with keys and with vectors of distances.
+
+        is_heard: bool[P], positions that are attended to.
         """
         config = self.config
         q, k, v = (
@@ -226,8 +238,8 @@ class BlockAttention(nnx.Module):
 
 
 class ConformerConvolution(nnx.Module):
-    """Convolution block down(silu(batch_norm(convolution(gated(up(norm(x))))))), of each element by itself. The norm's
-    means and variances are the checkpoint's.
+    """Convolution block down(silu(batch_norm(convolution(gated(up(norm(x))))))). The convolution is of each element by
+    itself, and the batch norm has the checkpoint's means and variances.
     """
 
     def __init__(self, config: GraniteSpeechConfig, build: Build):
@@ -245,7 +257,8 @@ class ConformerConvolution(nnx.Module):
         self.scale, self.bias = column("weight"), column("bias")
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Compute down(silu(batch_norm(convolution(gated(up(norm(x))))))), [P, D] -> [P, D], without the residual.
+        """Return down(silu(batch_norm(convolution(gated(up(norm(x))))))) for x [P, D]: [P, D], without the residual.
+
         segment: i32[P], the sound of each position, -1 for none; no position sees another sound's.
         """
         value, gate = jnp.split(self.up(self.norm(x)), 2, axis=-1)
@@ -280,8 +293,10 @@ class ConformerLayer(nnx.Module):
         self.norm = LayerNorm(size, _EPS, source=f"{_LAYER}.post_norm", build=build)
 
     def __call__(self, x: jax.Array, segment: jax.Array) -> jax.Array:
-        """Add half of an MLP, attention, a convolution and half of another MLP to x [P, D], each of the sum so far, and
-        norm it -> [P, D]. segment: i32[P], the sound of each position, -1 for none.
+        """Return x [P, D] after adding half of an MLP, then attention, a convolution and half of another MLP, each
+        computed from the sum so far, and after a final norm: [P, D].
+
+        segment: i32[P], the sound of each position, -1 for none.
         """
         x = x + scaled(self.mlp1(self.norm1(x)), 0.5)
         with jax.named_scope("attention"):
@@ -294,7 +309,7 @@ class ConformerLayer(nnx.Module):
 class QueryAttention(nnx.Module):
     """Attention norm(x + out(softmax(q k^T / sqrt(H)) v)) of queries to each other or to a window.
 
-    source: prefix of its modules. other_size: elements of what is attended to.
+    source: prefix of its modules. other_size: elements of the states that are attended to.
     """
 
     def __init__(self, config: QueryConfig, other_size: int, source: str, build: Build):
@@ -310,8 +325,8 @@ class QueryAttention(nnx.Module):
         self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output.LayerNorm", build=build)
 
     def __call__(self, x: jax.Array, other: jax.Array) -> jax.Array:
-        """Compute norm(x + out(softmax(q k^T / sqrt(H)) v)), x [U, Q, D] -> the same; keys and values are made from
-        other [U, W, E], what each of U attends to.
+        """Return norm(x + out(softmax(q k^T / sqrt(H)) v)) for x [U, Q, D], in its shape; keys and values are computed
+        from other [U, W, E], the states that each of the U attends to.
         """
         q = self.q(x.reshape(-1, x.shape[2])).reshape(*x.shape[:2], -1, self.head_dim)
         joined = self.kv(other.reshape(-1, other.shape[2])).reshape(*other.shape[:2], -1, self.head_dim)
@@ -323,7 +338,9 @@ class QueryAttention(nnx.Module):
 
 
 class QueryLayer(nnx.Module):
-    """Layer of queries: attention to each other, in some layers to the window, and norm(x + mlp(x))."""
+    """Layer of queries: attention to each other, attention to the window in every `cross_every`-th layer from the first
+    on, then norm(x + mlp(x)).
+    """
 
     def __init__(self, config: QueryConfig, number: int, other_size: int, build: Build):
         size, source = config.hidden_size, f"{_QFORMER}.encoder.layer.{number}"
@@ -336,8 +353,8 @@ class QueryLayer(nnx.Module):
         self.norm = LayerNorm(size, config.norm_eps, source=f"{source}.output_query.LayerNorm", build=build)
 
     def __call__(self, x: jax.Array, window: jax.Array) -> jax.Array:
-        """Attend queries x [U, Q, D] to each other, in a layer that crosses then to their window [U, W, E], and return
-        norm(x + mlp(x)) -> the same shape.
+        """Return queries x [U, Q, D] after attention to each other, then, in a layer with cross-attention, to their
+        window [U, W, E], and after norm(x + mlp(x)), in their shape.
         """
         x = self.attention(x, x)
         if self.cross is not None:
@@ -346,7 +363,11 @@ class QueryLayer(nnx.Module):
 
 
 class GraniteSpeechTower(nnx.Module):
-    """Tower of Granite Speech, called as jaxengine.models.config.tower says."""
+    """Tower of Granite Speech.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: GraniteSpeechConfig, hidden_size: int, build: Build):
         self.config, size, axes, queries = config, config.hidden_size, ("embed", "embed"), config.queries

@@ -20,7 +20,7 @@ from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.vit import linear
 
 _POOLED = 2
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "d_model": 1280,
@@ -34,7 +34,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5OmniSoundConfig(TowerConfig):
-    """Sizes of the tower; a patch is one frame of a spectrogram, and a unit is one window. Its column "sound" is 0 for
+    """Sizes of the tower. A patch is one frame of a spectrogram, and a unit is one window. Its column "sound" is 0 for
     frames of the sound, and -1 for those after it.
     """
 
@@ -45,8 +45,8 @@ class Qwen2_5OmniSoundConfig(TowerConfig):
 
 
 def read_qwen2_5_omni_sound(fields: ConfigFields, hidden_size: int) -> Qwen2_5OmniSoundConfig:
-    """Read the tower's sizes from a config.json. hidden_size: of the text model. Raises ModelConfigError, also if
-    `n_window` is odd or `output_dim` is not hidden_size.
+    """Return the tower's configuration from a config.json. hidden_size: the text model's. Raises ModelConfigError, also
+    if `n_window` is odd or `output_dim` is not hidden_size.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     positions = audio.integer("n_window")
@@ -66,7 +66,11 @@ def read_qwen2_5_omni_sound(fields: ConfigFields, hidden_size: int) -> Qwen2_5Om
 
 
 class Qwen2_5OmniSoundTower(nnx.Module):
-    """Tower of sounds of Qwen2.5-Omni, called as jaxengine.models.config.tower says."""
+    """Tower of sounds of Qwen2.5-Omni.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Qwen2_5OmniSoundConfig, hidden_size: int, build: Build):
         self.config, sizes = config, config.sizes

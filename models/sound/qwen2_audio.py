@@ -16,10 +16,10 @@ from jaxengine.models.sound.encoder import EncoderSizes, SoundEncoder, read_enco
 from jaxengine.models.vision.base.vit import linear
 from jaxengine.models.vision.llava import PROJECTOR
 
-# Prefix of the tower's tensors, as models say it: checkpoints may have more before it.
+# Prefix of the tower's tensors in the model's names: checkpoints may have more before it.
 TOWER = "audio_tower"
 _POOLED = 2
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "d_model": 1280,
@@ -31,7 +31,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2AudioTowerConfig(TowerConfig):
-    """Sizes of the tower; a patch is one frame of a spectrogram, and a unit is one sound. Its column "sound" is 0 for
+    """Sizes of the tower. A patch is one frame of a spectrogram, and a unit is one sound. Its column "sound" is 0 for
     frames of the sound, and -1 for those of the silence after it.
     """
 
@@ -42,8 +42,8 @@ class Qwen2AudioTowerConfig(TowerConfig):
 
 
 def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
-    """Read the tower's sizes from the `audio_config` of a config.json. Raises ModelConfigError, also for an odd number
-    of positions.
+    """Return the tower's configuration from the `audio_config` of a config.json. Raises ModelConfigError, also for an
+    odd number of positions.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)
@@ -60,7 +60,11 @@ def read_qwen2_audio(fields: ConfigFields) -> Qwen2AudioTowerConfig:
 
 
 class Qwen2AudioTower(nnx.Module):
-    """Tower of Qwen2-Audio, called as jaxengine.models.config.tower says."""
+    """Tower of Qwen2-Audio.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Qwen2AudioTowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -27,10 +27,10 @@ from jaxengine.models.vision.llava import Projector
 
 # Frames that become one position: each of three convolutions halves their number.
 STRIDE = 8
-# In a column: a chunk ends before this frame, as that of a sound which is shorter than a chunk does in Qwen3-Omni.
+# In a column: the chunk ends before this frame, as in Qwen3-Omni if a sound is shorter than a chunk.
 CUT = -2
 _CONVOLUTIONS = ("conv2d1", "conv2d2", "conv2d3")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "d_model": 1024,
@@ -46,12 +46,13 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3ASRTowerConfig(TowerConfig):
-    """Sizes of the tower; a patch is one frame of a spectrogram, and a unit is one window. Its column "sound" is 0 for
-    frames of the sound, and -1 for those after it; CUT for those that convolutions see as no frames at all.
+    """Sizes of the tower. A patch is one frame of a spectrogram, and a unit is one window. Its column "sound" is 0 for
+    frames of the sound, -1 for those after it, and CUT for frames that do not exist for the convolutions.
 
     Attributes:
-      sizes: of the encoder; its positions are those of a window.
-      chunk: frames that are convolved together. channels: of the convolutions.
+      sizes: sizes of the encoder; its positions are those of a window.
+      chunk: number of frames that are convolved together.
+      channels: channels of the convolutions.
     """
 
     sizes: EncoderSizes
@@ -60,17 +61,17 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
     @property
     def stride(self) -> int:
-        """Return STRIDE, 8: the number of frames of a position."""
+        """STRIDE, 8: the number of frames of a position."""
         return STRIDE
 
     @property
     def cut(self) -> int:
-        """Return CUT, -2: the number in the column of frames that convolutions do not see."""
+        """CUT, -2: the number in the column of frames that do not exist for the convolutions."""
         return CUT
 
     @property
     def num_slots(self) -> int:
-        """Return chunk / merge, the rows of a chunk, of which the first are of its positions and the others are not
+        """Number of rows of a chunk, chunk / merge. The first of these rows are its positions, and the others are not
         used.
         """
         return self.chunk // self.merge
@@ -80,8 +81,8 @@ class Qwen3ASRTowerConfig(TowerConfig):
 
 
 def read_qwen3_asr(fields: ConfigFields, hidden_size: int) -> Qwen3ASRTowerConfig:
-    """Read the tower's sizes from a config.json. hidden_size: of the text model. Raises ModelConfigError, also if
-    `n_window_infer` is no multiple of twice `n_window`, or `output_dim` is not hidden_size.
+    """Return the tower's configuration from a config.json. hidden_size: the text model's. Raises ModelConfigError, also
+    if `n_window_infer` is not a multiple of twice `n_window`, or `output_dim` is not hidden_size.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     chunk, window = 2 * audio.integer("n_window"), audio.integer("n_window_infer")
@@ -106,8 +107,8 @@ def read_qwen3_asr(fields: ConfigFields, hidden_size: int) -> Qwen3ASRTowerConfi
 
 
 class Halving(nnx.Module):
-    """Convolution of 3 x 3 with a stride of two and zeros around it, then GELU: [G, B, T, C'] -> about half of B and
-    T.
+    """Convolution of 3 x 3 with a stride of two and zeros around its input, then GELU. It halves B and T of [G, B, T,
+    C'], rounded up.
     """
 
     def __init__(self, in_channels: int, channels: int, *, source: str, build: Build):
@@ -131,7 +132,11 @@ class Halving(nnx.Module):
 
 
 class Qwen3ASRTower(nnx.Module):
-    """Tower of Qwen3-ASR, called as jaxengine.models.config.tower says."""
+    """Tower of Qwen3-ASR.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Qwen3ASRTowerConfig, hidden_size: int, build: Build):
         self.config, sizes, channels = config, config.sizes, config.channels
@@ -169,12 +174,12 @@ class Qwen3ASRTower(nnx.Module):
         return jnp.pad(rows, ((0, 0), (0, config.num_slots - rows.shape[1]), (0, 0))).reshape(-1, x.shape[1])
 
     def _convolved(self, frames: jax.Array, is_frame: jax.Array) -> jax.Array:
-        """Map chunks f32[G, frames, B] -> [G * positions, D], with the positions added. is_frame: bool[G, frames], of
-        frames that are there.
+        """Return the convolved chunks, joined and with their positions added, [G * positions, D], of frames f32[G,
+        frames, B]. is_frame: bool[G, frames], False for frames that do not exist.
         """
         x = frames.swapaxes(1, 2)[..., None]
         for convolution in self.convolutions:
-            # What comes of frames that are not there is zeros, as it is after a chunk.
+            # Outputs for frames that do not exist are zeros, as they are after a chunk.
             x, is_frame = convolution(x), is_frame[:, ::2]
             x = jnp.where(is_frame[:, None, :, None], x, 0)
         num_chunks, _, count, _ = x.shape

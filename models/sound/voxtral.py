@@ -17,7 +17,7 @@ from jaxengine.models.sound.qwen2_audio import TOWER
 from jaxengine.models.vision.base.vit import read_activation
 from jaxengine.models.vision.llava import Projector
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "num_mel_bins": 128,
     "hidden_size": 1280,
@@ -29,10 +29,12 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class VoxtralTowerConfig(TowerConfig):
-    """Sizes of the tower; a patch is one frame of a spectrogram, and a unit is one window.
+    """Sizes of the tower. A patch is one frame of a spectrogram, and a unit is one window.
 
     Attributes:
-      sizes: of the encoder. joined: positions that become one row. activation: of the MLP.
+      sizes: sizes of the encoder.
+      joined: number of positions that become one row.
+      activation: activation of the MLP.
     """
 
     sizes: EncoderSizes
@@ -44,8 +46,8 @@ class VoxtralTowerConfig(TowerConfig):
 
 
 def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
-    """Read the tower's sizes from a config.json; intermediate_size / hidden_size positions become one row. Raises
-    ModelConfigError, also if that is no integer that divides the positions.
+    """Return the tower's configuration from a config.json; intermediate_size / hidden_size positions become one row.
+    Raises ModelConfigError, also if that is not an integer that divides the number of positions.
     """
     audio = fields.part("audio_config", **_DEFAULTS)
     sizes = read_encoder(audio)
@@ -66,7 +68,11 @@ def read_voxtral(fields: ConfigFields) -> VoxtralTowerConfig:
 
 
 class VoxtralTower(nnx.Module):
-    """Tower of Voxtral, called as jaxengine.models.config.tower says."""
+    """Tower of Voxtral.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: VoxtralTowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -75,7 +81,7 @@ class VoxtralTower(nnx.Module):
         self.projector = Projector(size, hidden_size, config.activation, build, bias=False)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        del columns  # there are none: what is silent is a part of a window
+        del columns  # there are none: silence is a part of a window
         x = self.encoder(patches)
         with jax.named_scope("projector"):
             return self.projector(x.reshape(len(x) // self.config.joined, -1))

@@ -26,14 +26,15 @@ _MAX_FILTER = 31
 
 @dataclass(frozen=True, kw_only=True)
 class WhisperTowerConfig(TowerConfig):
-    """Sizes of the tower; a patch is one frame of a spectrogram, and a unit is one sound.
+    """Sizes of the tower. A patch is one frame of a spectrogram, and a unit is one sound.
 
     Attributes:
-      sizes: of the encoder.
-      decoder_layers: layers of the decoder, each of which gets keys and values; decoder_heads: of each layer.
+      sizes: sizes of the encoder.
+      decoder_layers: layers of the decoder, each of which gets keys and values.
+      decoder_heads: heads of each of these layers.
       alignment_heads: (layer, head) of the decoder whose cross-attention follows the sound as the transcript does;
-        empty where nobody says which do.
-      filter_width: positions of a sound, an odd number, over which the median of their weights is taken.
+        empty if they are not known.
+      filter_width: number of positions of a sound, odd, over which the median of their weights is taken.
     """
 
     sizes: EncoderSizes
@@ -50,9 +51,10 @@ class WhisperTowerConfig(TowerConfig):
         return bool(self.alignment_heads)
 
     def with_generation(self, fields: ConfigFields) -> WhisperTowerConfig:
-        """Return the configuration with the `alignment_heads` of a generation_config.json, () where it has none, in
-        place of its own. Raises ModelConfigError for anything but pairs (layer, head) of the decoder, at most as many
-        as it has heads.
+        """Return the configuration with its `alignment_heads` replaced by those of a generation_config.json, () if it
+        has none.
+
+        Raises ModelConfigError for anything but pairs (layer, head) of the decoder, at most as many as it has heads.
         """
         given = fields.value("alignment_heads", None) or ()
         sizes = self.decoder_layers, self.decoder_heads
@@ -72,8 +74,8 @@ class WhisperTowerConfig(TowerConfig):
 
 
 def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
-    """Read the tower's sizes from a config.json. Raises ModelConfigError, also if `median_filter_width`, 7 by default,
-    is even or above 31.
+    """Return the tower's configuration from a config.json. Raises ModelConfigError, also if `median_filter_width`
+    (default: 7) is even or above 31.
     """
     sizes, layers = read_encoder(fields.with_defaults(num_mel_bins=80)), fields.integer("decoder_layers")
     frames, width = 2 * sizes.num_positions, fields.integer("median_filter_width", 7)
@@ -94,7 +96,7 @@ def read_whisper_tower(fields: ConfigFields) -> WhisperTowerConfig:
 
 
 class WhisperTower(nnx.Module):
-    """The encoder, and the projections of the decoder's cross-attention to keys and values."""
+    """Whisper's encoder, and the projections to keys and values of the decoder's cross-attention."""
 
     def __init__(self, config: WhisperTowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -114,8 +116,10 @@ class WhisperTower(nnx.Module):
         )
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode U sounds: spectrograms f32[U * 2 S, F] -> [U, 2 L * S * D], for each decoder layer the keys [S, D] and
-        then the values, of this device's heads alone. columns: unused, i32[0, U * 2 S].
+        """Return the keys and values of U sounds, [U, 2 L * S * D], for their spectrograms f32[U * 2 S, F]: for each
+        decoder layer the keys [S, D] and then the values, of this device's heads alone.
+
+        columns: not used, i32[0, U * 2 S].
         """
         x = self.encoder(patches)
         with jax.named_scope("keys_and_values"):

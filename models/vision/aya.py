@@ -29,9 +29,9 @@ class AyaTowerConfig(TowerConfig):
       vit: sizes.
       num_used_layers: number of layers before the hidden states that are used.
       last_norm: whether these are taken after the norm that follows the last layer.
-      factor: patches along a side of the square that becomes one embedding.
-      inner_size: of the projector's MLP, of gate and value each.
-      norm_eps: of the norm before the projector; None for no norm.
+      factor: number of patches along a side of the square that becomes one embedding.
+      inner_size: elements of the gate, and of the value, in the projector's MLP.
+      norm_eps: epsilon of the norm before the projector; None for no norm.
     """
 
     vit: VitConfig
@@ -52,9 +52,10 @@ class AyaTowerConfig(TowerConfig):
 
 
 def read_aya(fields: ConfigFields) -> AyaTowerConfig:
-    """Read Aya Vision's tower from a config.json: its hidden states are those that `vision_feature_layer` (-1 by
-    default) selects, and a norm is before the projector. Raises ModelConfigError, also for a selection strategy other
-    than "full".
+    """Return the configuration of Aya Vision's tower from a config.json: with the hidden states that
+    `vision_feature_layer` (default: -1) selects, and a norm before the projector.
+
+    Raises ModelConfigError, also for a selection strategy other than "full".
     """
     fields.require(vision_feature_select_strategy="full")
     vit = read_siglip(fields)
@@ -64,8 +65,8 @@ def read_aya(fields: ConfigFields) -> AyaTowerConfig:
 
 
 def read_cohere2_vision(fields: ConfigFields) -> AyaTowerConfig:
-    """Read Command A Vision's tower from a config.json: all of SigLIP, and no norm before the projector. Raises
-    ModelConfigError.
+    """Return the configuration of Command A Vision's tower from a config.json: with all layers of SigLIP, and no norm
+    before the projector. Raises ModelConfigError.
     """
     vit = read_siglip(fields)
     return _tower(fields, vit, None, fields.integer("alignment_intermediate_size", 36864), None)
@@ -74,9 +75,11 @@ def read_cohere2_vision(fields: ConfigFields) -> AyaTowerConfig:
 def _tower(
     fields: ConfigFields, vit: VitConfig, num_used_layers: int | None, size: int, norm_eps: float | None
 ) -> AyaTowerConfig:
-    """Return the tower with a projector over `size` numbers, gate and value. num_used_layers: None for all and the last
-    norm. Raises ModelConfigError for an odd size, and a `downsample_factor` (2 by default) that does not divide the
-    patches of a unit's side.
+    """Return the configuration of a tower whose projector has `size` numbers, gate and value together.
+
+    num_used_layers: None for all layers and the last norm. norm_eps: epsilon of the norm before the projector; None for
+    no norm. Raises ModelConfigError for an odd size, and a `downsample_factor` (default: 2) that does not divide the
+    number of patches along a unit's side.
     """
     if size % 2:
         raise fields.fail("alignment_intermediate_size", "an even number")
@@ -96,7 +99,11 @@ def _tower(
 
 
 class AyaTower(nnx.Module):
-    """Vision tower of Aya Vision: SigLIP and a projector; called as jaxengine.models.config.tower says."""
+    """Vision tower of Aya Vision: SigLIP and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: AyaTowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -30,7 +30,7 @@ TOWER, PROJECTOR, SEPARATOR = "vision_tower", "multi_modal_projector", "view_sep
 KERNELS = (*FLATTENED, ".proj.conv1.weight", ".proj.conv2.weight")
 # Patches along a side that become one row.
 _MERGE = 4
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _ENCODER = {
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -61,7 +61,7 @@ class DeepseekOcr2TowerConfig(TowerConfig):
 
     Attributes:
       sam: sizes of the first encoder.
-      channels: of what the two convolutions return.
+      channels: output channels of the two convolutions.
       encoder: sizes of the second encoder.
     """
 
@@ -71,12 +71,12 @@ class DeepseekOcr2TowerConfig(TowerConfig):
 
     @property
     def vit(self) -> VitConfig:
-        """Return the sizes of SAM's layers, of units as large as a whole image."""
+        """Sizes of SAM's layers, for units as large as a whole image."""
         return self.sam.vit
 
     @property
     def tile_grid(self) -> int:
-        """Return the number of patches along a side of a tile."""
+        """Number of patches along a side of a tile."""
         return self.sam.vit.grid * 3 // 4
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
@@ -84,8 +84,8 @@ class DeepseekOcr2TowerConfig(TowerConfig):
 
 
 def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also for a unit whose three quarters
-    are not whole rows.
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError, also for a unit whose three
+    quarters are not whole rows.
     """
     vision = fields.part("vision_config")
     sam = read_sam(vision, "sam_config", mlp_ratio=True)
@@ -111,8 +111,8 @@ def read_deepseek_ocr2(fields: ConfigFields) -> DeepseekOcr2TowerConfig:
 
 
 def _read_encoder(fields: ConfigFields) -> EncoderSizes:
-    """Read the sizes of the second encoder. Raises ModelConfigError, also for windows and frequencies that are scaled,
-    and for numbers of heads that do not divide each other and the hidden size.
+    """Return the sizes of the second encoder. Raises ModelConfigError, also for windows, for scaled frequencies, and
+    for numbers of heads that do not divide each other and the hidden size.
     """
     fields.require(hidden_act="silu", use_sliding_window=False)
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
@@ -136,7 +136,9 @@ def _read_encoder(fields: ConfigFields) -> EncoderSizes:
 
 
 class _Layer(nnx.Module):
-    """Layer of the second encoder: x + attention(norm(x)), then x + mlp(norm(x)). source: prefix of its modules."""
+    """Layer of the second encoder, which computes x + attention(norm(x)), then x + mlp(norm(x)). source: prefix of its
+    modules.
+    """
 
     def __init__(self, sizes: EncoderSizes, source: str, build: Build):
         size, attention, mlp = sizes.hidden_size, f"{source}.self_attn", f"{source}.mlp"
@@ -162,7 +164,9 @@ class _Layer(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], seen: jax.Array) -> jax.Array:
-        """Compute the layer for x [U * S, D]. turns: cos and sin of positions; seen: bool[U, S, S], keys of queries."""
+        """Return the layer's output [U * S, D] for x [U * S, D]. turns: cos and sin of the positions. seen: bool[U, S,
+        S], the keys (last axis) that each query sees.
+        """
         units, count = seen.shape[:2]
         with jax.named_scope("attention"):
             y = self.norm1(x)
@@ -175,7 +179,9 @@ class _Layer(nnx.Module):
 
 
 def _attend(own: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """Attend within a unit: q [S, N, H] to k and v [S, K, H], where `seen` bool[S, S] says so: [S, N, H]."""
+    """Return the attention output [S, N, H] within a unit, given (q [S, N, H], k and v [S, K, H], seen bool[S, S], the
+    keys that each query sees).
+    """
     q, k, v, seen = own
     grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     scores = jnp.einsum("skgh,tkh->kgst", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
@@ -185,8 +191,11 @@ def _attend(own: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array
 
 
 class DeepseekOcr2Tower(nnx.Module):
-    """Vision tower of DeepSeek-OCR 2; called as jaxengine.models.config.tower says. The column "side" has the number of
-    rows and columns of patches of a unit; those after them are empty.
+    """Vision tower of DeepSeek-OCR 2. The column "side" has the number of rows and columns of a unit's patches; patches
+    after them are empty.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: DeepseekOcr2TowerConfig, hidden_size: int, build: Build):
@@ -212,7 +221,7 @@ class DeepseekOcr2Tower(nnx.Module):
         sides = columns[0].reshape(-1, config.unit)[:, 0]
         units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
         x = self.sam(units.reshape(-1, patches.shape[1]), sides)
-        # By two of an even number of places, of which the last sees none after it.
+        # With a stride of two over an even number of positions, of which the last has none after it.
         with jax.named_scope("downsampling"):
             x = convolved(convolved(x, self.first, 2), self.second, 2)
         with jax.named_scope("encoder"):
@@ -225,8 +234,8 @@ class DeepseekOcr2Tower(nnx.Module):
     def _encoded(self, x: jax.Array, sides: jax.Array) -> jax.Array:
         """Return the states of queries, [U, S, D], of which the first `sides` squared of each unit count.
 
-        x: [U, S, D], a unit's rows, line by line, of which the first `sides` i32[U] of the first as many lines are in
-        use. These see each other, and are before the queries, which also see those before them.
+        x: [U, S, D], each unit's rows, line by line. sides: i32[U]; the first `sides` rows of the first `sides` lines
+        of a unit are in use. They see each other, and precede the queries, which also see the queries before them.
         """
         units, count, size = x.shape
         grid = int(count**0.5)

@@ -40,7 +40,7 @@ class DotsOcrTowerConfig(Qwen2VLTowerConfig):
     """Sizes of the tower, in addition to Qwen2-VL's.
 
     Attributes:
-      norm_eps: of all RMS norms.
+      norm_eps: epsilon of all RMS norms.
       bias: whether the products of layers have biases.
       last_norm: whether an RMS norm follows the last layer.
     """
@@ -54,8 +54,10 @@ class DotsOcrTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_dots_ocr(fields: ConfigFields, hidden_size: int) -> DotsOcrTowerConfig:
-    """Read the tower's sizes from a config.json, for a text model of this hidden size. Raises ModelConfigError, also if
-    `hidden_size` of vision_config, to which the merger leads, is another, and for causal attention.
+    """Return the tower's configuration from a config.json, for a text model of this hidden size.
+
+    Raises ModelConfigError, also if `hidden_size` of vision_config, the merger's output size, is another, and for
+    causal attention.
     """
     vision = ConfigFields(fields.mapping("vision_config") or {}).with_defaults(
         embed_dim=1536, num_hidden_layers=42, num_attention_heads=12, patch_size=14, temporal_patch_size=1
@@ -76,8 +78,8 @@ def read_dots_ocr(fields: ConfigFields, hidden_size: int) -> DotsOcrTowerConfig:
 
 
 class DotsOcrTower(nnx.Module):
-    """Vision tower of dots.ocr: layers with RMS norms and gated MLPs between an RMS norm of patches and one after the
-    last layer, and a merger.
+    """Vision tower of dots.ocr: an RMS norm of patches, layers with RMS norms and gated MLPs, an RMS norm after the
+    last layer if the configuration has one, and a merger.
     """
 
     def __init__(self, config: DotsOcrTowerConfig, hidden_size: int, build: Build):
@@ -99,11 +101,11 @@ class DotsOcrTower(nnx.Module):
         )
 
     def _norm(self, source: str, build: Build) -> RMSNorm:
-        """Make an RMS norm over the tower's hidden size. source: its checkpoint module."""
+        """Return a new RMS norm over the tower's hidden size. source: its checkpoint module."""
         return RMSNorm(self.config.hidden_size, self.config.norm_eps, source=source, build=build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`."""
+        """Return a new layer, number `build.layer` of the tower."""
         config, size, bias = self.config, self.config.hidden_size, self.config.bias
         qkv, out = joined_qkv(f"{LAYER}.attn.qkv", size), f"{LAYER}.attn.proj"
         attention = TowerAttention(size, config.num_heads, qkv=qkv, out=out, bias=bias, out_bias=bias, build=build)
@@ -119,9 +121,9 @@ class DotsOcrTower(nnx.Module):
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
+        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
 
-        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         segment, row, column = columns
         head_dim = self.config.hidden_size // self.config.num_heads

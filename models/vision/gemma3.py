@@ -24,7 +24,7 @@ class Gemma3TowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      factor: patches of a side of the square that becomes one embedding.
+      factor: number of patches along a side of the square that becomes one embedding.
     """
 
     vit: VitConfig
@@ -39,9 +39,11 @@ class Gemma3TowerConfig(TowerConfig):
 
 
 def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
-    """Read the vision tower's sizes from a config.json; a unit becomes `mm_tokens_per_image` embeddings, 256 by
-    default. Raises ModelConfigError, also for a tower other than SigLIP, and where that number is no square whose side
-    divides the number of patches of a unit's side.
+    """Return the vision tower's configuration from a config.json; a unit becomes `mm_tokens_per_image` embeddings
+    (default: 256).
+
+    Raises ModelConfigError, also for a tower other than SigLIP, and if that number is not a square whose side divides
+    the number of patches along a unit's side.
     """
     vit = read_siglip(fields)
     rows = fields.integer("mm_tokens_per_image", 256)
@@ -61,7 +63,11 @@ def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
 
 
 class Gemma3Tower(nnx.Module):
-    """Vision tower of Gemma 3: SigLIP and a projector; called as jaxengine.models.config.tower says."""
+    """Vision tower of Gemma 3: SigLIP and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Gemma3TowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -69,7 +75,7 @@ class Gemma3Tower(nnx.Module):
         self.encoder = ClipEncoder(vit, (vit.num_layers,), TOWER, build, with_last_norm=True)
         norm = OffsetRMSNorm(vit.hidden_size, vit.norm_eps, source=f"{PROJECTOR}.mm_soft_emb_norm", build=build)
         self.norm = norm
-        # Kept as [in, out] in checkpoints: no linear layer there, so nothing quantises it.
+        # [in, out] in checkpoints: it is not a linear layer there, so nothing quantises it.
         rows = Source(f"{PROJECTOR}.mm_input_projection_weight", vit.hidden_size)
         decl = ParamDecl((None, None), (rows,), init_std=vit.hidden_size**-0.5)
         self.proj = declare((vit.hidden_size, hidden_size), build.dtype, decl)

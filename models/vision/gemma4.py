@@ -38,7 +38,7 @@ TOWER, PROJECTOR = "model.vision_tower", "model.embed_vision"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
 POSITIONS = f"{TOWER}.patch_embedder.position_embedding_table"
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -63,15 +63,17 @@ _LARGEST = 3e38
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4TowerConfig(TowerConfig):
-    """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
+    """Sizes of the tower. jaxengine.media.processors.grids writes its `columns`.
 
     Attributes:
-      hidden_size, intermediate_size, num_layers, num_heads, head_dim, norm_eps, theta: of the tower's layers.
-      patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
+      hidden_size, intermediate_size, num_layers, num_heads, head_dim, norm_eps, theta: sizes of the tower's layers.
+      patch_size: pixels of a patch's side.
+      temporal_patch_size: frames of a patch.
+      spatial_merge_size: patches along a side of the square that becomes one embedding.
       num_positions: learned positions along each side.
       clipped: whether products have limits.
       standardized: whether embeddings are shifted and scaled by learned numbers.
-      filler_id: token whose inputs of single layers those of an image have.
+      filler_id: token whose further layer inputs the tokens of an image use.
     """
 
     hidden_size: int
@@ -94,11 +96,11 @@ class Gemma4TowerConfig(TowerConfig):
 
 
 def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gemma4TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also for heads whose elements are no
-    multiple of 4.
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError, also for heads whose number
+    of elements is not a multiple of 4.
 
-    both_ways: whether layers with windows let the tokens of an image see later ones of it. filler_id: as of
-      Gemma4TowerConfig.
+    both_ways: whether layers with windows let the tokens of an image see its later tokens. filler_id:
+    Gemma4TowerConfig's filler_id.
     """
     vision = fields.part("vision_config", **DEFAULTS)
     heads, head_dim = vision.integer("num_attention_heads"), vision.integer("head_dim")
@@ -134,7 +136,7 @@ def read_gemma4(fields: ConfigFields, *, both_ways: bool, filler_id: int) -> Gem
 
 
 class ClippedLinear(nnx.Module):
-    """Product whose inputs, and then outputs, are limited to a learned range each."""
+    """Product whose inputs, and whose outputs, are clipped to a learned range each."""
 
     def __init__(self, in_size: int, source: Source, axes: tuple[str, str], build: Build):
         self.product = Linear(in_size, (source,), axes=axes, build=build)
@@ -149,16 +151,16 @@ class ClippedLinear(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Limit x [P, in], multiply, and limit the product [P, out]."""
+        """Return the clipped product [P, out] of the clipped x [P, in]."""
         (least_in, least_out), (most_in, most_out) = self.least[...], self.most[...]
         y = self.product(jnp.clip(x, least_in.astype(x.dtype), most_in.astype(x.dtype)))
         return jnp.clip(y, least_out.astype(y.dtype), most_out.astype(y.dtype))
 
 
 class Products(nnx.Module):
-    """Products of one input, side by side: one matrix, or one for each if they have limits.
+    """Products of one input, side by side: one matrix for all, or one for each if they have limits.
 
-    sources: (module, number of outputs, outputs that stay together) of each.
+    sources: (module, number of outputs, number of outputs that stay on one device) of each product.
     """
 
     def __init__(
@@ -179,13 +181,15 @@ class Products(nnx.Module):
         self.parts = nnx.List(joined)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [P, in] to the outputs of all modules, [P, out]; on several devices a part of each module's."""
+        """Return the outputs of all modules, [P, out], for x [P, in]; on several devices, this device's part of each
+        module's outputs.
+        """
         outputs = [part(x) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=-1)
 
 
 class Gemma4TowerAttention(nnx.Module):
-    """Attention of an image's patches with each other; q, k and v are normalised, and products are not scaled."""
+    """Attention of an image's patches with each other. q, k and v are normed, and products are not scaled."""
 
     def __init__(self, config: Gemma4TowerConfig, build: Build):
         size, head_dim = config.hidden_size, config.head_dim
@@ -199,8 +203,9 @@ class Gemma4TowerAttention(nnx.Module):
         self.head_dim, self.eps = head_dim, config.norm_eps
 
     def __call__(self, x: jax.Array, turns: Sequence[tuple[jax.Array, jax.Array]], attend: Attend) -> jax.Array:
-        """Compute out(attend(q, k, v)) for x [P, D] -> [P, D]: q and k are normed, then rotated, v is normed. turns:
-        cos and sin of the patches by column and by row, f32[P, H / 4] each. attend: function of q, k and v.
+        """Return out(attend(q, k, v)) for x [P, D]: [P, D]. q and k are normed, then rotated; v is normed.
+
+        turns: (cos, sin) of the patches by column, and by row, f32[P, H / 4] each. attend: function of q, k and v.
         """
         q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         with jax.named_scope("rope"):
@@ -211,8 +216,8 @@ class Gemma4TowerAttention(nnx.Module):
 
 
 def _rotated(x: jax.Array, turns: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Rotate the first half of the elements of heads x [P, N, H] by the first of `turns`, (cos, sin) f32[P, H / 4]
-    each, and the second half by the other.
+    """Return heads x [P, N, H] with the first half of their elements rotated by the first of `turns`, (cos, sin) f32[P,
+    H / 4] each, and the second half by the second.
     """
     halves = zip(jnp.split(x, 2, axis=-1), turns, strict=True)
     return jnp.concatenate([apply_rope(half, *turn) for half, turn in halves], axis=-1)
@@ -228,13 +233,13 @@ class Gemma4TowerMLP(nnx.Module):
         self.down = Products(config, ffn, [("mlp.down_proj", size, 1)], ("ffn", "embed"), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute down(gelu(gate(x)) * up(x)), [P, D] -> [P, D], the activation in float32."""
+        """Return down(gelu(gate(x)) * up(x)) for x [P, D]: [P, D], with the activation in float32."""
         gate, up = (part.astype(jnp.float32) for part in jnp.split(self.up(x), 2, axis=-1))
         return self.down((gelu_tanh(gate) * up).astype(x.dtype))
 
 
 class Gemma4TowerLayer(nnx.Module):
-    """Layer x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """Layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: Gemma4TowerConfig, build: Build):
         def norm(name: str) -> RMSNorm:
@@ -252,7 +257,11 @@ class Gemma4TowerLayer(nnx.Module):
 
 
 class Gemma4Tower(nnx.Module):
-    """Vision tower of Gemma 4 and the product that follows it; called as jaxengine.models.config.tower says."""
+    """Vision tower of Gemma 4 and the product that follows it.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Gemma4TowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -273,9 +282,9 @@ class Gemma4Tower(nnx.Module):
         self.projector = Linear(size, (project,), axes=("embed", "embed"), build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
+        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
 
-        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         segment, row, column = columns
         config = self.config

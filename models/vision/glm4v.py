@@ -46,8 +46,9 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
       intermediate_size: inner size of the merger's MLP.
       layer_size: inner size of the MLPs of layers.
       side: rows and columns of the learned positions; 0 for a tower without them, and without the norm before them.
-      norm_eps: of all RMS norms.
-      attention_bias, layer_bias: whether q, k and v have biases, and whether all other products of layers have.
+      norm_eps: epsilon of all RMS norms.
+      attention_bias: whether q, k and v have biases.
+      layer_bias: whether all other products of layers have biases.
       qk_norm: whether each head of q and of k is normed.
     """
 
@@ -63,8 +64,9 @@ class Glm4vTowerConfig(Qwen2VLTowerConfig):
 
 
 def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
-    """Read the tower's sizes from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
-    for another out_hidden_size, and an image_size that is not 1 to 1024 times patch_size.
+    """Return the tower's configuration from a vision_config, for a text model of this hidden size.
+
+    Raises ModelConfigError, also for another out_hidden_size, and an image_size that is not 1 to 1024 times patch_size.
     """
     fields = fields.with_defaults(hidden_size=1536, num_heads=12, attention_bias=False)
     shared = _read_shared(fields, hidden_size)
@@ -81,7 +83,7 @@ def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 
 def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
-    """Read the sizes of GLM-OCR's tower from a vision_config, for a text model of this hidden size. Raises
+    """Return the configuration of GLM-OCR's tower from a vision_config, for a text model of this hidden size. Raises
     ModelConfigError, also for another out_hidden_size.
     """
     shared = _read_shared(fields.with_defaults(hidden_size=1024, num_heads=16, attention_bias=True), hidden_size)
@@ -96,7 +98,9 @@ def read_glm_ocr(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
 
 
 def _read_shared(fields: ConfigFields, hidden_size: int) -> dict[str, Any]:
-    """Read what both towers spell alike, as arguments of a Glm4vTowerConfig. Raises ModelConfigError."""
+    """Return the keyword arguments of a Glm4vTowerConfig that both towers read from the same fields. Raises
+    ModelConfigError.
+    """
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
         raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
     return read_sizes(fields, depth=24, patch_size=14, hidden_act="silu") | {
@@ -108,8 +112,8 @@ def _read_shared(fields: ConfigFields, hidden_size: int) -> dict[str, Any]:
 class Glm4vTower(nnx.Module):
     """Vision tower of GLM-4.1V or GLM-OCR: layers with RMS norms and gated MLPs, and a merger.
 
-    A further RMS norm comes after the last layer and, with learned positions, before the first. Queries and keys are
-    rotated by row and column.
+    A further RMS norm follows the last layer and, with learned positions, another one precedes the first layer. Queries
+    and keys are rotated by row and column.
     """
 
     def __init__(self, config: Glm4vTowerConfig, hidden_size: int, build: Build):
@@ -128,11 +132,13 @@ class Glm4vTower(nnx.Module):
         self.merger = Glm4vMerger(config, hidden_size, build)
 
     def _norm(self, source: str, build: Build, size: int = 0) -> RMSNorm:
-        """Make an RMS norm over `size` elements, the tower's hidden size for 0. source: its checkpoint module."""
+        """Return a new RMS norm over `size` elements; 0 stands for the tower's hidden size. source: its checkpoint
+        module.
+        """
         return RMSNorm(size or self.config.hidden_size, self.config.norm_eps, source=source, build=build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`."""
+        """Return a new layer, number `build.layer` of the tower."""
         config, size = self.config, self.config.hidden_size
         head_dim, names = size // config.num_heads, (f"{LAYER}.attn.{name}_norm" for name in "qk")
         q_norm, k_norm = (self._norm(name, build, head_dim) if config.qk_norm else None for name in names)
@@ -158,9 +164,9 @@ class Glm4vTower(nnx.Module):
         return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
+        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
 
-        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         segment, row, column, *sides = columns
         config = self.config
@@ -203,6 +209,6 @@ class Glm4vMerger(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute mlp(gelu(norm(proj(x)))), [R, D] -> [R, D]."""
+        """Return mlp(gelu(norm(proj(x)))) for x [R, D]: [R, D]."""
         x = self.norm(self.proj(x))
         return self.mlp(gelu(x.astype(jnp.float32)).astype(x.dtype))

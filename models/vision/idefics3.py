@@ -14,9 +14,9 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.vision.base.clip import ClipEncoder
 from jaxengine.models.vision.base.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit
 
-# The names of tensors, as the model says them: a checkpoint has more before them.
+# Prefixes in the model's names of tensors; a checkpoint's names have more before them.
 TOWER, CONNECTOR = "vision_model", "connector"
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "hidden_size": 1152,
     "intermediate_size": 3072,
@@ -35,7 +35,7 @@ class Idefics3TowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      scale_factor: patches of a side of the square that becomes one embedding.
+      scale_factor: number of patches along a side of the square that becomes one embedding.
     """
 
     vit: VitConfig
@@ -46,8 +46,8 @@ class Idefics3TowerConfig(TowerConfig):
 
 
 def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also if `scale_factor`, 2 by default,
-    does not divide the number of patches of a unit's side.
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError, also if `scale_factor`
+    (default: 2) does not divide the number of patches along a unit's side.
     """
     vit = read_vit(fields.part("vision_config", **_DEFAULTS))
     factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)
@@ -62,9 +62,12 @@ def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
 
 
 class Idefics3Tower(nnx.Module):
-    """Vision tower of Idefics3: SigLIP and a connector; called as jaxengine.models.config.tower says.
+    """Vision tower of Idefics3: SigLIP and a connector.
 
     All patches of a tile are in use, so the number of a patch in its tile is its position.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: Idefics3TowerConfig, hidden_size: int, build: Build):

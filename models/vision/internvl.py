@@ -30,7 +30,7 @@ from jaxengine.models.vision.base.vit import (
 )
 from jaxengine.models.vision.llava import PROJECTOR, TOWER, Projector
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -42,7 +42,7 @@ _DEFAULTS = {
     "layer_norm_eps": 1e-6,
 }
 _NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
-# What torch takes for norms of which no configuration says it: those of q and k, that of the projector.
+# torch's epsilons of norms that no configuration gives one: those of q and k, and the projector's.
 _QK_EPS, _PROJECTOR_EPS = 1e-6, 1e-5
 
 
@@ -53,10 +53,11 @@ class InternVLTowerConfig(TowerConfig):
     Attributes:
       vit: sizes.
       num_used_layers: number of layers before the hidden states that are used.
-      factor: patches along a side of the square that becomes one row.
-      norm: of layers, a name of _NORMS.
-      attention_bias, qk_norm: of attention; the norms are over all heads at once.
-      projector_activation: of the projector's MLP.
+      factor: number of patches along a side of the square that becomes one row.
+      norm: kind of the layers' norms, a name of _NORMS.
+      attention_bias: whether q, k and v have biases.
+      qk_norm: whether q and k are normed, over all heads at once.
+      projector_activation: activation of the projector's MLP.
       last_norm: whether a norm follows the last layer.
       joined_qkv: whether checkpoints have q, k and v of a layer in one module.
     """
@@ -83,9 +84,11 @@ class InternVLTowerConfig(TowerConfig):
 
 
 def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVLTowerConfig:
-    """Read the vision tower's sizes from a config.json; its hidden states are those that `vision_feature_layer` (-1 by
-    default) selects. joined_qkv: of the configuration. Raises ModelConfigError, also for a norm_type or selection
-    strategy that is not supported.
+    """Return the vision tower's configuration from a config.json, with the hidden states that `vision_feature_layer`
+    (default: -1) selects.
+
+    joined_qkv: whether checkpoints have q, k and v of a layer in one module. Raises ModelConfigError, also for a
+    norm_type or selection strategy that is not supported.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vit = read_vit(vision, has_class_token=True)
@@ -113,7 +116,9 @@ def read_internvl(fields: ConfigFields, *, joined_qkv: bool = False) -> InternVL
 
 
 class _Layer(nnx.Module):
-    """Layer of InternViT: x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), each scale of D elements."""
+    """Layer of InternViT, which computes x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), with two
+    learned scales of D elements.
+    """
 
     def __init__(self, config: InternVLTowerConfig, source: str, build: Build):
         vit, norm = config.vit, _NORMS[config.norm]
@@ -136,7 +141,7 @@ class _Layer(nnx.Module):
         self.attention_scale, self.mlp_scale = (declare((size,), build.dtype, decl) for decl in decls)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Compute x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), for x [U * S, D] of U = num_units
+        """Return x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), for x [U * S, D] of U = num_units
         units, each of which attends to itself.
         """
         with jax.named_scope("attention"):
@@ -146,7 +151,11 @@ class _Layer(nnx.Module):
 
 
 class InternVLTower(nnx.Module):
-    """Vision tower of InternVL: InternViT and a projector; called as jaxengine.models.config.tower says."""
+    """Vision tower of InternVL: InternViT and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: InternVLTowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -24,7 +24,7 @@ from jaxengine.models.vision.minicpmv import make_layer
 
 _SIGLIP2 = "siglip2_vision_model"
 _PROJECTOR_EPS = 1e-5
-# Of patches that become one row, which is within a block of attention's queries.
+# Most patches along a side of the square that becomes one row, which must be within a block of attention's queries.
 _MOST_SIDE = 8
 
 
@@ -34,8 +34,9 @@ class Lfm2VlTowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes of the layers; its grid is that of the learned positions.
-      spatial_merge_size: patches of a side of what becomes one row.
-      projector_size, projector_activation, projector_bias, projector_norm: of the MLP over a row's patches.
+      spatial_merge_size: number of patches along a side of the square that becomes one row.
+      projector_size, projector_activation, projector_bias, projector_norm: inner size, activation, presence of biases
+        and of a norm of the MLP over a row's patches.
     """
 
     vit: VitConfig
@@ -47,12 +48,12 @@ class Lfm2VlTowerConfig(TowerConfig):
 
     @property
     def patch_size(self) -> int:
-        """Return the pixels of a patch's side."""
+        """Pixels of a patch's side."""
         return self.vit.patch_size
 
     @property
     def temporal_patch_size(self) -> int:
-        """Return 1: a patch is of one frame."""
+        """Frames of a patch: 1."""
         return 1
 
     @property
@@ -64,8 +65,10 @@ class Lfm2VlTowerConfig(TowerConfig):
 
 
 def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
-    """Read the tower's sizes from a config.json. Raises ModelConfigError, also for a number of learned positions that
-    is no square, and for squares of patches of which a block of attention's queries has no whole number.
+    """Return the tower's configuration from a config.json.
+
+    Raises ModelConfigError, also if the number of learned positions is not a square, or a block of attention's queries
+    is not a whole number of squares of patches.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", _SIGLIP2) != _SIGLIP2:
@@ -74,7 +77,7 @@ def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
     count = vision.integer("num_patches", 256)
     if isqrt(count) ** 2 != count:
         raise vision.fail("num_patches", "a square")
-    # Of no other use: the side of an image whose patches have the learned positions as they are.
+    # The side of an image whose patches have the learned positions unchanged; it has no other use.
     vision_config = {
         **(fields.mapping("vision_config") or {}),
         "image_size": isqrt(count) * vision.integer("patch_size"),
@@ -98,8 +101,10 @@ def read_lfm2_vl(fields: ConfigFields) -> Lfm2VlTowerConfig:
 
 
 class Lfm2VlTower(nnx.Module):
-    """Vision tower of LFM2-VL; called as jaxengine.models.config.tower says. The patches of a row are neighbours, line
-    by line.
+    """Vision tower of LFM2-VL. The patches of a row are neighbours, line by line.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: Lfm2VlTowerConfig, hidden_size: int, build: Build):
@@ -145,8 +150,10 @@ class Lfm2VlTower(nnx.Module):
 
 
 def _shares(places: jax.Array, sizes: jax.Array, side: int) -> jax.Array:
-    """Return the share of each of `side` learned positions in that of a patch, f32[P, side], for linear interpolation
-    that shrinks, too (torch's `antialias`). places, sizes: i32[P], the patch's row or column and how many there are.
+    """Return the weight of each of `side` learned positions in the position of each patch, f32[P, side], for linear
+    interpolation that averages when it shrinks (torch's `antialias`).
+
+    places, sizes: i32[P], the patch's row or column, and the number of rows or columns of its image.
     """
     scale = side / jnp.maximum(sizes, 1).astype(jnp.float32)
     centre = (places.astype(jnp.float32) + 0.5) * scale - 0.5

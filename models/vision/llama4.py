@@ -31,9 +31,9 @@ from jaxengine.models.vision.base.vit import (
     table,
 )
 
-# The names of tensors, as the model says them.
+# Prefixes in the model's names of tensors.
 TOWER, PROJECTOR = "vision_model", "multi_modal_projector"
-# What transformers takes for fields that a file lacks. Norms have torch's epsilon, whatever norm_eps says.
+# transformers' defaults of fields that a file lacks. Norms have torch's epsilon, whatever norm_eps says.
 _DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 5632,
@@ -57,7 +57,7 @@ class Llama4TowerConfig(TowerConfig):
     Attributes:
       vit: sizes; the class token comes last.
       theta: base of the rotary frequencies.
-      factor: patches along a side of the square that becomes one row.
+      factor: number of patches along a side of the square that becomes one row.
       adapter_size: elements of the adapter's output.
     """
 
@@ -71,8 +71,10 @@ class Llama4TowerConfig(TowerConfig):
 
 
 def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError, also for sizes of the adapter and
-    projector that do not fit what comes before them, and for heads whose elements are no multiple of 4.
+    """Return the vision tower's configuration from a config.json.
+
+    Raises ModelConfigError, also for sizes of the adapter and projector that do not fit the sizes before them, and for
+    heads whose number of elements is not a multiple of 4.
     """
     vision = fields.part("vision_config", **_DEFAULTS)
     vision.require(hidden_act="gelu", vision_feature_select_strategy="default", multi_modal_projector_bias=False)
@@ -103,8 +105,8 @@ def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
 
 
 class _Turn(nnx.Module):
-    """Rotary embedding of queries or keys of all units, [U * S, heads, H], by a patch's column and row, both counted
-    from 1; the class token, which is last, is not rotated.
+    """Rotation of queries or keys of all units, [U * S, heads, H], by a patch's column and row, both counted from 1.
+    The class token, which is last, is not rotated.
     """
 
     def __init__(self, config: Llama4TowerConfig):
@@ -120,7 +122,7 @@ class _Turn(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    """Layer of Llama 4's vision model: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Layer of Llama 4's vision model, which computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Llama4TowerConfig, source: str, build: Build):
         vit, names = config.vit, _NAMES
@@ -133,7 +135,7 @@ class _Layer(nnx.Module):
         self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
+        """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
         attends to itself.
         """
         with jax.named_scope("attention"):
@@ -143,7 +145,11 @@ class _Layer(nnx.Module):
 
 
 class Llama4Tower(nnx.Module):
-    """Vision tower of Llama 4: a vision transformer and a projector; called as jaxengine.models.config.tower says."""
+    """Vision tower of Llama 4: a vision transformer and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: Llama4TowerConfig, hidden_size: int, build: Build):
         self.config = config

@@ -22,9 +22,9 @@ from jaxengine.models.vision.base.vit import (
     read_layer_index,
 )
 
-# The names of tensors, as the model says them: a checkpoint has more before some of them.
+# Prefixes in the model's names of tensors; some of a checkpoint's names have more before them.
 TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
-# Which of a unit's positions are taken: of CLIP all but the class token, of SigLIP, which has none, all.
+# The positions of a unit that are used: all but the class token of CLIP, all of SigLIP, which has no class token.
 _STRATEGIES = {CLIP: "default", SIGLIP: "full"}
 
 
@@ -34,8 +34,9 @@ class LlavaTowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes.
-      layers: for each hidden state used, the number of layers below it; the states are joined.
-      projector_activation, projector_bias: of the projector's MLP.
+      layers: for each hidden state used, the number of layers before it; the states are concatenated.
+      projector_activation: activation of the projector's MLP.
+      projector_bias: whether the projector's products have biases.
       num_newlines: positions after a unit's patches whose rows are the end-of-line embedding; their features are not
         read.
     """
@@ -56,8 +57,10 @@ class LlavaTowerConfig(TowerConfig):
 
 
 def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
-    """Read the vision tower's sizes from a config.json. `vision_feature_layer`, -2 by default, may list several hidden
-    states. Raises ModelConfigError, also for a vision_feature_select_strategy that does not fit CLIP or SigLIP.
+    """Return the vision tower's configuration from a config.json. `vision_feature_layer` (default: -2) may list several
+    hidden states.
+
+    Raises ModelConfigError, also for a vision_feature_select_strategy that does not fit CLIP or SigLIP.
     """
     kind, vit = read_clip_or_siglip(fields)
     if fields.text("vision_feature_select_strategy", "default") != _STRATEGIES[kind]:
@@ -77,8 +80,8 @@ def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
 
 
 def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
-    """Read LLaVA-NeXT's tower: LLaVA's, whose units have room for end-of-line embeddings, one for each line of patches.
-    Raises ModelConfigError.
+    """Return the configuration of LLaVA-NeXT's tower: LLaVA's, in which a unit also has one position for the end of
+    each line of patches. Raises ModelConfigError.
     """
     tower = read_llava(fields)
     lines = tower.vit.grid
@@ -86,8 +89,8 @@ def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
 
 
 class Projector(nnx.Module):
-    """Projector from the tower's states to embeddings: linear_2(activation(linear_1(x))). inner: size between them; 0
-    for the embeddings'.
+    """Projector from the tower's states to embeddings: linear_2(activation(linear_1(x))). inner: outputs of linear_1; 0
+    for the size of the embeddings.
     """
 
     def __init__(
@@ -99,12 +102,16 @@ class Projector(nnx.Module):
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute linear_2(activation(linear_1(x))), [R, in] -> [R, D], the activation in float32."""
+        """Return linear_2(activation(linear_1(x))) for x [R, in]: [R, D], with the activation in float32."""
         return self.down(self.activation(self.up(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 
 class LlavaTower(nnx.Module):
-    """Vision tower of LLaVA: CLIP or SigLIP and a projector; called as jaxengine.models.config.tower says."""
+    """Vision tower of LLaVA: CLIP or SigLIP and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: LlavaTowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -126,6 +133,6 @@ class LlavaTower(nnx.Module):
         return jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1)
 
     def _project(self, states: jax.Array) -> jax.Array:
-        """Map the encoder's states [P, D of the tower] to embeddings [P, D of the model]."""
+        """Return the embeddings [P, D of the model] of the encoder's states [P, D of the tower]."""
         with jax.named_scope("projector"):
             return self.projector(states)

@@ -26,7 +26,7 @@ class LlavaOnevisionTowerConfig(LlavaTowerConfig):
     """LLaVA-NeXT's tower with interpolated rows.
 
     Attributes:
-      max_tiles: patches of this many tiles an image may have before its rows are interpolated to fewer.
+      max_tiles: an image with more patches than this many tiles have is interpolated to fewer rows.
     """
 
     max_tiles: int
@@ -36,7 +36,9 @@ class LlavaOnevisionTowerConfig(LlavaTowerConfig):
 
 
 def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
-    """Read LLaVA-OneVision's tower from a config.json; `vision_aspect_ratio` is anyres_max_N, N tiles, 9 by default.
+    """Return the configuration of LLaVA-OneVision's tower from a config.json. `vision_aspect_ratio` is anyres_max_N,
+    where N is max_tiles (default: 9).
+
     Raises ModelConfigError.
     """
     aspect = re.fullmatch(r"anyres_max_(\d{1,2})", fields.text(_ASPECT, "anyres_max_9"))
@@ -57,10 +59,13 @@ def read_llava_onevision(fields: ConfigFields) -> LlavaOnevisionTowerConfig:
 
 
 class LlavaOnevisionTower(LlavaTower):
-    """Vision tower of LLaVA-OneVision; called as jaxengine.models.config.tower says.
+    """Vision tower of LLaVA-OneVision.
 
-    Columns say of each row which four rows of LLaVA-NeXT's tower it is between, as their distances from it, and how far
-    down and right it is, in units of 1 / SHARES of the way.
+    For each output row, the columns have the offsets to the four rows of LLaVA-NeXT's tower that it is interpolated
+    between, and how far down and right it is between them, in units of 1 / SHARES.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:

@@ -46,7 +46,8 @@ class MiniCPMVTowerConfig(TowerConfig):
 
     Attributes:
       vit: sizes of the layers, and of the learned positions.
-      joined_after: layer after which squares of patches are joined; None where they are only after the last.
+      joined_after: index of the layer after which squares of patches are joined; None if they are joined only after
+        the last.
     """
 
     vit: VitConfig
@@ -54,22 +55,22 @@ class MiniCPMVTowerConfig(TowerConfig):
 
     @property
     def patch_size(self) -> int:
-        """Return the pixels of a patch's side."""
+        """Pixels of a patch's side."""
         return self.vit.patch_size
 
     @property
     def temporal_patch_size(self) -> int:
-        """Return 1: a patch is of one frame."""
+        """Frames of a patch: 1."""
         return 1
 
     @property
     def num_joins(self) -> int:
-        """Return how often squares of patches are joined."""
+        """Number of steps that join squares of patches: 1 or 2."""
         return 1 + (self.joined_after is not None)
 
     @property
     def spatial_merge_size(self) -> int:
-        """Return the patches of a side of what becomes one row."""
+        """Number of patches along a side of the square that becomes one row."""
         return _SIDE**self.num_joins
 
     @property
@@ -81,10 +82,10 @@ class MiniCPMVTowerConfig(TowerConfig):
 
 
 def read_minicpmv(fields: ConfigFields, mode: str) -> MiniCPMVTowerConfig:
-    """Read the tower's sizes from a config.json. mode: default of `downsample_mode`.
+    """Return the tower's configuration from a config.json. mode: default of `downsample_mode`.
 
     Raises ModelConfigError, also for squares other than of 2 x 2 patches, for `merger_times` other than 1, which no
-    published processor has, and for an `insert_layer_id` that is no layer.
+    published processor has, and for an `insert_layer_id` that is not a layer.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     vit = read_vit(vision)
@@ -109,11 +110,14 @@ def read_minicpmv(fields: ConfigFields, mode: str) -> MiniCPMVTowerConfig:
 
 
 class MiniCPMVTower(nnx.Module):
-    """Vision tower of MiniCPM-V 4.6; called as jaxengine.models.config.tower says.
+    """Vision tower of MiniCPM-V 4.6.
 
     The patches of a row are neighbours, and so are those of each square within it that is joined: their order is that
     of squares in squares (jaxengine.media.processors.minicpmv). A patch has the learned position at its share of the
     image's height and width.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: MiniCPMVTowerConfig, hidden_size: int, build: Build):
@@ -161,8 +165,8 @@ class MiniCPMVTower(nnx.Module):
 
 
 class JoinedWindows(nnx.Module):
-    """The step that joins windows of four patches: they attend to each other, and the mean of their hidden states is
-    added to an MLP of all four.
+    """Step that joins windows of four patches: they attend to each other, and the mean of their hidden states is added
+    to an MLP over all four.
     """
 
     def __init__(self, vit: VitConfig, build: Build):
@@ -182,14 +186,14 @@ class JoinedWindows(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Join every four of the hidden states x [P, D]: [P / 4, D]."""
+        """Return the hidden states [P / 4, D] of the windows of four neighbours in x [P, D]."""
         x = x + self.attention(self.norm(x), None, _window_attention)
         mean = x.astype(jnp.float32).reshape(-1, _SQUARE, x.shape[1]).mean(axis=1)
         return self.mlp(x) + mean.astype(x.dtype)
 
 
 def make_layer(vit: VitConfig, build: Build) -> TowerLayer:
-    """Make SigLIP's layer with the number `build.layer`."""
+    """Return a new layer of SigLIP, number `build.layer` of the tower."""
     source = f"{TOWER}.encoder.layers.{{layer}}"
     norms = tuple(
         LayerNorm(vit.hidden_size, vit.norm_eps, source=f"{source}.layer_norm{which}", build=build) for which in (1, 2)
@@ -206,14 +210,16 @@ def make_layer(vit: VitConfig, build: Build) -> TowerLayer:
 
 
 def make_attention(vit: VitConfig, source: str, build: Build) -> TowerAttention:
-    """Make the attention of the checkpoint module `source`, without rope."""
+    """Return a new attention with the checkpoint module `source`, without rope."""
     size = vit.hidden_size
     qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
     return TowerAttention(size, vit.num_heads, qkv=qkv, out=f"{source}.out_proj", build=build)
 
 
 def _window_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attend within every four patches: [P, N, H] each -> [P, N, H], with sums in float32."""
+    """Return the attention output [P, N, H] within every four patches, for q, k and v [P, N, H] each, with sums in
+    float32.
+    """
     q, k, v = (each.reshape(-1, _SQUARE, *each.shape[1:]) for each in (q, k, v))
     scores = jnp.einsum("wqnh,wknh->wnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)

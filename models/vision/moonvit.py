@@ -40,7 +40,7 @@ from jaxengine.models.vision.base.layers import (
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 POSITIONS = f"{TOWER}.patch_embed.pos_emb.weight"
 LAYER = f"{TOWER}.encoder.blocks.{{layer}}"
-# What torch takes for norms, and MoonViT for rope.
+# torch's epsilon of norms, and MoonViT's base of rope.
 EPS, THETA = 1e-5, 10000.0
 _MOST_PLACES, _MOST_FRAMES = 1024, 16
 # Names in files of Kimi K2.5, as published and as transformers writes them, of the sizes of Kimi-VL's tower.
@@ -52,14 +52,17 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MoonVitTowerConfig(TowerConfig):
-    """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
+    """Sizes of the tower. jaxengine.media.processors.grids writes its `columns`.
 
     Attributes:
-      hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
-      patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
+      hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
+      patch_size: pixels of a patch's side.
+      temporal_patch_size: frames of a patch.
+      spatial_merge_size: patches along a side of the square that becomes one embedding.
       sides: rows and columns of the learned positions.
-      projector: names of its norm and its two products; projector_eps: the norm's epsilon.
-      most_frames: frames that patches attend to at most and that become one; 1 for images alone.
+      projector: names of the projector's norm and its two products.
+      projector_eps: epsilon of this norm.
+      most_frames: the most frames that attend to each other and become one; 1 for images alone.
     """
 
     hidden_size: int
@@ -79,8 +82,8 @@ class MoonVitTowerConfig(TowerConfig):
 
 
 def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
-    """Read MoonViT's sizes from the config.json of Kimi-VL. Raises ModelConfigError, also for a vision_config of
-    another model_type.
+    """Return MoonViT's configuration from the config.json of Kimi-VL. Raises ModelConfigError, also for a vision_config
+    of another model_type.
     """
     vision = ConfigFields(fields.mapping("vision_config") or {})
     if vision.text("model_type", "moonvit") != "moonvit":
@@ -89,9 +92,10 @@ def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
 
 
 def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfig:
-    """Read the sizes of Kimi K2.5's tower from its config.json, under published or transformers' names. Raises
-    ModelConfigError, also for a setting that the tower does not have. hidden_size: of the text model;
-    `text_hidden_size` must equal it.
+    """Return the configuration of Kimi K2.5's tower from its config.json, with published or transformers' field names.
+
+    hidden_size: the text model's, which `text_hidden_size` must equal. Raises ModelConfigError, also for a setting that
+    the tower does not have.
     """
     given = fields.mapping("vision_config") or {}
     raw = {ours: given[name] for ours, known in _NAMES.items() for name in known if given.get(name) is not None}
@@ -125,8 +129,8 @@ def read_moonvit_3d(fields: ConfigFields, hidden_size: int) -> MoonVitTowerConfi
 
 
 def _read_sizes(vision: ConfigFields) -> MoonVitTowerConfig:
-    """Read the sizes of a tower for images from a vision_config, Kimi-VL's for fields that it lacks. Raises
-    ModelConfigError.
+    """Return the configuration of a tower for images from a vision_config, with Kimi-VL's defaults for absent fields.
+    Raises ModelConfigError.
     """
     size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
     if size % heads or size // heads % 4:
@@ -184,7 +188,7 @@ class MoonVitTower(nnx.Module):
         )
 
     def _make_layer(self, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`."""
+        """Return a new layer, number `build.layer` of the tower."""
         config, size = self.config, self.config.hidden_size
         before_attention, before_mlp = (LayerNorm(size, EPS, source=f"{LAYER}.norm{n}", build=build) for n in (0, 1))
         qkv = joined_qkv(f"{LAYER}.wqkv", size)
@@ -200,9 +204,9 @@ class MoonVitTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
+        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
 
-        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         segment, row, column, height, width, *times = columns
         config = self.config
@@ -220,7 +224,7 @@ class MoonVitTower(nnx.Module):
             table = self.positions[...].reshape(-1, config.hidden_size)
             added = stretched(table, config.sides, (row, height), (column, width))
             if times:
-                # Row 0 is of images, which are at no time.
+                # Row 0 is for images, which have no time.
                 moments = np.pad(sinusoids(config.most_frames, config.hidden_size), ((1, 0), (0, 0)))
                 added += jnp.asarray(moments)[jnp.maximum(times[0], 0)]
             x = x + added.astype(x.dtype)
@@ -236,8 +240,10 @@ class MoonVitTower(nnx.Module):
             return self.projector(x)
 
     def _mean_of_frames(self, x: jax.Array, frames: jax.Array) -> jax.Array:
-        """Return, at the first of the squares of patches that are of one place in several frames, their mean; x [P, D],
-        where these follow each other. frames: i32[P], their number. What the other squares get is not used.
+        """Return x [P, D] with the first of the squares of patches at one place in successive frames replaced by the
+        mean of these squares, which follow each other in x.
+
+        frames: i32[P], the number of these frames. The other squares of the result are not used.
         """
         squares = x.astype(jnp.float32).reshape(-1, self.config.merge, x.shape[1])
         count = frames.reshape(-1, self.config.merge)[:, :1, None]
@@ -250,7 +256,7 @@ class MoonVitTower(nnx.Module):
 
 def sinusoids(count: int, size: int) -> np.ndarray:
     """Return f32[count, size]: the sines of positions 0 to count - 1 at the size / 2 frequencies of rope with base
-    THETA, then their cosines.
+    THETA, followed by their cosines.
     """
     angles = np.arange(count)[:, None] * rope_frequencies(size, THETA)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

@@ -34,18 +34,18 @@ from jaxengine.models.vision.base.vit import ACTIVATIONS, VitConfig, read_vit
 
 TOWER, PROJECTOR = "visual.vision_model", "mlp_AR"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"
-# What torch takes for the projector's norm.
+# torch's epsilon of norms, used by the projector's norm.
 _PROJECTOR_EPS = 1e-5
 _MOST_MERGED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddleOcrVLTowerConfig(TowerConfig):
-    """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
+    """Sizes of the tower. jaxengine.media.processors.grids writes its `columns`.
 
     Attributes:
-      vit: sizes; its image_size says how many positions are learned.
-      spatial_merge_size: patches of a side of the square that becomes one embedding.
+      vit: sizes; its image_size determines the number of learned positions.
+      spatial_merge_size: number of patches along a side of the square that becomes one embedding.
       rope_theta: base of the rotary frequencies, which rows and columns share.
       temporal_patch_size: frames of a patch.
     """
@@ -57,17 +57,17 @@ class PaddleOcrVLTowerConfig(TowerConfig):
 
     @property
     def num_layers(self) -> int:
-        """Return the number of the tower's layers."""
+        """Number of the tower's layers."""
         return self.vit.num_layers
 
     @property
     def patch_size(self) -> int:
-        """Return the pixels of a patch's side."""
+        """Pixels of a patch's side."""
         return self.vit.patch_size
 
     @property
     def unused(self) -> tuple[str, ...]:
-        # Of pooling, and of a way to pack images that the model does without.
+        # Weights for pooling, and for a way to pack images that is not used here.
         return f"{TOWER}.head.", f"{TOWER}.embeddings.packing_position_embedding."
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
@@ -75,8 +75,9 @@ class PaddleOcrVLTowerConfig(TowerConfig):
 
 
 def read_paddleocr_vl(fields: ConfigFields, hidden_size: int) -> PaddleOcrVLTowerConfig:
-    """Read the tower's sizes from a vision_config. Raises ModelConfigError, also for heads whose size is no multiple of
-    four. hidden_size: of the text model, to which the projector leads.
+    """Return the tower's configuration from a vision_config. hidden_size: not used.
+
+    Raises ModelConfigError, also for heads whose number of elements is not a multiple of 4.
     """
     del hidden_size
     fields = fields.with_defaults(
@@ -131,11 +132,11 @@ class PaddleOcrVLTower(nnx.Module):
         )
 
     def _norm(self, source: str, build: Build) -> LayerNorm:
-        """Make a layer norm over the tower's hidden size. source: its checkpoint module."""
+        """Return a new layer norm over the tower's hidden size. source: its checkpoint module."""
         return LayerNorm(self.config.vit.hidden_size, self.config.vit.norm_eps, source=source, build=build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`."""
+        """Return a new layer, number `build.layer` of the tower."""
         vit, size, source = self.config.vit, self.config.vit.hidden_size, f"{LAYER}.self_attn"
         qkv = [Source(f"{source}.{name}_proj", size) for name in "qkv"]
         mlp = TowerMLP(
@@ -153,9 +154,9 @@ class PaddleOcrVLTower(nnx.Module):
         )
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
+        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
 
-        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         segment, row, column, height, width = columns
         vit = self.config.vit

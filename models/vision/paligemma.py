@@ -30,7 +30,7 @@ class PaliGemmaTowerConfig(TowerConfig):
 
 
 def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
-    """Read the vision tower's sizes from a config.json. most: tokens of a prompt with images. Raises
+    """Return the vision tower's configuration from a config.json. most: the most tokens of a prompt with images. Raises
     ModelConfigError.
     """
     vit = read_siglip(fields)
@@ -46,7 +46,11 @@ def read_paligemma(fields: ConfigFields, most: int) -> PaliGemmaTowerConfig:
 
 
 class PaliGemmaTower(nnx.Module):
-    """Vision tower of PaliGemma: SigLIP and a projector; called as jaxengine.models.config.tower says."""
+    """Vision tower of PaliGemma: SigLIP and a projector.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
+    """
 
     def __init__(self, config: PaliGemmaTowerConfig, hidden_size: int, build: Build):
         vit = config.vit

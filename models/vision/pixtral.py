@@ -40,14 +40,14 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class PixtralTowerConfig(TowerConfig):
-    """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
+    """Sizes of the tower. jaxengine.media.processors.grids writes its `columns`.
 
     Attributes:
-      hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
-      activation, projector_activation: of jaxengine.models.vision.base.layers.ACTIVATIONS.
+      hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
+      activation, projector_activation: names of jaxengine.models.vision.base.layers.ACTIVATIONS.
       patch_size: pixels of a patch's side.
       temporal_patch_size: frames of a patch.
-      spatial_merge_size: patches of a side of the square that becomes one embedding.
+      spatial_merge_size: number of patches along a side of the square that becomes one embedding.
       rope_theta: base of the rotary frequencies, which rows and columns share.
       projector_bias: whether the projector's matrices have biases.
       norm_eps: epsilon of the projector's RMS norm, which it has with `joins` only.
@@ -73,11 +73,11 @@ class PixtralTowerConfig(TowerConfig):
 
 
 def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> PixtralTowerConfig:
-    """Read the vision tower's sizes from the config.json of Pixtral, or of a Mistral 3 model with images; an absent
-    vision_config means all defaults.
+    """Return the vision tower's configuration from the config.json of Pixtral, or of a Mistral 3 model with images; an
+    absent vision_config means all defaults.
 
     norm_eps: epsilon of the text model's RMS norms, which the projector of Mistral 3 uses before it merges patches;
-    None for Pixtral, whose projector neither normalises nor merges. Raises ModelConfigError.
+    None for Pixtral, whose projector neither norms nor merges. Raises ModelConfigError.
     """
     joins = norm_eps is not None
     fields.require(vision_feature_layer=-1)
@@ -91,7 +91,7 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
     if vision.integer("head_dim", size // heads) != size // heads:
         raise vision.fail("head_dim", f"hidden_size / num_attention_heads = {size // heads}")
-    # Mistral 3's tower is another one by default than what a tower's own class has.
+    # Without a vision_config Mistral 3's default patch size differs from that of the tower's own class.
     patch = vision.integer("patch_size", 14 if joins and fields.mapping("vision_config") is None else 16)
     merge = fields.integer("spatial_merge_size", 2) if joins else 1
     return PixtralTowerConfig(
@@ -115,7 +115,9 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
 
 
 def _activation(fields: ConfigFields, name: str) -> str:
-    """Read the field `name`, a name of ACTIVATIONS, "gelu" if it is absent. Raises ModelConfigError for another."""
+    """Return the field `name`, a name of ACTIVATIONS; "gelu" if it is absent. Raises ModelConfigError for another
+    value.
+    """
     found = fields.text(name, "gelu")
     if found not in ACTIVATIONS:
         raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
@@ -123,7 +125,9 @@ def _activation(fields: ConfigFields, name: str) -> str:
 
 
 class PixtralTower(nnx.Module):
-    """Vision tower of Pixtral: layers with RMS norms before attention and gated MLP, no biases, and a projector."""
+    """Vision tower of Pixtral: layers with RMS norms before attention and before a gated MLP, without biases, and a
+    projector.
+    """
 
     def __init__(self, config: PixtralTowerConfig, hidden_size: int, build: Build):
         self.config = config
@@ -134,7 +138,7 @@ class PixtralTower(nnx.Module):
         self.projector = PixtralProjector(config, hidden_size, build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`."""
+        """Return a new layer, number `build.layer` of the tower."""
         config, size = self.config, self.config.hidden_size
         norms = (RMSNorm(size, EPS, source=f"{LAYER}.{name}", build=build) for name in ("attention_norm", "ffn_norm"))
         before_attention, before_mlp = norms
@@ -154,9 +158,9 @@ class PixtralTower(nnx.Module):
         return TowerLayer((before_attention, before_mlp), attention, mlp)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, D] for the text model.
+        """Return the embeddings [P / merge, D] for the text model of patches f32[P, F], P a multiple of config.unit.
 
-        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         segment, rows, places = columns
         head_dim = self.config.hidden_size // self.config.num_heads
@@ -177,7 +181,7 @@ class PixtralTower(nnx.Module):
 class PixtralProjector(nnx.Module):
     """Projector of patches to embeddings for the text model: two matrices with an activation between them.
 
-    With config.joins, an RMS norm and a matrix that makes one patch of `merge` neighbouring ones come first.
+    With config.joins they are preceded by an RMS norm and a matrix that merges `merge` neighbouring patches into one.
     """
 
     def __init__(self, config: PixtralTowerConfig, hidden_size: int, build: Build):
@@ -193,8 +197,8 @@ class PixtralProjector(nnx.Module):
         self.activation = ACTIVATIONS[config.projector_activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm and merge the patches x [P, D of the tower] if the config `joins`, and compute down(activation(up(x)))
-        -> [P / merge, D of the model], the activation in float32.
+        """Return down(activation(up(x))), [P / merge, D of the model], of patches x [P, D of the tower], which are
+        first normed and merged if the config `joins`. The activation is in float32.
         """
         width, joined = x.shape[1], x
         if self.norm is not None and self.merging is not None:

@@ -41,14 +41,14 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLTowerConfig(TowerConfig):
-    """Sizes of the tower; `columns` are those that jaxengine.media.processors.qwen2_vl writes.
+    """Sizes of the tower. jaxengine.media.processors.qwen2_vl writes its `columns`.
 
     Attributes:
-      hidden_size, intermediate_size, num_layers, num_heads: of the tower's layers.
-      activation: of jaxengine.models.vision.base.layers.ACTIVATIONS.
-      patch_size, temporal_patch_size: pixels and frames of a patch.
+      hidden_size, intermediate_size, num_layers, num_heads: sizes of the tower's layers.
+      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
+      patch_size, temporal_patch_size: pixels of a patch's side, and frames of a patch.
       spatial_merge_size: rows and columns of patches that become one row.
-      rope_theta: see jaxengine.models.vision.base.layers.axial_rope.
+      rope_theta: base of the rotary frequencies.
     """
 
     hidden_size: int
@@ -71,7 +71,7 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
 
     Attributes:
       window_size: rows and columns of patches in a window.
-      full_layers: layers whose patches attend to their whole frame.
+      full_layers: indices of layers whose patches attend to their whole frame, ascending.
       tokens_per_second: M-RoPE positions in time per second of video.
     """
 
@@ -84,17 +84,20 @@ class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
 
 
 class Qwen2_5OmniTowerConfig(Qwen2_5VLTowerConfig):
-    """Sizes of the tower of Qwen2.5-Omni, which is Qwen2.5-VL's with queries, keys and values stored apart."""
+    """Sizes of the tower of Qwen2.5-Omni, which is Qwen2.5-VL's with queries, keys and values stored in separate
+    modules.
+    """
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Qwen2_5OmniTower(self, hidden_size, build)
 
 
 def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: Any) -> dict[str, Any]:
-    """Read the sizes that Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as arguments of a
-    Qwen2VLTowerConfig: all but intermediate_size.
+    """Return the keyword arguments of a Qwen2VLTowerConfig, except intermediate_size, that Qwen2-VL, Qwen2.5-VL and
+    Qwen3-VL read from the same fields of vision_config.
 
-    width: the field of the tower's hidden size. defaults: of fields that may be absent. Raises ModelConfigError.
+    width: the field of the tower's hidden size. defaults: defaults of fields that may be absent. Raises
+    ModelConfigError.
     """
     fields = fields.with_defaults(**{"spatial_merge_size": 2, "temporal_patch_size": 2, **defaults})
     channels = fields.integer("in_channels", None) or fields.integer("in_chans", 3)
@@ -126,8 +129,10 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
 
 
 def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
-    """Read the tower's sizes from a vision_config, for a text model of this hidden size; MLPs have `mlp_ratio`, 4 by
-    default, times its width. Raises ModelConfigError, also if the file's `hidden_size`, that of the text, is another.
+    """Return the tower's configuration from a vision_config, for a text model of this hidden size. MLPs have
+    `mlp_ratio` (default: 4) times the tower's width.
+
+    Raises ModelConfigError, also if the file's `hidden_size`, the text model's, is another.
     """
     defaults = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "patch_size": 14, "hidden_act": "quick_gelu"}
     sizes = read_sizes(fields, width="embed_dim", **defaults)
@@ -142,10 +147,10 @@ def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
 def read_qwen2_5_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen2_5VLTowerConfig] = Qwen2_5VLTowerConfig
 ) -> Qwen2_5VLTowerConfig:
-    """Read Qwen2.5-VL's tower from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
-    if `out_hidden_size` is another, or a window's side is not 1 to 64 patches.
+    """Return the configuration of Qwen2.5-VL's tower, of class `kind`, from a vision_config, for a text model of this
+    hidden size.
 
-    kind: the tower's own class of sizes.
+    Raises ModelConfigError, also if `out_hidden_size` is another, or a window's side is not 1 to 64 patches.
     """
     sizes = read_sizes(fields, depth=32, num_heads=16, patch_size=14, hidden_act="silu")
     if fields.integer("out_hidden_size", hidden_size) != hidden_size:
@@ -171,8 +176,8 @@ def read_qwen2_5_vl(
 
 
 def read_qwen2_5_omni(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
-    """Read Qwen2.5-Omni's tower from a vision_config, as read_qwen2_5_vl with kind Qwen2_5OmniTowerConfig. Raises
-    ModelConfigError.
+    """Return the configuration of Qwen2.5-Omni's tower from a vision_config: that of `read_qwen2_5_vl` as a
+    Qwen2_5OmniTowerConfig. Raises ModelConfigError.
     """
     return read_qwen2_5_vl(fields, hidden_size, Qwen2_5OmniTowerConfig)
 
@@ -186,7 +191,7 @@ class Qwen2VLTower(nnx.Module):
     norm_class: ClassVar[NormClass] = LayerNorm
     patch_bias: ClassVar[bool] = False
     mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("fc1",), "fc2")
-    # Products of queries, keys and values, together or apart.
+    # Modules of queries, keys and values: one for all, or one for each.
     qkv_names: ClassVar[tuple[str, ...]] = ("qkv",)
     # Norm and products of the merger.
     merger_names: ClassVar[tuple[str, str, str]] = ("merger.ln_q", "merger.mlp.0", "merger.mlp.2")
@@ -201,7 +206,7 @@ class Qwen2VLTower(nnx.Module):
         self.merger = self.make_merger(hidden_size, self.merger_names, build)
 
     def _make_layer(self, build: Build) -> TowerLayer:
-        """Make the layer with the number `build.layer`."""
+        """Return a new layer, number `build.layer` of the tower."""
         config, size = self.config, self.config.hidden_size
         up, down = self.mlp_names
         names = [f"{LAYER}.attn.{name}" for name in self.qkv_names]
@@ -220,8 +225,9 @@ class Qwen2VLTower(nnx.Module):
         )
 
     def make_merger(self, hidden_size: int, names: tuple[str, str, str], build: Build, *, joined: bool = False) -> Any:
-        """Make a merger of patches, [P, D of the tower] -> [P / merge, hidden_size]. names: of its norm and its two
-        products; joined: as of PatchMerger.
+        """Return a new merger of patches, [P, D of the tower] -> [P / merge, hidden_size].
+
+        names: its norm and its two products. joined: whether the norm is over all merged patches at once.
         """
         size, merge = self.config.hidden_size, self.config.merge
         norm, *products = (f"{VISUAL}.{name}" for name in names)
@@ -236,15 +242,15 @@ class Qwen2VLTower(nnx.Module):
         )
 
     def _norm(self, source: str, build: Build, size: int | None = None) -> nnx.Module:
-        """Make a norm, of class `norm_class`, over `size` elements, the tower's hidden size for None. source: its
-        checkpoint module.
+        """Return a new norm, of class `norm_class`, over `size` elements; None stands for the tower's hidden size.
+        source: its checkpoint module.
         """
         return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
 
     def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
-        """Encode patches f32[P, F], P a multiple of config.unit, to embeddings [P / merge, num_parts * D].
+        """Return the embeddings [P / merge, num_parts * D] of patches f32[P, F], P a multiple of config.unit.
 
-        columns: i32[C, P], those of config.columns in order; see jaxengine.models.config.tower.
+        columns: i32[C, P], the columns of config.columns in order (see jaxengine.models.config.tower).
         """
         named = dict(zip(self.config.columns, columns, strict=True))
         head_dim = self.config.hidden_size // self.config.num_heads
@@ -257,16 +263,17 @@ class Qwen2VLTower(nnx.Module):
         return self.run(x, turns, named)
 
     def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
-        """Project patches: return the first layer's input, [P, D of the tower], for patches f32[P, F]; columns: i32[P]
-        by name.
+        """Return the first layer's input, [P, D of the tower], for patches f32[P, F]: their projection here. columns:
+        i32[P] by name, for subclasses.
         """
         del columns
         return self.patches(patches)
 
     def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
-        """Run layers and merger on x [P, D of the tower]; return the tower's embeddings [P / merge, num_parts * D].
+        """Run the layers and the merger on x [P, D of the tower]; return the tower's embeddings [P / merge, num_parts *
+        D].
 
-        turns: cos and sin of the patches; columns: i32[P] by name.
+        turns: cos and sin of the patches. columns: i32[P] by name.
         """
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -275,22 +282,22 @@ class Qwen2VLTower(nnx.Module):
             return self.merger(x)
 
     def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
-        """Return the function by which the patches of layer number `layer` attend: here to those of the same segment.
-        columns: i32[P] by name.
+        """Return the function (q, k, v) -> attention output for layer number `layer`: here attention to the patches of
+        the same segment. columns: i32[P] by name.
         """
         del layer
         return partial(segment_attention, segment=columns["segment"], scale=self._scale)
 
     @property
     def _scale(self) -> float:
-        """Return the factor of products of queries and keys: elements of a head ** -0.5."""
+        """Factor of the products of queries and keys: the number of elements of a head ** -0.5."""
         return (self.config.hidden_size // self.config.num_heads) ** -0.5
 
 
 class Qwen2_5VLTower(Qwen2VLTower):
     """Vision tower of Qwen2.5-VL: Qwen2-VL's with RMS norms, gated MLPs and windows in most layers.
 
-    Patches come sorted by window.
+    Its patches must be sorted by window.
     """
 
     norm_class: ClassVar[NormClass] = RMSNorm
@@ -310,6 +317,6 @@ class Qwen2_5VLTower(Qwen2VLTower):
 
 
 class Qwen2_5OmniTower(Qwen2_5VLTower):
-    """Vision tower of Qwen2.5-Omni: Qwen2.5-VL's, stored otherwise."""
+    """Vision tower of Qwen2.5-Omni: Qwen2.5-VL's with separate modules of queries, keys and values."""
 
     qkv_names: ClassVar[tuple[str, ...]] = ("q", "k", "v")

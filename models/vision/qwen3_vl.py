@@ -26,7 +26,7 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
 
     Attributes:
       side: rows and columns of the learned positions.
-      deepstack_layers: those whose states become further parts of an embedding, in this order.
+      deepstack_layers: indices of the layers whose states become further parts of an embedding, in this order.
     """
 
     side: int
@@ -37,7 +37,7 @@ class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
 
 
 class Qwen3OmniTowerConfig(Qwen3VLTowerConfig):
-    """Sizes of the tower of Qwen3-Omni, which is Qwen3-VL's with other names of its mergers."""
+    """Sizes of the tower of Qwen3-Omni, which is Qwen3-VL's with other checkpoint names of its mergers."""
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return Qwen3OmniTower(self, hidden_size, build)
@@ -46,11 +46,10 @@ class Qwen3OmniTowerConfig(Qwen3VLTowerConfig):
 def read_qwen3_vl(
     fields: ConfigFields, hidden_size: int, kind: type[Qwen3VLTowerConfig] = Qwen3VLTowerConfig
 ) -> Qwen3VLTowerConfig:
-    """Read the tower's sizes from a vision_config, for a text model of this hidden size. Raises ModelConfigError, also
-    if `out_hidden_size` is another, `num_position_embeddings` is no square, or `deepstack_visual_indexes` are no
-    ascending layers.
+    """Return the tower's configuration, of class `kind`, from a vision_config, for a text model of this hidden size.
 
-    kind: the tower's own class of sizes.
+    Raises ModelConfigError, also if `out_hidden_size` is another, `num_position_embeddings` is not a square, or
+    `deepstack_visual_indexes` are not ascending layers.
     """
     defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
     sizes = read_sizes(fields, **defaults)
@@ -76,13 +75,15 @@ def read_qwen3_vl(
 
 
 def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """Read Qwen3.5's tower from a vision_config: Qwen3-VL's without DeepStack. Raises ModelConfigError."""
+    """Return the configuration of Qwen3.5's tower from a vision_config: Qwen3-VL's without DeepStack. Raises
+    ModelConfigError.
+    """
     return read_qwen3_vl(ConfigFields({**fields.raw, "deepstack_visual_indexes": []}), hidden_size)
 
 
 def read_qwen3_omni(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
-    """Read Qwen3-Omni's tower from a vision_config, as read_qwen3_vl with kind Qwen3OmniTowerConfig. Raises
-    ModelConfigError.
+    """Return the configuration of Qwen3-Omni's tower from a vision_config: that of `read_qwen3_vl` as a
+    Qwen3OmniTowerConfig. Raises ModelConfigError.
     """
     return read_qwen3_vl(fields, hidden_size, Qwen3OmniTowerConfig)
 
@@ -108,8 +109,8 @@ class Qwen3VLTower(Qwen2VLTower):
         self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in range(config.num_parts - 1)])
 
     def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:
-        """Make the merger for the states of layer deepstack_layers[number], whose norm is over all patches that it
-        joins. hidden_size: of the text model.
+        """Return a new merger for the states of layer deepstack_layers[number], whose norm is over all patches that it
+        merges. hidden_size: the text model's.
         """
         owner, names = self.deepstack_names
         norm, first, second = (f"{owner}.{number}.{name}" for name in names)
@@ -121,8 +122,8 @@ class Qwen3VLTower(Qwen2VLTower):
             return x + self._stretched(columns).astype(x.dtype)
 
     def _stretched(self, columns: dict[str, jax.Array]) -> jax.Array:
-        """Interpolate learned positions to images of other sizes, bilinearly with aligned corners: f32[P, D of the
-        tower].
+        """Return the learned positions interpolated to images of other sizes, bilinearly with aligned corners: f32[P, D
+        of the tower].
 
         columns: i32[P] by name, of which "row", "column", "height" and "width" are read.
         """
@@ -134,9 +135,10 @@ class Qwen3VLTower(Qwen2VLTower):
         return jnp.sum(self.positions[...][index].astype(jnp.float32) * shares[..., None], axis=1)
 
     def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
-        """Run layers and mergers on x [P, D of the tower]; return embeddings [P / merge, num_parts * D].
+        """Run the layers and the mergers on x [P, D of the tower]; return embeddings [P / merge, num_parts * D], the
+        last layer's first, then those of the deepstack_layers.
 
-        turns: cos and sin of the patches; columns: i32[P] by name.
+        turns: cos and sin of the patches. columns: i32[P] by name.
         """
         parts = []
         for index, layer in enumerate(self.layers):
@@ -150,15 +152,17 @@ class Qwen3VLTower(Qwen2VLTower):
 
 
 class Qwen3OmniTower(Qwen3VLTower):
-    """Vision tower of Qwen3-Omni: Qwen3-VL's with other names."""
+    """Vision tower of Qwen3-Omni: Qwen3-VL's with other checkpoint names of the mergers."""
 
     merger_names: ClassVar[tuple[str, str, str]] = ("merger.ln_q", "merger.mlp.0", "merger.mlp.2")
     deepstack_names: ClassVar[tuple[str, tuple[str, str, str]]] = ("merger_list", ("ln_q", "mlp.0", "mlp.2"))
 
 
 def _between(places: jax.Array, sizes: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
-    """Return, for each of `places` i32[P] on sides of `sizes` i32[P] patches, the two of `side` learned positions
-    around it, i32[P, 2], and their weights, f32[P, 2].
+    """Return, for each patch, the two of `side` learned positions around it, i32[P, 2], and their weights, f32[P, 2],
+    for linear interpolation with aligned corners.
+
+    places: i32[P], indices of patches along sides of `sizes` i32[P] patches.
     """
     spot = places.astype(jnp.float32) * (side - 1) / jnp.maximum(sizes - 1, 1).astype(jnp.float32)
     low = jnp.floor(spot)

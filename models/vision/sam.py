@@ -28,7 +28,7 @@ TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 FLATTENED = tuple(
     f"{name}.weight" for name in (".projection", ".neck.conv1", ".neck.conv2", ".conv_upsampler1", ".conv_upsampler2")
 ) + (".pos_embed",)
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 _DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -39,10 +39,10 @@ _DEFAULTS = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-6,
 }
-# Of the norms after the layers.
+# Epsilon of the norms after the layers.
 _NECK_EPS = 1e-6
 _MOST_WINDOW = 64
-# Of cubic convolution (Keys 1981) that also shrinks, as torch and Pillow have it.
+# Parameter `a` of cubic convolution (Keys 1981) that also shrinks; torch and Pillow have the same.
 _KEYS = -0.5
 
 
@@ -53,10 +53,11 @@ class SamConfig:
     Attributes:
       vit: sizes of its layers.
       window: rows and columns of patches of a window.
-      whole_layers: layers whose patches attend to their whole unit.
-      out_size: channels of what it returns.
+      whole_layers: indices of layers whose patches attend to their whole unit.
+      out_size: output channels.
       qkv_bias: whether queries, keys and values have biases.
-      has_positions, has_distances: whether patches have learned positions, and scores those of distances.
+      has_positions: whether patches have learned positions.
+      has_distances: whether scores have learned terms for distances.
     """
 
     vit: VitConfig
@@ -69,10 +70,11 @@ class SamConfig:
 
 
 def read_sam(fields: ConfigFields, name: str, *, mlp_ratio: bool = False) -> SamConfig:
-    """Read the encoder's sizes from the mapping `name`. Raises ModelConfigError, also for a side of a unit that is not
-    a multiple of four patches, which convolutions make one.
+    """Return the encoder's configuration from the mapping `name` of `fields`.
 
-    mlp_ratio: whether an absent `mlp_dim` is the hidden size times the field of this name, and not 3072.
+    mlp_ratio: whether the default of `mlp_dim` is the hidden size times the field `mlp_ratio`, instead of 3072. Raises
+    ModelConfigError, also for a side of a unit that is not a multiple of four patches, which convolutions merge into
+    one.
     """
     vision = fields.part(name, **_DEFAULTS)
     inner = int(vision.integer("hidden_size") * vision.number("mlp_ratio", 4.0)) if mlp_ratio else 3072
@@ -98,7 +100,9 @@ def read_sam(fields: ConfigFields, name: str, *, mlp_ratio: bool = False) -> Sam
 
 
 def _size(fields: ConfigFields, name: str, default: int) -> int:
-    """Read the field `name`, a size that is at most MAX_INTERMEDIATE. Raises ModelConfigError."""
+    """Return the field `name`, an integer from 1 to MAX_INTERMEDIATE; `default` if it is absent. Raises
+    ModelConfigError.
+    """
     found = fields.integer(name, default)
     if found > MAX_INTERMEDIATE:
         raise fields.fail(name, f"1 to {MAX_INTERMEDIATE}")
@@ -106,9 +110,9 @@ def _size(fields: ConfigFields, name: str, default: int) -> int:
 
 
 class _Layer(nnx.Module):
-    """Layer x + attention(norm(x)), then x + mlp(norm(x)), over units [U, G, G, D] of G by G patches.
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)), over units [U, G, G, D] of G by G patches.
 
-    source: prefix of its modules. is_whole: whether patches attend to their unit, and not to those of their window.
+    source: prefix of its modules. is_whole: whether patches attend to their whole unit, instead of their window.
     """
 
     def __init__(self, config: SamConfig, source: str, build: Build, *, is_whole: bool):
@@ -129,7 +133,7 @@ class _Layer(nnx.Module):
         self.down = linear(inner, f"{source}.mlp.lin2", size, ("ffn", "embed"), build)
 
     def _distances(self, source: str, build: Build) -> nnx.Param:
-        """Declare the vectors of distances from 1 - side to side - 1, [2 * side - 1, H]."""
+        """Return a new parameter for the vectors of distances from 1 - side to side - 1, [2 * side - 1, H]."""
         count = 2 * self.side - 1
         decl = ParamDecl((None, None), (Source(source, count),), init_std=0.02)
         return declare((count, self.head_dim), build.dtype, decl)
@@ -139,7 +143,7 @@ class _Layer(nnx.Module):
         with jax.named_scope("attention"):
             side, count = self.side, -(-grid // self.side)
             missing = count * side - grid
-            # Windows at the end are filled with zeros, to which patches attend as to others.
+            # Windows at the end are filled with zeros, to which patches attend, too.
             y = jnp.pad(inside(self.attention_norm(x), sides), ((0, 0), (0, missing), (0, missing), (0, 0)))
             y = y.reshape(units, count, side, count, side, size).swapaxes(2, 3).reshape(-1, side, side, size)
             y = self._attend(y, sides if self.is_whole else None)
@@ -150,8 +154,9 @@ class _Layer(nnx.Module):
             return x + self.down(inner.astype(x.dtype)).reshape(x.shape)
 
     def _attend(self, x: jax.Array, sides: jax.Array | None) -> jax.Array:
-        """Attend within each of x [B, side, side, D]. sides: i32[B], rows and columns that are patches of each; None
-        for all.
+        """Return the attention output, projected, within each of the squares x [B, side, side, D], in the same shape.
+
+        sides: i32[B], the number of rows and columns of each square that are patches; None if all are.
         """
         count, side = len(x), self.side
         joined = self.qkv(x.reshape(-1, x.shape[-1])).reshape(count, side, side, -1, self.head_dim)
@@ -175,8 +180,8 @@ class _Layer(nnx.Module):
         return self.out(o.reshape(count * side * side, -1)).reshape(x.shape)
 
     def _apart(self, vectors: jax.Array, sides: jax.Array | None) -> jax.Array:
-        """Return the vector for the distance of each two rows of a square, [side, side, H]. For `sides` i32[B] it is
-        [B, side, side, H]: vectors are interpolated linearly to the distances of squares with fewer rows.
+        """Return the vector for the distance of each two rows of a square, [side, side, H]; for `sides` i32[B], [B,
+        side, side, H], with vectors interpolated linearly to the distances of squares with fewer rows.
 
         vectors: [2 * side - 1, H], one for each distance.
         """
@@ -192,7 +197,9 @@ class _Layer(nnx.Module):
 
 
 class SamEncoder(nnx.Module):
-    """Encoder of SAM: learned positions, layers, and two convolutions with norms. source: prefix of its modules."""
+    """Encoder of SAM: patches, learned positions if any, layers, and two convolutions with norms. source: prefix of its
+    modules.
+    """
 
     def __init__(self, config: SamConfig, source: str, build: Build):
         vit = config.vit
@@ -212,10 +219,12 @@ class SamEncoder(nnx.Module):
         self.first_norm, self.second_norm = norms
 
     def __call__(self, patches: jax.Array, sides: jax.Array | None = None) -> jax.Array:
-        """Encode patches f32[U * G * G, F] of units of G by G patches, row by row: [U, G, G, channels].
+        """Return the encoded units [U, G, G, channels] of patches f32[U * G * G, F], of units of G by G patches, row by
+        row.
 
-        sides: i32[U], rows and columns of a unit that are patches, the first of the G; None for all of them. Learned
-        positions and distances are interpolated for fewer. What is returned beyond them means nothing.
+        sides: i32[U], the number of a unit's rows and columns, the first of the G, that are patches; None if all are.
+        Learned positions and distances are interpolated for fewer. The result beyond these rows and columns is
+        meaningless.
         """
         grid, size = self.vit.grid, self.vit.hidden_size
         with jax.named_scope("patches"):
@@ -232,23 +241,26 @@ class SamEncoder(nnx.Module):
 
 
 def _is_inside(grid: int, sides: jax.Array) -> jax.Array:
-    """Return whether each place of U squares of `grid` rows is among the first `sides` i32[U] rows and columns of its
-    own, bool[U, grid, grid].
+    """Return bool[U, grid, grid]: whether each position of U squares is within the first `sides` i32[U] rows and
+    columns of its square.
     """
     ahead = jnp.arange(grid) < sides[:, None]
     return ahead[:, :, None] & ahead[:, None, :]
 
 
 def inside(x: jax.Array, sides: jax.Array | None) -> jax.Array:
-    """Put zeros in x [U, G, G, D] beyond the first `sides` i32[U] rows and columns of each square; None for none."""
+    """Return x [U, G, G, D] with zeros beyond the first `sides` i32[U] rows and columns of each square; x itself if
+    `sides` is None.
+    """
     return x if sides is None else jnp.where(_is_inside(x.shape[1], sides)[..., None], x, 0)
 
 
 def shrunk(places: jax.Array, sides: jax.Array) -> jax.Array:
-    """Interpolate learned positions to squares of `sides` i32[U] places a side, by cubic convolution over as many of
-    them as become one (torch's `antialias`): [U, G, G, D], of which the first `sides` rows and columns count.
+    """Return learned positions [G, G, D] interpolated to squares of `sides` i32[U] positions along a side, by cubic
+    convolution over as many of them as become one (torch's `antialias`): [U, G, G, D], of which the first `sides` rows
+    and columns count.
 
-    places: [G, G, D]; no square has more than G places a side.
+    Entries of `sides` must be at most G.
     """
     grid = len(places)
     scale = grid / jnp.maximum(sides, 1).astype(jnp.float32)[:, None, None]
@@ -264,9 +276,10 @@ def shrunk(places: jax.Array, sides: jax.Array) -> jax.Array:
 
 
 def convolved(x: jax.Array, kernel: PatchEmbedding, stride: int = 1) -> jax.Array:
-    """Convolve x [U, G, G, C] with a kernel of 3 by 3 places, zeros around: [U, G / stride, G / stride, D].
+    """Return the convolution of x [U, G, G, C] with a kernel of 3 by 3 positions and zeros around x: [U, G / stride, G
+    / stride, D].
 
-    kernel: the product of what is around a place, channel by channel, row by row, as torch stores it.
+    kernel: product of the 3 by 3 neighbours of a position, channel by channel, row by row, as torch stores it.
     """
     units, grid, _, channels = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -280,13 +293,13 @@ def convolved(x: jax.Array, kernel: PatchEmbedding, stride: int = 1) -> jax.Arra
 
 @dataclass(frozen=True, kw_only=True)
 class GotOcr2TowerConfig(TowerConfig):
-    """SAM's encoder with GOT-OCR 2.0's projector. sam: sizes of the encoder; vit: those of its layers."""
+    """SAM's encoder with GOT-OCR 2.0's projector. sam: sizes of the encoder."""
 
     sam: SamConfig
 
     @property
     def vit(self) -> VitConfig:
-        """Return the sizes of the encoder's layers."""
+        """Sizes of the encoder's layers."""
         return self.sam.vit
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
@@ -294,15 +307,18 @@ class GotOcr2TowerConfig(TowerConfig):
 
 
 def read_got_ocr2(fields: ConfigFields) -> GotOcr2TowerConfig:
-    """Read the vision tower's sizes from a config.json. Raises ModelConfigError."""
+    """Return the vision tower's configuration from a config.json. Raises ModelConfigError."""
     sam = read_sam(fields, "vision_config")
     vit = sam.vit
     return GotOcr2TowerConfig(num_features=vit.num_features, columns=(), merge=16, unit=vit.num_patches, sam=sam)
 
 
 class GotOcr2Tower(nnx.Module):
-    """Vision tower of GOT-OCR 2.0: SAM's encoder, two convolutions that make one place of four, and a product; called
-    as jaxengine.models.config.tower says.
+    """Vision tower of GOT-OCR 2.0: SAM's encoder, two convolutions that each merge four positions into one, and a
+    product.
+
+    A call maps patches f32[P, F] and columns i32[C, P] to embeddings [P / merge, D] (see
+    jaxengine.models.config.tower).
     """
 
     def __init__(self, config: GotOcr2TowerConfig, hidden_size: int, build: Build):

@@ -24,15 +24,17 @@ from jaxengine.models.weights.views.parts import (
     tensor_name,
 )
 
-# Reads rows of a tensor by number: (name, numbers, slice of the second axis or none, dtype).
+# Function that returns rows of a tensor: (name, numbers of the rows, () or (slice of the second axis,), dtype).
 ReadRows = Callable[[str, np.ndarray, tuple[slice, ...], Any], np.ndarray]
-# Arrays of a piece's size that are alive while it is written: as read, converted, turned, and what checks it.
+# Arrays of a piece's size that are alive while it is written: as read, converted, transposed, and one for checks.
 _COPIES, _ROW_NUMBER_BYTES = 4, 8
 _OF_FORMATS = (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE)
 
 
 class _Part(NamedTuple):
-    """Part of a block that some devices get. columns: counted from the block's first; buffer: in the shape of these
+    """Part of a block that some devices get.
+
+    columns: counted from the block's first. devices: those that get the part. buffer: host array in the shape of these
     devices' part of the weight.
     """
 
@@ -45,15 +47,16 @@ class Assembly:
     """A weight to which tensors are added in any order, a piece of their rows at a time.
 
     A CPU's part is written where the weight will stay. Devices with memory of their own get their part in one transfer,
-    which host memory holds until `finish`.
+    until which host memory holds it (`finish`).
     """
 
     def __init__(self, param: DeclaredParam, mesh: Mesh | None, memory: HugePages | None, chunk_bytes: int):
-        """Begin a weight of zeros.
+        """Allocate zeros for this process's parts of the weight.
 
-        mesh: that the weight is split over. memory: for weights of CPUs, None for other devices. chunk_bytes: size of
-        all copies of a piece together; a piece has at least one row, and all rows of a device if they are stored in a
-        format of their own. Raises ValueError for a mesh that does not split the weight evenly.
+        mesh: the mesh that the weight is split over; None for the default device. memory: for weights of CPUs; None for
+        other devices. chunk_bytes: size of all copies of a piece together; a piece has at least one row, and all rows
+        of a device if they are stored in a format of their own. Raises ValueError for a mesh that does not split the
+        weight evenly.
         """
         self._param, self._mesh, self._memory, self._chunk_bytes = param, mesh, memory, chunk_bytes
         self._sharding = sharding_of(param, mesh)
@@ -70,8 +73,8 @@ class Assembly:
             self._blocks.append((block, [*parts.values()]))
 
     def add(self, read: ReadRows, names: Collection[str] | None = None) -> None:
-        """Add the rows that the weight has of some tensors, which `read` knows. names: None for all tensors. Raises
-        what `read` raises.
+        """Copy the rows that the weight has of some tensors into it. read: function that returns these rows, whose
+        errors are passed on. names: the tensors to add; None for all.
         """
         decl = self._param.decl
         for block, parts in self._blocks:
@@ -87,8 +90,8 @@ class Assembly:
                     start += share
 
     def finish(self) -> jax.Array:
-        """Return the weight on its devices; waits for the transfers. Rows that were not added are zeros. The assembly
-        has nothing left afterwards.
+        """Return the weight on its devices, after all transfers are complete. Rows that were not added are zeros. The
+        buffers are released, so it can be called once.
         """
         arrays = []
         for _, parts in self._blocks:
@@ -104,14 +107,15 @@ class Assembly:
         return jax.make_array_from_single_device_arrays(param.shape, self._sharding, arrays, dtype=param.dtype)
 
     def _zeros(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return zeros of the weight's dtype, which finally stay where they are on a CPU."""
+        """Return host zeros of the weight's dtype; on a CPU they become the weight's own memory."""
         dtype = jnp.dtype(self._param.dtype)
         return np.zeros(shape, dtype) if self._memory is None else self._memory.zeros(shape, dtype)
 
     def _pieces(self, source: Source, block: Block, share: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Cut what a tensor contributes to a block; yields where a piece begins, and numbers of the tensor's rows.
+        """Yield (index of the piece's first row within the block's share, numbers of the tensor's rows) for each piece
+        of the rows that a tensor contributes to a block.
 
-        share: rows that it contributes, those of padding included.
+        share: number of rows that it contributes to a block, padding included; padding is not yielded.
         """
         begin = block.part * share
         count = min(share, source.rows * source.repeat - begin)
@@ -129,12 +133,14 @@ class Assembly:
             yield first, source_row(source, np.arange(begin + first, begin + min(first + step, count)))
 
     def _write(self, parts: list[_Part], expert: int, first: int, rows: np.ndarray) -> None:
-        """Copy rows to the parts of a block, from its row `first` on. expert: number of the block's expert."""
+        """Copy `rows` into the buffers of a block's parts, from index `first` of the joined axis on, transposed if the
+        declaration is. expert: index of the expert within the block.
+        """
         decl = self._param.decl
         for part in parts:
             target = part.buffer if decl.num_experts is None else part.buffer[expert]
             own = rows[:, part.columns] if rows.ndim > 1 else rows
-            if decl.transposed:  # by XLA, which turns a matrix in blocks, and NumPy element by element
+            if decl.transposed:  # by XLA, which transposes a matrix in blocks; NumPy does it element by element
                 turned = jax.device_put(own.swapaxes(-1, -2), jax.local_devices(backend="cpu")[0])
                 target[..., first : first + len(rows)] = np.asarray(turned)
             else:
@@ -142,7 +148,7 @@ class Assembly:
 
 
 def is_plain(source: Source) -> bool:
-    """Whether each row of the weight is one row of a tensor, independent of other rows: not so of codes, scales and the
-    like of a storage format.
+    """Whether each row of the weight is one row of a tensor, independent of other rows: False for tensors that are
+    derived from a storage format, such as codes and scales.
     """
     return source.name.rpartition(".")[2] not in _OF_FORMATS

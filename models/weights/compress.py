@@ -42,12 +42,12 @@ def compress(
 
     Args:
       model: abstract, of all stages, with one of jaxengine.models.quantization.registry.ROUNDED.
-      progress: called for each tensor with (tensors done, tensors in total, name).
+      progress: called before each tensor with (tensors done, tensors in total, its name), and at the end.
 
-    Returns the quantization_config, and the error of each kind of matrix: root of mean squares, relative to the matrix.
-
-    Raises ModelFileError for a checkpoint that does not fit the model, that stores experts in one tensor, or whose
-    matrices hold numbers that are not finite, and where nothing can be written.
+    Returns the quantization_config, and the error of each kind of matrix: the root of the mean squared error relative
+    to the matrix's own root mean square. Raises ModelFileError for a checkpoint that does not fit the model, that
+    stores experts in one tensor, that has no matrix to round, or whose matrices have numbers that are not finite, and
+    if writing fails.
     """
     renamed = RenamedSource(checkpoint, model.checkpoint_names)
     stacked = model.config.experts is not None and model.checkpoint_names.stacked_experts is not None
@@ -85,8 +85,8 @@ def compress(
 
 
 def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
-    """Make the quantization_config of matrices rounded by `_rounded`: pack-quantized integers or float-quantized e4m3,
-    by group or by channel. ignored: names of modules that are not rounded.
+    """Return the quantization_config of matrices rounded by `_rounded`: pack-quantized integers or float-quantized
+    e4m3, by group or by channel. ignored: names of modules that are not rounded.
     """
     weights: dict[str, Any] = {"dynamic": False, "symmetric": not rounded.has_zeros}
     if rounded.group is None:
@@ -108,10 +108,11 @@ def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
 
 
 def _ignored(matrices: set[str], rounded: set[str]) -> list[str]:
-    """List the entries of `ignore` for matrices, by their modules' names, of which some are rounded.
+    """Return the entries of `ignore`, sorted, given the module names of all matrices and of those that are rounded.
 
     Other engines may have longer names for the modules of a model's parts than its checkpoint: a part without a rounded
-    matrix, a tower or a projector, is also listed as such. A tied head has no tensor, but is a linear layer to them.
+    matrix, such as a tower or a projector, is also listed as a pattern. A tied head has no tensor, but is a linear
+    layer to them.
     """
     taken = {part for name in rounded for part in _beginnings(name)}
     ignored = {"lm_head"} | matrices - rounded
@@ -125,12 +126,14 @@ def _ignored(matrices: set[str], rounded: set[str]) -> list[str]:
 
 
 def _beginnings(name: str) -> list[str]:
-    """List the dotted prefixes of a name: of "a.b.c" they are "a", "a.b", "a.b.c"."""
+    """Return the dotted prefixes of a name, shortest first: for "a.b.c", "a", "a.b" and "a.b.c"."""
     return list(accumulate(name.split("."), lambda start, part: f"{start}.{part}"))
 
 
 def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarray], float, float]:
-    """Round a module; return its tensors by suffix, and the sums of squares of the rounding error and of the matrix.
+    """Return the tensors of a rounded module by suffix, and the sums of squares of the rounding error and of the
+    matrix.
+
     Raises ModelFileError for numbers that are not finite.
     """
     rows, size = slice(0, module.shape[0]), module.shape[1]
@@ -153,8 +156,11 @@ def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarr
 
 
 def packed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Pack values [n, size] of 0 to 2**bits - 1 into int32 words [n, ceil(size * bits / 32)], the first in the lowest
-    bits. bits: a divisor of 32; a last word that is not full ends with zeros."""
+    """Return values [n, size], each from 0 to 2**bits - 1, packed into int32 words [n, ceil(size * bits / 32)], the
+    first in the lowest bits.
+
+    bits: a divisor of 32. A last word that is not full ends with zeros.
+    """
     per_word = 32 // bits
     values = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
@@ -163,9 +169,9 @@ def packed(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write one file, or several of at most MAX_FILE_BYTES (or one tensor) and their index.
+    """Write `tensors` to one file, or to several of at most MAX_FILE_BYTES (or one tensor) and their index.
 
-    Raises ModelFileError where that fails; files begun stay.
+    Raises ModelFileError if that fails; files that were begun remain.
     """
     written: list[tuple[Path, list[str]]] = []
     held: dict[str, np.ndarray] = {}

@@ -33,10 +33,10 @@ _BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # moments
 def dummy_params(
     model_abstract: CausalLM, *, seed: int = 0, mesh: Mesh | None = None, progress: Progress | None = None
 ) -> nnx.State:
-    """Make the state of `model_abstract` from random weights; mesh and progress as for load.load_params: None for the
-    default device, and for no report after each weight.
+    """Return the state of `model_abstract` with random weights that depend on `seed`.
 
-    Raises ValueError for a mesh that does not split a weight evenly.
+    mesh: the mesh to split them over; None for the default device. progress: called after each weight with (bytes done,
+    bytes in total, its name); None for no reports. Raises ValueError for a mesh that does not split a weight evenly.
     """
     params = list(declared_params(model_abstract))
     total = sum(param.num_bytes for param in params)
@@ -54,7 +54,7 @@ def dummy_params(
 
 
 def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
-    """Return one hash for each tensor, u32[experts, sources]."""
+    """Return a hash of the seed and the name of each tensor of a weight, u32[experts, sources]."""
     experts = range(param.decl.num_experts or 1)
     names = [[f"{seed}/{tensor_name(source, expert)}" for source in param.decl.sources] for expert in experts]
     return np.array([[zlib.crc32(name.encode()) for name in row] for row in names], np.uint32)
@@ -62,8 +62,8 @@ def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
 
 @cache
 def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
-    """Return the jitted function from tensor keys to a weight of this declaration, split over the mesh; one for equal
-    arguments. parts: number of parts of each axis.
+    """Return the jitted function that maps tensor keys to a weight of this declaration, split over the mesh; results
+    are cached for equal arguments. parts: number of parts of each axis.
     """
     fill = partial(_fill, shape=shape, dtype=dtype, decl=decl, parts=parts)
     if mesh is None:
@@ -74,9 +74,10 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
 
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
-    """Compute this device's part of a weight from `_tensor_keys`: u32[experts, sources] -> [shape / parts].
+    """Return this device's part of a weight, computed from `_tensor_keys`, u32[experts, sources], in its shape [shape /
+    parts].
 
-    parts: number of parts of each axis, over the mesh of the shard_map around it.
+    parts: number of parts of each axis, over the mesh of the enclosing shard_map.
     """
     here = [lax.axis_index(RULES[str(name)]) if count > 1 else 0 for name, count in zip(decl.axes, parts, strict=True)]
     sizes = [size // count for size, count in zip(shape, parts, strict=True)]
@@ -98,13 +99,14 @@ def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDec
 
 
 def _numbers(part: Any, size: int) -> jax.Array:
-    """Return the indices of this part's elements: u32[size]."""
+    """Return the indices u32[size] of the elements of part number `part`, whose parts have `size` elements each."""
     return jnp.uint32(part) * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32)
 
 
 def _drawn(bits: jax.Array, decl: ParamDecl) -> jax.Array:
-    """Map bits u32[...] to f32[...], constant or nearly normal: a sum of four random bytes is the same on every
-    platform."""
+    """Return f32[...] for random bits u32[...]: the constant init_value if init_std is None, otherwise nearly normal
+    numbers with that deviation. A sum of four random bytes is the same on every platform.
+    """
     if (std := decl.init_std) is None:
         return jnp.full(bits.shape, decl.init_value, jnp.float32)
     total = (bits & 0xFF) + (bits >> 8 & 0xFF) + (bits >> 16 & 0xFF) + (bits >> 24)
@@ -112,7 +114,7 @@ def _drawn(bits: jax.Array, decl: ParamDecl) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """Hash 32 bits (the finaliser of MurmurHash3, Appleby 2011)."""
+    """Return a hash of each of 32-bit numbers x (the finaliser of MurmurHash3, Appleby 2011)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -19,17 +19,18 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """Pieces of memory, filled from their beginning. Each lives as long as an array in it; an unused one takes no
-    memory."""
+    """Allocator of host memory in pieces that are filled from their beginning. A piece is released when no array is in
+    it any more; an unused one takes no memory.
+    """
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Allocate an array of zeros in huge pages: row-major, and aligned so that XLA uses it without a copy.
+        """Return a new array of zeros in huge pages, row-major, and aligned so that XLA uses it without a copy.
 
-        Takes it from the current piece or, if that is too full, maps another of 64 MiB or more. Raises OSError where no
-        memory is left.
+        It is in the current piece or, if that is too full, in a new one of 64 MiB or more. Raises OSError if no memory
+        is left.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -39,7 +40,9 @@ class HugePages:
         return free[:num_bytes].view(dtype).reshape(shape)
 
     def copy(self, array: np.ndarray) -> np.ndarray:
-        """Copy an array of any shape, order and dtype to huge pages, as `zeros` gives them, with its errors."""
+        """Return a copy of an array of any shape, order and dtype in huge pages, allocated by `zeros`. Raises OSError
+        if no memory is left.
+        """
         placed = self.zeros(array.shape, array.dtype)
         if array.flags.c_contiguous or not array.size:
             placed[...] = array
@@ -52,7 +55,9 @@ class HugePages:
 
 
 def _piece(size: int) -> np.ndarray:
-    """Map so many bytes of memory, zeros, in huge pages where there are any. Raises OSError where no memory is left."""
+    """Return `size` bytes of new memory, zeros, in huge pages if the kernel has them. Raises OSError if no memory is
+    left.
+    """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

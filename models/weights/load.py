@@ -58,7 +58,7 @@ IGNORABLE_SUFFIXES = (
 ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-_NOT_ROTATED = 1e30  # a factor of rope by which llama.cpp keeps a pair as it is
+_NOT_ROTATED = 1e30  # a factor of rope with which llama.cpp leaves a pair unrotated
 
 Progress = Callable[[int, int, str], None]
 
@@ -73,23 +73,22 @@ def load_params(
     loaded: Mapping[tuple[Any, ...], jax.Array] = MappingProxyType({}),
     chunk_bytes: int | None = None,
 ) -> nnx.State:
-    """Load the weights of `source` into the state of `model_abstract`.
+    """Return the state of `model_abstract` with the weights of `source`.
 
     Args:
       model_abstract: from jaxengine.models.registry.build_model.
       source: an open checkpoint; it stays open.
       mesh: weights are split over it by their logical axes; None leaves them on the default device.
-      progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
-        weight on all devices.
-      partial: the source may lack tensors. Weights none of whose tensors are there are left out of the state.
-      loaded: weights by path that are loaded already. Only names and shapes of their tensors are looked at.
-      chunk_bytes: of tensors that are in host memory at a time, beside weights; None for a device's part of one.
+      progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of
+        the weight on all devices.
+      partial: whether the source may lack tensors. Weights none of whose tensors exist are left out of the state.
+      loaded: weights by path that are loaded already. Only names and shapes of their tensors are checked.
+      chunk_bytes: bytes of tensors that are in host memory at a time, in addition to weights; None for a device's
+        part of one.
 
-    Each weight has a dtype of its own. Floating-point weights are converted from the checkpoint's dtype; other ones
-    must be stored in theirs.
-
-    Raises ModelFileError when a tensor is missing, has another shape than the model, is not used by the model, or holds
-    numbers of the wrong kind; its `others` are all further tensors with such a fault, as far as names and shapes tell.
+    Each weight has its own dtype. Floating-point weights are converted from the checkpoint's dtype; others must be
+    stored in theirs. Raises ModelFileError if a tensor is missing, has another shape than the model, is not used by the
+    model, or has numbers of the wrong kind; its `others` are all further tensors with faults of names and shapes.
     Raises ValueError for a mesh that does not split a weight evenly, and for a model that reads some rows of a tensor
     twice or not at all.
     """
@@ -113,10 +112,11 @@ def load_params(
 
 
 def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool = False) -> tuple[WeightSource, bool]:
-    """Check a checkpoint's names and shapes, as `load_params` does and with its errors; no large weight is read.
-    partial: as of load_params.
+    """Check a checkpoint's names and shapes, without reading a large weight. Returns a view of it with the tensors that
+    the model declares, and whether a tied head is stored, too.
 
-    Returns a view of it with the tensors that the model declares, and whether a tied head is stored too.
+    partial: whether the checkpoint may lack weights. Raises ModelFileError, whose `others` are all further faults of
+    names and shapes, and ValueError for a model that reads some rows of a tensor twice or not at all.
     """
     whole = _whole(model_abstract)
     held = _of_model(model_abstract, source)
@@ -125,11 +125,11 @@ def check_source(model_abstract: CausalLM, source: WeightSource, partial: bool =
 
 
 def check_headers(model_abstract: CausalLM, source: WeightSource, *, kinds: bool) -> None:
-    """Check what headers tell of a checkpoint: names, shapes and, with `kinds`, kinds of numbers of tensors that are
-    used as they are. Nothing of a weight is read.
+    """Check a checkpoint's headers: names, shapes and, with `kinds`, the dtypes of tensors that are used as stored. No
+    weight is read.
 
-    kinds: False for a source that converts what it stores. Raises ModelFileError as `load_params` would; its `others`
-    are all further faults of names and shapes, or of kinds.
+    kinds: False for a source that converts what it stores. Raises ModelFileError in the cases of `load_params`; its
+    `others` are all further faults of names and shapes, or of dtypes.
     """
     check_source(model_abstract, source)
     if not kinds:
@@ -148,11 +148,11 @@ def check_headers(model_abstract: CausalLM, source: WeightSource, *, kinds: bool
 def load_group(
     model_abstract: CausalLM, params: Sequence[DeclaredParam], source: WeightSource, mesh: Mesh | None
 ) -> dict[tuple[Any, ...], jax.Array]:
-    """Load some weights of a model; return them by path.
+    """Return the weights `params` of a model by path, loaded from `source`.
 
     source: has all tensors of these weights; its other tensors are ignored. mesh: None for the default device. Raises
-    ModelFileError for a tensor of a wrong shape or kind. The caller does what `check_source` does for the entire
-    checkpoint.
+    ModelFileError for a tensor of a wrong shape or dtype. Whether the entire checkpoint fits the model (`check_source`)
+    is not checked here.
     """
     held = QuantizedSource(_of_model(model_abstract, source), params, model_abstract.build.scheme)
     for param in params:
@@ -163,17 +163,18 @@ def load_group(
 
 
 def begin_assembly(param: DeclaredParam, mesh: Mesh | None, chunk_bytes: int) -> Assembly:
-    """Begin a weight to which tensors are added as they come. chunk_bytes: most bytes of a copy in host memory. mesh:
-    None for the default device. Raises ValueError for one that does not split the weight evenly.
+    """Return an Assembly of a weight, to which tensors can be added in any order. chunk_bytes: the most bytes of a copy
+    in host memory. mesh: None for the default device. Raises ValueError for a mesh that does not split the weight
+    evenly.
     """
     return Assembly(param, mesh, _memory(mesh), chunk_bytes)
 
 
 def add_tensors(model: CausalLM, param: DeclaredParam, assembly: Assembly, source: WeightSource) -> None:
-    """Add to a weight, assembled from tensors stored as they are, those of its tensors that a source has. A tensor of
-    the source may stand for several of the model's.
+    """Copy those tensors of a weight that `source` has into its `assembly`. A tensor of the source may represent
+    several of the model's.
 
-    Raises ModelFileError for a tensor of a wrong shape or kind.
+    Raises ModelFileError for a tensor of a wrong shape or dtype.
     """
     held = _of_model(model, source)
     names = {*held.names()}
@@ -184,14 +185,14 @@ def add_tensors(model: CausalLM, param: DeclaredParam, assembly: Assembly, sourc
 
 
 def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> None:
-    """Raise ModelFileError unless a tensor has the expected shape."""
+    """Raise ModelFileError unless the tensor `name` has the expected shape."""
     if (shape := tuple(source.shape(name))) != expected:
         raise ModelFileError(source.path, f"shape must be {expected}, got {shape}", name)
 
 
 def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
-    """Return a checkpoint under the model's names, with a tensor for each expert. Raises ModelFileError for tensors
-    that get one name, constants of another value, and stacks of experts or adapters that do not fit.
+    """Return a view of a checkpoint under the model's names, with a tensor for each expert. Raises ModelFileError for
+    two tensors with one name, constants of another value, and stacks of experts or adapters that do not fit.
     """
     encoder, names = model.config.encoder, model.checkpoint_names
     source = RenamedSource(source if encoder is None else AdaptedSource(source, encoder.adaptation), names)
@@ -207,7 +208,7 @@ def _of_model(model: CausalLM, source: WeightSource) -> WeightSource:
 
 
 def _memory(mesh: Mesh | None) -> HugePages | None:
-    """Return the memory for weights of CPUs; None for devices with memory of their own."""
+    """Return a new allocator for weights of CPUs; None for devices with memory of their own."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return HugePages() if device.platform == "cpu" else None
 
@@ -217,9 +218,11 @@ class _Loader:
     """Loader of one checkpoint onto one mesh.
 
     Attributes:
-      tied_copy: the head is stored too and must equal the embedding.
+      source: the checkpoint, under the model's names.
+      mesh: the mesh of the weights; None for the default device.
+      tied_copy: whether the head is stored, too, and must equal the embedding.
       memory: memory for weights of CPUs; None for devices with memory of their own.
-      chunk_bytes: as of `load_params`.
+      chunk_bytes: bytes of tensors in host memory at a time; None for a device's part of one.
     """
 
     source: WeightSource
@@ -229,7 +232,9 @@ class _Loader:
     chunk_bytes: int | None = None
 
     def load(self, param: DeclaredParam) -> jax.Array:
-        """Load a weight onto its devices, and wait for it. Raises ModelFileError as `read_rows` does."""
+        """Return a weight on its devices, after its transfers are complete. Raises ModelFileError if a tensor cannot be
+        read or does not fit.
+        """
         if self.chunk_bytes is not None:
             assembly = Assembly(param, self.mesh, self.memory, self.chunk_bytes)
             assembly.add(self.read_rows)
@@ -250,12 +255,14 @@ class _Loader:
         return jax.make_array_from_single_device_arrays(param.shape, sharding, arrays, dtype=param.dtype)
 
     def _placed(self, array: np.ndarray) -> np.ndarray:
-        """Copy an array to where a CPU's weight stays; nothing is copied for other devices."""
+        """Return a copy of an array in the memory where a CPU's weight stays; the array itself for other devices."""
         return array if self.memory is None else self.memory.copy(array)
 
     def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
-        """Read a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer axes.
-        Rows of padding are zeros. Raises ModelFileError as `read_rows` does.
+        """Return a block in the checkpoint's orientation and the weight's dtype: [experts, rows, columns], or fewer
+        axes.
+
+        Rows of padding are zeros. Raises ModelFileError if a tensor cannot be read or does not fit.
         """
         decl, only = param.decl, param.decl.sources[0]
         parts = num_parts(param, self.mesh)[decl.joined_axis]
@@ -278,11 +285,11 @@ class _Loader:
         return joined if decl.num_experts is not None else joined[0]
 
     def read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...], dtype: Any) -> np.ndarray:
-        """Read rows by number, of a kind that can be converted to `dtype`.
+        """Return rows of a tensor by number, in its own dtype, which must be convertible to `dtype`.
 
-        The numbers are of neighbouring rows, possibly out of order and repeated. columns: a slice of the tensor's
-        second axis, () if it has none. Raises ModelFileError for another kind or shape, for integers that `dtype` does
-        not have, and for a tied head that differs.
+        rows: numbers of neighbouring rows, possibly out of order and repeated. columns: a slice of the tensor's second
+        axis, () if it has none. Raises ModelFileError for another dtype or shape, for integers that do not fit 32 bits,
+        and for a tied head that differs from the embedding.
         """
         first, last = int(rows.min()), int(rows.max()) + 1
         index = (slice(first, last), *columns)
@@ -299,8 +306,8 @@ class _Loader:
 
 
 def _kind_fault(dtype: Any, stored: Any) -> str:
-    """Return why numbers of a stored dtype cannot be a weight's, "" if they can: floating-point numbers of any dtype
-    for such a weight, i64 for i32, else the weight's own dtype.
+    """Return why numbers of dtype `stored` cannot be those of a weight of `dtype`, "" if they can: floating-point
+    numbers of any dtype for a floating-point weight, i64 for i32, otherwise the weight's own dtype.
     """
     floating = jnp.issubdtype(dtype, jnp.floating)
     if stored == dtype or (floating and jnp.issubdtype(stored, jnp.floating)):
@@ -311,30 +318,32 @@ def _kind_fault(dtype: Any, stored: Any) -> str:
 
 
 def _lengths(spans: tuple[slice, ...]) -> tuple[int, ...]:
-    """Return the numbers of elements of slices that have a start and a stop."""
+    """Return the number of elements of each slice; slices must have a start and a stop."""
     return tuple(span.stop - span.start for span in spans)
 
 
 def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarray:
-    """Slice a device's part of a block, which already has the weight's orientation."""
+    """Return the slice `columns` of a block, which already has the weight's orientation, along its column axis; the
+    whole block if it has none.
+    """
     axis = column_axis(param.decl)
     return host if axis is None else host[tuple(columns if each == axis else WHOLE for each in range(host.ndim))]
 
 
 def _whole(model: CausalLM) -> CausalLM:
-    """Build the full model, abstract, of which this is a stage; the model itself if it has all layers."""
+    """Return the full abstract model to which the stage `model` belongs; `model` itself if it has all layers."""
     if len(model.stage.layers) == model.config.num_layers:
         return model
     return build_abstract(type(model), model.config, replace(model.build, stage=None))
 
 
 def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -> bool:
-    """Check that every tensor the full model needs is present with its shape, and every present tensor is needed.
+    """Check that every tensor which the full model needs is present with its shape, and that every present tensor is
+    needed.
 
-    partial: weights none of whose tensors are present are not needed. Raises ModelFileError, with all faults.
-
-    Returns whether a tied checkpoint stores the embedding a second time as the output head. Some do; their equality is
-    checked when the embedding is read.
+    partial: weights none of whose tensors are present are not needed. Returns whether a tied checkpoint stores the
+    embedding a second time as the output head, which some do; their equality is checked when the embedding is read.
+    Raises ModelFileError with all faults.
     """
     present, tied_copy, rope_factors, faults = set(source.names()), False, [], []
     known = _needed_tensors(model)
@@ -356,7 +365,7 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
                 faults.append((HEAD, f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"))
             tied_copy = True
         elif 0 in source.shape(name):
-            continue  # transformers writes an MLP of no shared experts so
+            continue  # transformers writes the MLP of zero shared experts with an empty axis
         elif not is_unread(model, name) and not _is_zero_bias(source, name):
             faults.append((name, "the model has no use for this tensor"))
     if faults:
@@ -368,9 +377,10 @@ def _check_names(model: CausalLM, source: WeightSource, partial: bool = False) -
 
 
 def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tuple[str, ...]:
-    """Return beginnings of the names of tensors of towers that are not read: what the served ones leave unused, the
-    tower of sounds if none of them hears, and the tower of images if none of them is one. towers: those of the model as
-    served.
+    """Return beginnings of the names of the towers' tensors that are not read: tensors that the served towers leave
+    unused, the tower of sounds if no served one hears, and the tower of images if none is served.
+
+    towers: those of the model as it is served.
     """
     unread = [beginning for tower in towers for beginning in tower.unused]
     if not any(tower.hears for tower in towers):
@@ -381,10 +391,11 @@ def unread_towers(names: CheckpointNames, towers: Sequence[TowerConfig]) -> tupl
 
 
 def is_unread(model: CausalLM, name: str) -> bool:
-    """Whether checkpoints of the model may have a tensor of this name that it ignores: of a part that is not served, of
-    a tower, a head, next-token or other further layers, of keys and values that a layer takes from another one, of
-    experts without weights, for which transformers writes some, a scale of cached keys and values, or one of
-    IGNORABLE_SUFFIXES.
+    """Whether checkpoints of the model may have a tensor of this name that is ignored.
+
+    These are tensors of a tower that is not served, of heads, of next-token or other further layers, of keys and values
+    that a layer takes from another one, of experts without weights, for which transformers writes some, scales of
+    cached keys and values, and IGNORABLE_SUFFIXES.
     """
     config = model.config
     towers = unread_towers(model.checkpoint_names, config.towers)
@@ -404,21 +415,20 @@ def is_unread(model: CausalLM, name: str) -> bool:
 
 
 def _tensors_of(param: DeclaredParam) -> set[str]:
-    """Collect the names of the tensors that a weight is made of."""
+    """Return the names of the tensors that a weight is made of."""
     decl = param.decl
     return {tensor_name(tensor, expert) for tensor in decl.sources for expert in range(decl.num_experts or 1)}
 
 
 def _begun(model: CausalLM, present: set[str]) -> list[str]:
-    """List all tensors of the weights for which at least one tensor is present."""
+    """Return the names, sorted, of all tensors of those weights for which at least one tensor is present."""
     tensors = [_tensors_of(param) for param in declared_params(model)]
     return sorted(set().union(*(each for each in tensors if not each.isdisjoint(present))))
 
 
 def _is_zero_bias(source: WeightSource, name: str) -> bool:
-    """Whether a tensor is one of the zero biases that AutoGPTQ writes for every module, even of models without biases.
-
-    Reads it. False for modules that are not quantised.
+    """Whether the tensor `name` is a bias of zeros, which AutoGPTQ writes for every module, even of models without
+    biases. Reads it. False for modules that are not quantised.
     """
     module, _, kind = name.rpartition(".")
     if kind != "bias" or not isinstance(source, QuantizedSource) or module not in source.modules:
@@ -428,9 +438,9 @@ def _is_zero_bias(source: WeightSource, name: str) -> bool:
 
 
 def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the needed tensors by name.
+    """Return the shapes of the tensors that the model needs, by name.
 
-    Several sources may read one tensor. Raises ValueError unless each of its rows is read once.
+    Several sources may read one tensor. Raises ValueError unless each of its rows is read exactly once.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
@@ -450,8 +460,8 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
-    """Return the factors, in float32, that GGUF files have for a rope; None if it is not scaled. A proportional rope
-    has 1 for pairs that turn and 1e30 for the others.
+    """Return the factors, rounded to float32, that GGUF files have for a rope; None if it is not scaled. A proportional
+    rope has 1 for pairs that are rotated and 1e30 for the others.
     """
     if rope.scaling is None:
         return None
@@ -463,7 +473,7 @@ def _rope_factors_of(rope: Rope) -> tuple[float, ...] | None:
 
 def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
     """Raise ModelFileError unless the scaling of each of the model's ropes equals one of the tensors `names` of
-    `source`, in which GGUF files store it. Of a model with proportional rope only that is compared.
+    `source`, in which GGUF files store it. If the model has a proportional rope, only that is compared.
     """
     stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
     ropes = {attention.rope for attention in model.config.attention if attention.rope is not None}

@@ -15,13 +15,13 @@ from jaxengine.models.weights.huge_pages import HugePages
 
 
 def on_device(array: Any) -> jax.Array:
-    """Return a jax array as it is, and a copy of anything else on the default device."""
+    """Return a jax array unchanged, and a copy on the default device of any other array."""
     return array if isinstance(array, jax.Array) else jax.device_put(np.array(array))
 
 
 def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
-    """Whether this process's part of an array has only finite numbers; integers are. chunk_bytes: size of copies in
-    host memory at a time, None for a whole piece.
+    """Whether this process's part of an array has only finite numbers; True for integers. chunk_bytes: bytes that are
+    copied to host memory at a time; None for a whole piece.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
@@ -30,8 +30,8 @@ def is_finite(array: jax.Array, chunk_bytes: int | None = None) -> bool:
 
 
 def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 1) -> Iterator[Any]:
-    """Yield slices of an array's first axis with at most chunk_bytes of results, or one row each; one whole slice (...)
-    for None. number_bytes: of an element.
+    """Yield slices of the first axis of an array of this shape, with at most `chunk_bytes` each, or one row; one `...`
+    for the whole array if that is None. number_bytes: bytes of an element.
     """
     if chunk_bytes is None or not shape:
         yield ...
@@ -42,10 +42,11 @@ def _bands(shape: tuple[int, ...], chunk_bytes: int | None, number_bytes: int = 
 
 
 def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Array:
-    """Copy `array` to the sharding and layout of `old`, which has its shape and dtype; waits for it.
+    """Return a copy of `array` with the sharding and layout of `old`, which has its shape and dtype, after the
+    transfers are complete.
 
-    One device's part at a time goes through host memory: no program is compiled. chunk_bytes: size of further copies in
-    host memory at a time, None for one of the part.
+    One device's part at a time goes through host memory: no program is compiled. chunk_bytes: bytes of further copies
+    in host memory at a time; None for the whole part.
     """
     parts, memory = [], HugePages() if next(iter(old.sharding.device_set)).platform == "cpu" else None
     for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
@@ -62,7 +63,7 @@ def moved(array: jax.Array, old: Any, chunk_bytes: int | None = None) -> jax.Arr
 def _within(index: tuple[slice, ...], band: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the slices of an array of this shape that select a band of one device's part.
 
-    index: slices of the part. band: of `_bands`, counted from the part's first row.
+    index: slices of the part. band: a result of `_bands`, counted from the part's first row.
     """
     if band is ...:
         return index

@@ -25,10 +25,10 @@ _PROJECTION = ("linear.weight", "model.linear.weight")
 def with_own_files(
     folder: Path, weights: WeightSource, names: CheckpointNames, pooler: Pooler, *, partial: bool = False
 ) -> WeightSource:
-    """Return a folder's weights under the names of its family, `names`, with those of Dense modules, which are files of
-    their own.
+    """Return a view of a folder's weights under the names of its family, `names`, together with those of Dense modules
+    and of heads for tokens, which are in files of their own.
 
-    partial: files that are not there are left out. Raises ModelFileError for one that is missing, invalid or outside of
+    partial: whether missing files are left out. Raises ModelFileError for a file that is missing, invalid or outside
     the folder.
     """
     stored, weights, found = weights, with_prefix(weights, names), {}
@@ -47,8 +47,8 @@ def with_own_files(
 
 
 def _file_of(folder: Path, name: str) -> WeightSource | None:
-    """Open the file of a module's weight and bias, .safetensors or torch's; None if there is none. Raises
-    ModelFileError for an invalid one, and a link out of the folder.
+    """Return the opened file of a module's weight and bias, .safetensors or torch's .pt; None if there is none. Raises
+    ModelFileError for an invalid file, and a link out of the folder.
     """
     if (folder / f"{name}.safetensors").exists():
         return SafetensorsCheckpoint(inside(folder, f"{name}.safetensors"))
@@ -56,7 +56,7 @@ def _file_of(folder: Path, name: str) -> WeightSource | None:
 
 
 class _Linear(WrappedSource):
-    """WeightSource of ColBERT's projection, which is `linear.weight` of the checkpoint."""
+    """WeightSource of ColBERT's projection alone, under the name `weight`."""
 
     def names(self) -> Iterable[str]:
         return ("weight",)
@@ -69,15 +69,15 @@ class _Linear(WrappedSource):
 
     @property
     def _stored(self) -> str:
-        """Return the name that the checkpoint has for it."""
+        """The checkpoint's name of the projection, one of _PROJECTION."""
         return next(name for name in _PROJECTION if name in self._source.names())
 
 
 def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
-    """Return a function from a tensor's name in a checkpoint of a pooling model, which may lack the common prefix, to
-    its name with the prefix.
+    """Return a function that maps a tensor's name in a checkpoint of a pooling model, which may lack the common prefix,
+    to its name with the prefix.
 
-    stages: of the model. Unlike `with_prefix` it needs no other tensor's name.
+    stages: the stages of the model. Unlike `with_prefix`, the function needs no other tensor's name.
     """
     first = stages[0]
     names = first.checkpoint_names
@@ -89,6 +89,9 @@ def naming(stages: Sequence[CausalLM]) -> Callable[[str], str]:
     projects = pooler is not None and any(not each.folder for each in pooler.dense)
 
     def named(name: str) -> str:
+        """Return the name of the checkpoint's tensor `name` with the common prefix; ColBERT's projection is named as a
+        Dense module.
+        """
         if projects and name in _PROJECTION:
             return f"{DENSE}.0.linear.weight"
         own = names.renamed(name)

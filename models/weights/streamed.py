@@ -55,24 +55,24 @@ def load_streamed(
     donate: bool = False,
     chunk_bytes: int | None = None,
 ) -> list[nnx.State]:
-    """Load the weights of all stages of a model from tensors in any order; returns each stage's state.
+    """Load the weights of all stages of a model from tensors in any order; return each stage's state.
 
     Args:
       stages: abstract models, each with the mesh that its weights are split over.
       tensors: name and array (numpy or jax, of any sharding) of each tensor of a Hugging Face checkpoint.
-      partial: as of `load_params`.
-      donate: jax arrays are deleted as soon as they have been loaded, also where a later one is at fault.
-      chunk_bytes: of copies of a tensor that are in host memory at a time, as of `load_params`. None holds tensors
-        until their weight is whole.
+      partial: whether tensors may be missing; weights none of whose tensors come are left out of the states.
+      donate: whether jax arrays are deleted as soon as they have been loaded, also if a later one is at fault.
+      chunk_bytes: bytes of copies of a tensor that are in host memory at a time. None holds tensors until their
+        weight is complete.
 
-    Raises ModelFileError as `load_params`, and for a tensor that comes twice, is no array or holds numbers that are
-    not finite. Its `others` are all further tensors whose names or shapes are at fault, and no more than one of the
-    last kind.
+    Raises ModelFileError in the cases of `load_params`, and for a tensor that comes twice, is not an array or has
+    numbers that are not finite. Its `others` are all further tensors whose names or shapes are at fault, and no more
+    than one of the last kind.
     """
     stream = _Stream(stages, partial, donate, chunk_bytes)
     for name, array in tensors:
         stream.add(name, array)
-        del array  # else it would be there while the next one is made
+        del array  # otherwise it would stay in memory while the next one is created
     return stream.finish()
 
 
@@ -81,9 +81,9 @@ class _Group:
     """Weights that are loaded together.
 
     Attributes:
-      params: the weights, with the index of each one's stage.
-      missing: tensors that are still to come, under the model's names and with one for each expert.
-      held: arrays that have come, by the checkpoint's names.
+      params: (index of its stage, weight) of each weight.
+      missing: tensors that have not come yet, under the model's names and with one for each expert.
+      held: arrays that have come and are not loaded yet, by the checkpoint's names.
       begun: weights to which tensors are added as they come, by stage and path.
     """
 
@@ -94,25 +94,25 @@ class _Group:
 
 
 class _Stream:
-    """Loader state of tensors that come one after the other.
+    """State of loading tensors that come one after the other.
 
     Attributes:
-      faults: what is wrong with tensors, by name.
+      faults: descriptions of faults, by the tensor's name.
     """
 
     def __init__(self, stages: Sequence[Stage], partial: bool, donate: bool, chunk_bytes: int | None):
         self._stages, self._partial, self._donate, self._chunk_bytes = stages, partial, donate, chunk_bytes
         self._names = stages[0][0].checkpoint_names
         self._groups = _groups(stages, wait=chunk_bytes is None)
-        # Of an embedding that is the head too and of a head that is stored beside it, instead of their numbers.
+        # Digests of an embedding that is also the head, and of a head that is stored in addition, for comparison.
         self._digests: dict[str, bytes] = {}
         self._given: dict[str, Any] = {}
         self._loaded: list[dict[tuple[Any, ...], jax.Array]] = [{} for _ in stages]
         self.faults: dict[str, str] = {}
 
     def add(self, name: str, array: Any) -> None:
-        """Take a tensor, and load the weights of which it is the last one. Errors, also of a name that comes twice or
-        of what is no array, are recorded for `finish`.
+        """Take a tensor, and load the weights that it completes. Errors, also of a name that comes twice and of an
+        object that is not an array, are recorded for `finish`.
         """
         if name in self._given:
             self.faults[name] = "is given twice"
@@ -123,9 +123,9 @@ class _Stream:
             self._sort(name, array)
 
     def finish(self) -> list[nnx.State]:
-        """Check all names and shapes, and load what is left: each stage's state.
+        """Check all names and shapes, load what is left, and return each stage's state.
 
-        Raises ModelFileError for what was or is wrong with any tensor.
+        Raises ModelFileError with all recorded faults and those of the check.
         """
         source = FiniteSource(ArraySource(self._given))
         try:
@@ -140,8 +140,8 @@ class _Stream:
         raise ModelFileError(PATH, text, name, others=others)
 
     def _rest(self, source: FiniteSource) -> list[nnx.State]:
-        """Load what is left, and release all tensors: each stage's state. Raises ModelFileError as `load_params` does,
-        and for a tied head that differs.
+        """Load what is left, release all tensors, and return each stage's state. Raises ModelFileError in the cases of
+        `load_params`, and for a tied head that differs from the embedding.
         """
         if len({*self._digests.values()}) > 1:
             raise ModelFileError(PATH, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
@@ -155,15 +155,15 @@ class _Stream:
         return states
 
     def _sort(self, stored: str, array: Any) -> None:
-        """Put a tensor, given by the checkpoint's name, into its group, and load what can be; release what nobody
-        needs. Faults are recorded, not raised.
+        """Add a tensor, named as in the checkpoint, to its group, and load the weights that can be loaded. A tensor
+        that no weight needs is released. Faults are recorded, not raised.
         """
         name = self._names.renamed(stored)
         tensors = _stands_for(name, self._groups)
         of_tied = self._chunk_bytes is not None and name in (EMBEDDING, HEAD) and HEAD not in self._groups
         if of_tied and self._stages[0][0].config.pooler is None:
             self._digests[name] = _digest(ArraySource({stored: array}), stored, self._chunk_bytes)
-        if not tensors:  # nobody's, or of those that wait for the end
+        if not tensors:  # of no weight, or of one that waits for the end
             if self._names.is_unused(stored) or is_unread(self._stages[0][0], name) or of_tied:
                 self._given[stored] = Taken(tuple(array.shape))
                 self._let_go({stored: array})
@@ -178,8 +178,9 @@ class _Stream:
             self._load(group, self._add if in_pieces else self._place)
 
     def _load(self, group: _Group, place: Callable[[_Group], None]) -> None:
-        """Load what a group holds by `place`, unless a fault is known already, and release it: the loader keeps the
-        shapes alone (Taken), and deletes donated arrays. Records a ModelFileError of `place` as faults.
+        """Load the tensors that a group holds by calling `place`, unless a fault is already recorded, and release them:
+        only their shapes remain (Taken), and donated arrays are deleted. A ModelFileError of `place` is recorded as
+        faults.
         """
         if not self.faults:
             try:
@@ -191,8 +192,8 @@ class _Stream:
         self._let_go(held)
 
     def _add(self, group: _Group) -> None:
-        """Add the tensors that a group holds to its weights; those that are whole then are loaded. Raises
-        ModelFileError as `add_tensors` does.
+        """Add the tensors that a group holds to the assemblies of its weights, and store the weights that are then
+        complete. Raises ModelFileError for a tensor of a wrong shape or dtype.
         """
         assert self._chunk_bytes is not None
         come = set().union(*(_stands_for(self._names.renamed(stored), self._groups) for stored in group.held))
@@ -209,8 +210,8 @@ class _Stream:
                 self._loaded[index][param.path] = group.begun.pop(key).finish()
 
     def _place(self, group: _Group) -> None:
-        """Load a group's weights, and wait for the arrays, so that their tensors can be released. Raises ModelFileError
-        as `load_group` does.
+        """Load and store a group's weights, and wait for their arrays, so that their tensors can be released. Raises
+        ModelFileError for a tensor of a wrong shape or dtype.
         """
         for index, (model, mesh) in enumerate(self._stages):
             own = [param for stage, param in group.params if stage == index]
@@ -219,7 +220,7 @@ class _Stream:
                 self._loaded[index] |= jax.block_until_ready(new)
 
     def _let_go(self, arrays: dict[str, Any]) -> None:
-        """Delete the jax arrays among these if they are donated."""
+        """Delete the jax arrays among `arrays` if they are donated; otherwise do nothing."""
         if self._donate:
             for array in arrays.values():
                 if isinstance(array, jax.Array) and not array.is_deleted():
@@ -227,10 +228,10 @@ class _Stream:
 
 
 def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
-    """Return the group of each tensor that can be loaded before all others are there, and of each layer's experts.
+    """Return the group of each tensor that can be loaded before all others have come.
 
-    Keys are tensors, and "LAYER.experts" if a tensor may come for all of them. wait: an embedding that is also the head
-    waits for a separate head tensor that may come.
+    Keys are tensors' names, and "LAYER.experts" if one tensor may have all experts of a layer. wait: whether an
+    embedding that is also the head is left out, because a separate head tensor may come.
     """
     groups: dict[str, _Group] = {}
     params = [(index, param) for index, (model, _) in enumerate(stages) for param in declared_params(model)]
@@ -254,7 +255,7 @@ def _groups(stages: Sequence[Stage], *, wait: bool) -> dict[str, _Group]:
 
 def _is_addable(group: _Group, names: CheckpointNames) -> bool:
     """Whether tensors can be added to a group's weights one by one: none is rounded or has a format of its own, and the
-    order of a tensor of all experts does not depend on another tensor.
+    orientation of a tensor of all experts does not depend on another tensor.
     """
     stacked = names.stacked_experts
     known = stacked is None or stacked.out_first is not None
@@ -266,8 +267,8 @@ def _is_addable(group: _Group, names: CheckpointNames) -> bool:
 
 
 def _digest(source: ArraySource, name: str, chunk_bytes: int | None) -> bytes:
-    """Return the SHA-256 of a matrix's shape and numbers, whatever their dtype, -0 being 0; rows of chunk_bytes, which
-    must be given, are read at a time.
+    """Return the SHA-256 of a matrix's shape and of its numbers as float32, with -0 as 0. Rows of at most chunk_bytes,
+    which must be given, are read at a time.
     """
     shape, digest = source.shape(name), hashlib.sha256()
     digest.update(repr(shape).encode())
@@ -279,8 +280,8 @@ def _digest(source: ArraySource, name: str, chunk_bytes: int | None) -> bytes:
 
 
 def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:
-    """Collect the tensors that a weight is read from; none where a format determines them. For matrices that are
-    rounded at load they are the plain ones.
+    """Return the names of the tensors that a weight is read from; an empty set if a storage format determines them. For
+    matrices that are rounded at load they are the plain tensors.
     """
     found = set[str]()
     for source in param.decl.sources:
@@ -294,14 +295,14 @@ def _tensors_of(param: DeclaredParam, model: CausalLM) -> set[str]:
 
 
 def _layer_of(name: str) -> str:
-    """Return the name of all experts of a layer ("LAYER.experts"), for a tensor of one of them; "" for others."""
+    """Return the name of all experts of a layer, "LAYER.experts", for a tensor of one of them; "" for other tensors."""
     layer, found, _ = name.rpartition(f"{_EXPERTS}.")
     return f"{layer}{_EXPERTS}" if found else ""
 
 
 def _stands_for(name: str, groups: dict[str, _Group]) -> set[str]:
-    """Return the tensors of a group that a tensor represents: itself, or those of all experts that it contains; none if
-    it is of no group.
+    """Return the tensors of a group that the tensor `name` represents: itself, or those of all experts that it
+    contains; an empty set if no group has it.
     """
     if name in groups:
         return {name} if not name.endswith(_EXPERTS) else set()

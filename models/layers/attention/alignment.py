@@ -21,11 +21,11 @@ from jaxengine.sharding.collectives import shard_index, sum_same_tokens
 
 
 class Span(NamedTuple):
-    """Part of a sequence and of its sound that is aligned.
+    """Part of a sequence, and of its sound, that is aligned.
 
     Attributes:
-      first, end: i32[], its tokens are those from `first` to `end` - 1.
-      positions: i32[], number of the sound's positions, counted from its begin.
+      first, end: i32[], the aligned tokens are those from `first` to `end` - 1.
+      positions: i32[], number of the sound's positions, counted from its start.
     """
 
     first: jax.Array
@@ -35,30 +35,36 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class NotedSounds(Sounds):
-    """Sounds that keeps the queries of cross-attention in the layers of `heads`; made and read within one trace.
+    """Section of sounds that also records the queries of cross-attention in the layers of `heads`. It is created and
+    read within one trace.
 
     Attributes:
-      heads: (layer, head) of the A alignment heads.
+      heads: (layer, head) of each of the A alignment heads.
     """
 
     heads: Sequence[tuple[int, int]]
     _queries: dict[int, jax.Array] = field(default_factory=dict)
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` with the step's sounds for its cross-attention, which records its queries if layer
+        number `layer` has alignment heads.
+        """
         copied: Any = super().tapped(layer, module)
         copied.cross.notes_queries = any(layer == own for own, _ in self.heads)
         return copied
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Store the queries in `notes`, those of layer number count - 1."""
         for _, queries in notes_of(notes, CrossQueries):
             self._queries[count - 1] = queries[...]
 
     def aligned(self, row: jax.Array, num_positions: int, num_layers: int, span: Span, width: int) -> jax.Array:
-        """Return f32[T, S]: the mean, over heads, of their smoothed weights. Only the `span` of it has a meaning.
+        """Return f32[T, S]: the mean over the alignment heads of their standardised, smoothed attention weights. Only
+        rows of tokens in `span` are meaningful.
 
-        row: i32[], of the pool. num_positions: S. num_layers: of the decoder. width: as of `smoothed`. The layers must
-        have been observed in this trace. Devices that split the heads add up their shares, so that each has the same
-        result.
+        row: i32[], the sound's row in the pool. num_positions: S. num_layers: the decoder's number of layers. width:
+        that of `smoothed`. The layers must have run within this trace, so that `observe` has recorded their queries.
+        Devices that split the heads add up their shares, so that all have the same result.
         """
         num_tokens, num_heads, head_dim = next(iter(self._queries.values())).shape
         # Devices that split the heads compute all, and add up their own.
@@ -69,6 +75,7 @@ class NotedSounds(Sounds):
         keys = [sound[layer, 0, :, numbers[index]] for index, (layer, _) in enumerate(self.heads)]
 
         def add(total: jax.Array, head: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            """Return (the sum over heads with this head's smoothed weights added if the device has the head, None)."""
             query, key, is_own = head
             scores = jnp.einsum("th,sh->ts", query, key, preferred_element_type=jnp.float32) * head_dim**-0.5
             found = smoothed(standardised(jax.nn.softmax(scores, axis=-1), span), span.positions, width)
@@ -81,8 +88,9 @@ class NotedSounds(Sounds):
 
 
 def standardised(weights: jax.Array, span: Span) -> jax.Array:
-    """Return weights f32[T, S] with mean 0 and standard deviation 1 over the tokens of the span, for each of the S
-    positions; 0 where they do not differ, and for tokens outside of the span.
+    """Return `weights` f32[T, S] shifted and scaled to mean 0 and standard deviation 1 over the tokens of `span`,
+    separately for each of the S positions. The result is 0 at positions where the weights do not differ, and for tokens
+    outside `span`.
     """
     token = jnp.arange(len(weights))[:, None]
     is_token, count = (span.first <= token) & (token < span.end), span.end - span.first
@@ -92,8 +100,10 @@ def standardised(weights: jax.Array, span: Span) -> jax.Array:
 
 
 def smoothed(weights: jax.Array, positions: jax.Array, width: int) -> jax.Array:
-    """Return the medians of `width` neighbouring positions of weights f32[T, S], mirrored at both ends of the first
-    `positions`; `weights` where these are not more than half of `width`.
+    """Return f32[T, S] in which each of the first `positions` entries of a row of `weights` f32[T, S] is replaced by
+    the median of the `width` entries (an odd number) around it; beyond both ends the row is mirrored.
+
+    Returns `weights` unchanged if `positions` is at most width // 2.
     """
     reach, num_positions = width // 2, weights.shape[1]
     at = jnp.abs(jnp.arange(-reach, num_positions + reach))

@@ -74,9 +74,9 @@ class LayerPages(NamedTuple):
     """Location of one layer's keys and values in the pool.
 
     Attributes:
-      ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the layer's
-        first page, padding slots are -1.
-      first_page: i32[], the pool's row of that page.
+      ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the
+        layer's first page, padding slots are -1.
+      first_page: i32[], the pool's row of the layer's first page.
       update_schedule: result of jaxengine.pallas_kernels.kv.update.kv_update_schedule.
     """
 
@@ -85,9 +85,8 @@ class LayerPages(NamedTuple):
     update_schedule: Any
 
     def in_pool(self, page_size: int) -> RaggedBatch:
-        """Return the batch with page ids and slots counted from the beginning of the pool.
-
-        page_size: in tokens. Padding slots stay -1.
+        """Return `ragged` with page ids and slots counted from the beginning of the pool, for pages of `page_size`
+        tokens. Padding slots stay -1.
         """
         slots = self.ragged.slot_mapping
         return self.ragged._replace(
@@ -97,25 +96,24 @@ class LayerPages(NamedTuple):
 
 
 def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """Return the number of kv heads on one device; a head is stored more than once if there are more devices than
-    heads.
+    """Return the number of key/value heads on one device, at least 1: with more devices than heads each head is stored
+    more than once.
 
-    For a mesh that does not divide the heads the result, and attention_spec's, is meaningless: the declarations of
-    weights reject such a mesh.
+    The result is meaningless for a mesh that does not divide the heads; the declarations of weights reject such a mesh.
     """
     return max(1, attention.num_kv_heads // mesh.model)
 
 
 def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
-    """Return the number of copies of each kv head on the devices that split the heads."""
+    """Return the number of copies of each key/value head over the devices that split the heads, at least 1."""
     return max(1, mesh.model // attention.num_kv_heads)
 
 
 def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
-    """Return the AttentionSpec of a layer on one device: its share of the heads, the layer's limits and scale
-    unchanged.
+    """Return the AttentionSpec of a layer on one device: with the device's share of the heads, and the layer's own
+    limits and scale.
 
-    Meaningless for a mesh that does not divide the heads, as `num_kv_heads`.
+    The result is meaningless for a mesh that does not divide the heads; the declarations of weights reject such a mesh.
     """
     return AttentionSpec(
         num_q_heads=max(1, attention.num_heads // mesh.model),
@@ -133,16 +131,18 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
 
 
 def gathered_bytes(attention: LayerAttention, mesh: MeshLayout, platform: str, num_seqs: int, page_size: int) -> int:
-    """Return the bytes of keys and values that attention copies out of the pages at a time for a layer's decodes; 0 for
-    platforms whose attention reads pages where they are.
+    """Return the bytes of keys and values that attention copies out of the pages at one time for the decodes of a
+    layer; 0 on platforms whose kernels read the pages directly.
 
-    platform: the pool's. num_seqs: sequences of the step.
+    platform: the pool's platform. num_seqs: sequences of the step. page_size: in tokens.
     """
     return gathered_by(attention_spec(attention, mesh), platform, num_seqs, page_size)
 
 
 def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
-    """Compute the factor f32[T] of queries at positions i32[T], by the formula of TemperatureTuning."""
+    """Return the factor f32[T] of queries at positions i32[T]. With u = (position + offset) / floor_scale it is
+    exp(attn_scale * log1p(u)) if `tuning.power`, otherwise 1 + attn_scale * log1p(floor(u)).
+    """
     steps = (positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale
     if tuning.power:
         return jnp.exp(tuning.attn_scale * jnp.log1p(steps))
@@ -151,8 +151,9 @@ def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Ar
 
 
 def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
-    """Return StepInputs.schedule of layers with this spec, the result of `_spec_of`: a schedule of selection for an
-    indexer, of whole prompts where the platform attends to them so, else of paged attention.
+    """Return StepInputs.schedule for all layers with this spec, which is a result of `_spec_of`: a schedule of key
+    selection for "selection", one of whole prompts for attention that is not causal if the platform has a kernel for
+    it, otherwise one of paged attention.
     """
     ragged, num_tokens, platform = step.batch.ragged[0], step.batch.token_ids.shape[0], step.kv.platform
     if isinstance(spec, str):
@@ -170,8 +171,8 @@ def _schedule(spec: AttentionSpec | str, step: StepContext) -> Any:
 
 
 def _spec_of(attention: LayerAttention, build: Build) -> AttentionSpec | str | None:
-    """Return what a layer's schedule depends on: its AttentionSpec, "selection" with an indexer, or None for a layer
-    that needs no schedule.
+    """Return the value that a layer's schedule depends on: "selection" for a layer with an indexer, None for a layer
+    that needs no schedule (no attention, or compressed keys), otherwise its AttentionSpec.
     """
     if attention.index is not None:
         return "selection"
@@ -187,7 +188,9 @@ TEMPERATURE = StepInput(
 
 
 def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
-    """Return queries [T, N, .] multiplied by the step's temperature, if it has one."""
+    """Return queries q [T, N, .] multiplied by the step's temperature f32[T], in q's dtype; q itself if the step has
+    none.
+    """
     if step.temperature is None:
         return q
     with jax.named_scope("temperature"):
@@ -195,7 +198,7 @@ def tempered(q: jax.Array, step: StepInputs) -> jax.Array:
 
 
 def own_slopes(slopes: Sequence[float], count: int) -> jax.Array:
-    """Return the slopes f32[count] of this device's heads, a part of `slopes`, those of all."""
+    """Return the slopes f32[count] of this device's heads, taken from `slopes`, which has those of all heads."""
     return lax.dynamic_slice_in_dim(jnp.asarray(slopes, jnp.float32), shard_index("heads") * count, count)
 
 
@@ -257,7 +260,9 @@ class Attention(nnx.Module):
         self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's keys and values of this layer written, if it has own)."""
+        """Map x[T, D] to ([T, D], the pool with this layer's keys and values of this step written). The pool is
+        unchanged if the layer uses another layer's keys and values.
+        """
         with jax.named_scope("qkv"):
             q, *own, gate = self._heads(self.qkv(x, step.rows))
         if own:
@@ -271,8 +276,10 @@ class Attention(nnx.Module):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
 
     def _heads(self, joined: jax.Array) -> list[jax.Array]:
-        """Split the product of `qkv` into queries, keys and values, as far as there are, and gates, each [T, heads, .];
-        values come last where their size is their own, and there are no gates then.
+        """Return the parts of `joined`, the output of `qkv`, as [queries, keys, values, gates], each [T, heads, .].
+
+        Keys or values that the projection does not have are left out of the list; gates are [T, 0, .] without a gate.
+        If the values have another head dimension than the keys, there is never a gate.
         """
         spec = self.spec
         if spec.v_head_dim == spec.head_dim:
@@ -286,9 +293,10 @@ class Attention(nnx.Module):
         return [*heads, heads[0][:, :0]]
 
     def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Return the results of heads, o [T, N, Hv], multiplied by the sigmoid of their gates if there are any.
+        """Return the outputs of heads o [T, N, Hv] multiplied by the sigmoid of their gates; o itself if the layer has
+        no gate.
 
-        gate: [T, N, H] or [T, 0, H]. x: [T, D], the layer's input.
+        gate: [T, N, H] or [T, 0, H]. x: [T, D], the layer's input, and `step`, are for subclasses.
         """
         if not self.has_gate:
             return o
@@ -302,10 +310,11 @@ class Attention(nnx.Module):
         pages: LayerPages,
         step: StepInputs,
     ) -> tuple[jax.Array, KVPages]:
-        """Attend queries q [T, N, H]; return ([T, N, H], the pool with this step's keys and values written).
+        """Return ([T, N, Hv], the pool with this step's keys and values written) for queries q [T, N, H].
 
-        own: keys and values [T, K, H] of this step; None for a layer that reads another one's. If the step has each of
-        its prompts from its beginning, the pool may be left as it is.
+        own: this step's keys [T, K, H] and values [T, K, Hv]; None for a layer that uses the keys and values of another
+        layer, which writes nothing. Attention that is not causal, in which every prompt is whole, leaves the pool
+        unchanged if the platform has a kernel for it.
         """
         spec, sinks = self.spec, None if self.sinks is None else self.sinks[...]
         if own is not None and has_whole_prompts(spec, kv.platform):
@@ -321,20 +330,20 @@ class Attention(nnx.Module):
             return cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, **options)), kv
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        """Return projected q [T, N, H] and k [T, K, H] after norms, rope and temperature, in this order, if any.
-
-        Shapes and dtypes stay. Cos, sin and temperature are those of `step`; the latter, a factor for each token,
-        multiplies q alone.
+        """Return projected q [T, N, H] and k [T, K, H] after their norms, then rope, then, for q alone, the
+        temperature, as far as the layer and `step` have them. Shapes and dtypes stay.
         """
         q, k = (self._rotated(x, norm, step) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         return tempered(q, step), k
 
     def rotate_queries(self, q: jax.Array, step: StepInputs) -> jax.Array:
-        """Return projected q [T, N, H] as `rotate` does, for a layer without keys of its own."""
+        """Return projected q [T, N, H] after its norm, rope and temperature, as far as the layer and `step` have them:
+        `rotate` for a layer without keys of its own.
+        """
         return tempered(self._rotated(q, self.q_norm, step), step)
 
     def _rotated(self, x: jax.Array, norm: Any, step: StepInputs) -> jax.Array:
-        """Return heads x [T, N, H] after `norm`, unless it is None, and rope, if the step has any for the layer."""
+        """Return heads x [T, N, H] after `norm`, unless that is None, and then rope, unless `step.rope` is None."""
         if norm is not None:
             with jax.named_scope("qk_norm"):
                 x = norm(x)
@@ -344,5 +353,7 @@ class Attention(nnx.Module):
             return apply_rope(x, *step.rope, interleaved=self.interleaved)
 
     def values(self, v: jax.Array) -> jax.Array:
-        """Return the values [T, K, H] to cache, made from projected ones."""
+        """Return the values [T, K, Hv] to cache, computed from the projected values v: v itself here. Subclasses
+        override it.
+        """
         return v

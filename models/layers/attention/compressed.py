@@ -45,9 +45,10 @@ from jaxengine.pallas_kernels.kv.slots import read_slots
 from jaxengine.pallas_kernels.kv.update import kv_cache_update
 from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
-# Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks that are made at a time.
+# Tokens whose queries attend at a time, blocks whose keys they gather at a time, and blocks whose keys are computed at
+# a time.
 _TOKENS, _GATHERED, _MADE = 16, 128, 8
-# Blocks whose scores are merged into the best so far at a time: so many times k, and the most.
+# Blocks whose scores are merged at a time into the best so far: _MERGED * k, but at most _SCORED.
 _MERGED, _SCORED = 4, 4096
 
 
@@ -58,8 +59,9 @@ class TokenBlocks(NamedTuple):
       token_ids, positions: i32[T].
       seqs, index: i32[T], the row of each token's sequence, and the token's number among that sequence's new ones.
       num_tokens: i32[], tokens of sequences; padding comes after them.
-      last: i32[M], tokens that complete a block, in order; T in the remaining places. Empty without blocks.
-      num_blocks: i32[], how many there are.
+      last: i32[M], indices of the tokens that complete a block, in order; T in the remaining entries. M is 0 without
+        blocks.
+      num_blocks: i32[], number of blocks that the step completes.
       rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks.
     """
 
@@ -74,7 +76,10 @@ class TokenBlocks(NamedTuple):
 
 
 def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
-    """Return the TokenBlocks of a step. key: tokens of a block, None for none; and the rope of keys of blocks."""
+    """Return the TokenBlocks of a step.
+
+    key: the number of tokens of a block, or None for a layer without blocks, and the rope of the keys of blocks.
+    """
     (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
     num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -97,7 +102,9 @@ def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks
 
 
 def _rate_and_rope(attention: LayerAttention, build: Build) -> tuple[int | None, Rope] | None:
-    """Return the `key` of a layer's `token_blocks`; None for a layer without compressed keys."""
+    """Return the argument `key` of `token_blocks` for a layer, (tokens of a block or None, rope); None for a layer
+    without compressed keys or without rope.
+    """
     if attention.compressed is None or attention.rope is None:
         return None
     return attention.compressed.rate, attention.rope
@@ -107,7 +114,7 @@ BLOCKS = StepInput("token_blocks", _rate_and_rope, token_blocks)
 
 
 class _Recent(NamedTuple):
-    """Rows of this step's tokens, followed by those that the states of its S sequences hold of R tokens before each.
+    """Rows of this step's tokens, followed by the R rows before them that the state of each of the S sequences has.
 
     Attributes:
       rows: [T + S * R, .].
@@ -120,10 +127,10 @@ class _Recent(NamedTuple):
     blocks: TokenBlocks
 
     def indices(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
-        """Return the index in `rows` of the token that is `lags` tokens, at most R, before each of `tokens` in its
-        sequence.
+        """Return the index in `rows`, i32, of the token that is `lags` tokens before each of `tokens` in its sequence.
 
-        Both i32, of one shape. Where a sequence has no such token the index is of any row: callers mask what is there.
+        tokens, lags: i32 of one shape; lags are at most R. Where a sequence has no such token the index is that of an
+        arbitrary row, which callers must mask.
         """
         blocks, num_tokens = self.blocks, self.blocks.positions.shape[0]
         tokens = jnp.minimum(tokens, num_tokens - 1)
@@ -132,8 +139,8 @@ class _Recent(NamedTuple):
         return jnp.where(lags <= index, tokens - lags, before)
 
     def after(self, state: jax.Array, rows: StateRows) -> jax.Array:
-        """Return `state` [rows, R, .] with the last R rows of each sequence at its row `writes` and, for sequences of
-        two or more tokens in this step, at `saves`.
+        """Return `state` [rows, R, .] with the last R rows of each sequence written to its row `writes`, and also to
+        its row `saves` for sequences with two or more tokens in this step. Sequences without tokens write nothing.
         """
         ends = rows.cu_q_lens[1:]
         counts = jnp.where(jnp.arange(len(ends)) < rows.num_seqs, ends - rows.cu_q_lens[:-1], 0)
@@ -145,23 +152,27 @@ class _Recent(NamedTuple):
 
 
 def _recent(new: jax.Array, state: jax.Array, rows: StateRows, blocks: TokenBlocks) -> _Recent:
-    """Join new rows [T, .] with those of the states [rows, R, .] that this step reads; a sequence without has zeros."""
+    """Return the _Recent of new rows [T, .] and the rows in `state` [rows, R, .] that this step reads, in the dtype of
+    `state`; zeros for sequences that read none (`reads` < 0).
+    """
     kept = state[jnp.clip(rows.reads, 0, state.shape[0] - 1)]
     kept = jnp.where((rows.reads >= 0)[:, None, None], kept, 0)
     return _Recent(jnp.concatenate([new.astype(state.dtype), kept.reshape(-1, new.shape[1])]), state.shape[1], blocks)
 
 
 def rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the last R elements of x [T, heads, H]; rope: cos and sin [T, R / 2]. Pairs are neighbours, and the first
-    elements of all pairs come before the second ones in the result.
+    """Return x [T, heads, H] with its last R elements rotated.
+
+    rope: cos and sin [T, R / 2]. Neighbouring elements are a pair; in the result the first elements of all pairs come
+    before the second ones.
     """
     kept, last = jnp.split(x, (x.shape[-1] - 2 * rope[0].shape[-1],), axis=-1)
     return jnp.concatenate([kept, apply_rope(last, *rope, interleaved=True)], axis=-1)
 
 
 def rotated_back(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the last R elements of x [T, heads, H], weighted sums of keys that `rotated` returned, back by the rope of
-    the queries; the elements of each pair are neighbours again.
+    """Return x [T, heads, H], weighted sums of keys that `rotated` returned, with its last R elements rotated back by
+    the rope (cos and sin, [T, R / 2]) of the queries. In the result the elements of each pair are neighbours again.
     """
     cos, sin = rope
     kept, last = jnp.split(x, (x.shape[-1] - 2 * cos.shape[-1],), axis=-1)
@@ -170,8 +181,8 @@ def rotated_back(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 class Compressor(nnx.Module):
-    """Weights that make keys of blocks from what tokens contribute: the gates' bias by a token's position in its block,
-    and the norm of the result.
+    """Weights that compute keys of blocks from the contributions of their tokens: a bias of the gates by a token's
+    position in its block, and the norm of the result.
     """
 
     def __init__(self, width: int, keys: CompressedKeys, *, eps: float, source: str, build: Build):
@@ -182,8 +193,8 @@ class Compressor(nnx.Module):
         self.norm = RMSNorm(width, eps, source=f"{source}.norm", build=build)
 
     def __call__(self, values: jax.Array, gates: jax.Array, seen: jax.Array) -> jax.Array:
-        """Make keys f32[B, H] from the contributions [B, span, columns] of tokens, values and their gates, of which
-        those not `seen` bool[B, span] are before the sequence's beginning.
+        """Return keys f32[B, H] of B blocks from the contributions of their tokens, `values` and `gates` [B, span,
+        columns]. `seen`, bool[B, span], is False for tokens before the beginning of the sequence, which are left out.
         """
         gates, values, bias = gates.astype(jnp.float32), values.astype(jnp.float32), self.bias[...]
         if self.overlapping:  # the first columns are for the block after a token's own
@@ -197,24 +208,26 @@ class Compressor(nnx.Module):
 
 
 def _half(x: jax.Array, at: int) -> jax.Array:
-    """Return the first (0) or second (1) half of x along its last axis."""
+    """Return the first half (at = 0) or the second half (at = 1) of x along its last axis."""
     return jnp.split(x, 2, axis=-1)[at]
 
 
 class BlockIndexer(nnx.Module):
-    """Projections of an indexer's queries and the weights of its heads; whole on every device."""
+    """Projections of an indexer's queries and of the weights of its heads; whole on every device."""
 
     def __init__(self, index: BlockIndex, q_rank: int, hidden_size: int, *, source: str, build: Build):
         self.num_heads, self.head_dim = index.num_heads, index.head_dim
         heads = (Source(f"{source}.wq_b", index.num_heads * index.head_dim),)
         self.q = Linear(q_rank, heads, axes=("latent", "latent"), build=build)
-        # Stored plain and multiplied in float32: what it gives ranks blocks.
+        # Stored plain and multiplied in float32: the result ranks blocks.
         plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
         weights = (Source(f"{source}.weights_proj", index.num_heads),)
         self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
-        """Return queries [T, I, J] and the weights of their heads f32[T, I]; x: [T, D]."""
+        """Return rotated queries [T, I, J] and the weights of their heads f32[T, I], for hidden states x [T, D] and the
+        latent of queries [T, q_rank].
+        """
         assert step.rope is not None
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         weights = self.weights.matmul(x.astype(jnp.float32), out_dtype=jnp.float32)
@@ -222,12 +235,12 @@ class BlockIndexer(nnx.Module):
 
 
 class _Pages(NamedTuple):
-    """Keys of blocks in pages, to be read.
+    """Keys of blocks in the pages of a pool, for reading.
 
     Attributes:
       kv: the pool.
       ragged: the batch, with page ids counted from the pool's beginning.
-      slots: slots of a page that a block's key fills.
+      slots: number of slots of a page that the key of a block fills.
       keys: the layer's configuration.
     """
 
@@ -237,8 +250,10 @@ class _Pages(NamedTuple):
     keys: CompressedKeys
 
     def read(self, seqs: jax.Array, blocks: jax.Array, *, of_index: bool = False) -> jax.Array:
-        """Read the keys f32[B, b, H], or with of_index those of the indexer, of blocks i32[B, b] of sequences i32[B].
-        Where a block is -1 what is read is of any block: callers mask it.
+        """Return the keys f32[B, b, H] of blocks i32[B, b] of the sequences i32[B]; with `of_index`, the indexer's
+        keys.
+
+        Where a block is -1 the result is that of an arbitrary block, which callers must mask.
         """
         page_size, rate = self.kv.page_size, self.keys.rate or 1
         last = (jnp.maximum(blocks, 0) + 1) * rate - 1
@@ -248,17 +263,18 @@ class _Pages(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Return the number of blocks of the longest sequence that the page table can have, at least 1."""
+        """Number of blocks of the longest sequence that the page table can hold, at least 1."""
         return max(self.ragged.page_table.shape[1] * self.kv.page_size // (self.keys.rate or 1), 1)
 
 
 def _folded(
     softmax: tuple[jax.Array, ...], q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float
 ) -> tuple[jax.Array, ...]:
-    """Add keys [B, b, H], those `seen` bool[B, b], to the online softmax of queries [B, N, H], and return it. scale: of
-    logits.
+    """Return the online softmax `softmax` of queries [B, N, H] after adding keys [B, b, H], which are values as well;
+    those not `seen`, bool[B, b], count nothing.
 
-    softmax: largest logit and total f32[B, N], and sums of values f32[B, N, H].
+    softmax: largest logits and totals, f32[B, N] each, and weighted sums of values f32[B, N, H]. scale: factor of
+    logits.
     """
     largest, total, sums = softmax
     keys = jnp.where(seen[..., None], keys.astype(q.dtype), 0)
@@ -273,10 +289,10 @@ def _folded(
 def _selected(
     q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: _Pages
 ) -> jax.Array:
-    """Return the blocks i32[B, k] with the highest scores of the first `counts` i32[B] of each sequence; -1 where it
-    has fewer. Of equal scores the lowest block comes first, and all come in order where it has no more than k.
+    """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence.
 
-    q, weights: of the indexer, [B, I, J] and f32[B, I]. seqs: i32[B]. top_k: k.
+    Of equal scores the lowest block comes first. A sequence with at most k blocks has all of them in order, followed by
+    -1. q, weights: the indexer's, [B, I, J] and f32[B, I]. seqs: i32[B], rows of the sequences. top_k: k.
     """
     at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
     places, size = jnp.arange(at_once, dtype=jnp.int32), len(seqs)
@@ -301,8 +317,8 @@ def _selected(
 
 
 class CompressedAttention(nnx.Module):
-    """Attention configured by a LayerAttention with CompressedKeys. Query heads are split over devices; keys, and what
-    makes them, are whole on each.
+    """Attention configured by a LayerAttention with CompressedKeys. Query heads are split over devices; keys, and the
+    weights that compute them, are whole on each device.
     """
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, eps: float, source: str, build: Build):
@@ -329,7 +345,7 @@ class CompressedAttention(nnx.Module):
         self.out_b = Linear(shape[0], out, axes=("heads", "embed"), build=build)
         if keys.rate is None:
             return
-        # Of the layer's keys and of the indexer's: where their compressors are, and how wide they are.
+        # For the layer's keys and the indexer's: the name of their compressor, and their width.
         inner, factor = dict(zip(("compressor", "indexer.compressor"), keys.widths, strict=False)), keys.num_series
         contributed = {f"{name}.{kind}": factor * width for name, width in inner.items() for kind in ("wkv", "wgate")}
         self.contributed = linear(contributed)
@@ -344,8 +360,8 @@ class CompressedAttention(nnx.Module):
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x[T, D] to ([T, D], the pool with the keys of completed blocks and the states after this step's tokens).
 
-        kept, located: pairs of the pool and the states, and of LayerPages and StateRows; the states and StateRows alone
-        where there are no blocks.
+        kept: (the pool, the states). located: (LayerPages, StateRows). A layer without blocks gets the states and the
+        StateRows alone, and returns the states alone.
         """
         blocks: TokenBlocks = step.blocks
         assert step.rope is not None
@@ -377,8 +393,11 @@ class CompressedAttention(nnx.Module):
         return o, (kv, tuple(left)) if has_blocks else tuple(left)
 
     def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
-        """Make the keys of the blocks that this step completes, and write them to the pool; return it and what reads
-        its blocks. Raises ModelConfigError for pages that the blocks cannot have.
+        """Compute the keys of the blocks that this step completes and write them to the pool; return the new pool and
+        the _Pages that reads blocks from it.
+
+        contributed: contributions of tokens. where: the layer's pages. Raises ModelConfigError for a page size that
+        does not suit the blocks.
         """
         blocks, keys = contributed.blocks, self.keys
         slots, ragged = keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
@@ -388,6 +407,9 @@ class CompressedAttention(nnx.Module):
         lags = jnp.arange(keys.span - 1, -1, -1, dtype=jnp.int32)
 
         def make(tile: jax.Array, made: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Return the arrays of keys `made` with the keys of blocks number `tile` * _MADE and the following _MADE -
+            1 written.
+            """
             first = tile * _MADE
             last, cos, sin = (lax.dynamic_slice_in_dim(each, first, _MADE) for each in (padded, *rope))
             shape = _MADE, keys.span
@@ -411,22 +433,29 @@ class CompressedAttention(nnx.Module):
         return kv, _Pages(kv, ragged, slots, keys)
 
     def _parts(self, rows: jax.Array) -> list[tuple[jax.Array, ...]]:
-        """Split contributions [B, span, C] into values and gates of the layer's keys, and of the indexer's."""
+        """Return (values, gates) for the layer's keys and, with an indexer, (values, gates) for the indexer's keys,
+        split from contributions [B, span, C].
+        """
         sizes = [self.keys.num_series * width for width in self.keys.widths for _ in range(2)]
         ends = np.cumsum(sizes)[:-1]
         parts = jnp.split(rows, ends, axis=-1)
         return [tuple(parts[at : at + 2]) for at in range(0, len(parts), 2)]
 
     def _in_slots(self, made: jax.Array, slots: int) -> jax.Array:
-        """Cut keys [M, H] into equal pieces [M * slots, 1, .], the last ones padded."""
+        """Return keys [M, H] cut into `slots` equal pieces each, [M * slots, 1, .]; zeros fill the last piece of a
+        key.
+        """
         made = jnp.pad(made, ((0, 0), (0, -made.shape[1] % slots)))
         return made.reshape(made.shape[0] * slots, 1, -1)
 
     def _attend(
         self, q: jax.Array, window: _Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
     ) -> jax.Array:
-        """Attend q [T, N, H] to the window's keys and to blocks that are complete, a few tokens at a time: f32 [T, N,
-        H]. pages: None without blocks. index: queries and weights of the indexer, None without one.
+        """Return the attention output f32[T, N, H] of queries q [T, N, H] over the window's keys and the complete
+        blocks, computed _TOKENS tokens at a time.
+
+        window: keys of this step and of the states. pages: None for a layer without blocks. index: queries and weights
+        of the indexer; None without one.
         """
         blocks, (num_tokens, num_heads, dim) = window.blocks, q.shape
         size = min(_TOKENS, num_tokens)
@@ -460,8 +489,10 @@ class CompressedAttention(nnx.Module):
         of_index: list[jax.Array],
         pages: _Pages,
     ) -> tuple[jax.Array, ...]:
-        """Add the keys of complete blocks, or of those that the indexer selects, to the online softmax of queries [B,
-        N, H], and return it. tokens: their sequences and positions. of_index: queries and weights of the indexer, []
+        """Return the online softmax `softmax` of queries [B, N, H] after adding the keys of all complete blocks, or of
+        those that the indexer selects.
+
+        tokens: sequences and positions of the queries, i32[B] each. of_index: queries and weights of the indexer; []
         without one.
         """
         (seqs, positions), index = tokens, self.keys.index
@@ -477,6 +508,7 @@ class CompressedAttention(nnx.Module):
             chosen = jnp.pad(chosen, ((0, 0), (0, -top_k % at_once)), constant_values=-1)
 
         def fold(number: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Return the online softmax after adding block group `number`, of `at_once` blocks."""
             if chosen is None:
                 own = jnp.broadcast_to(number * at_once + jnp.arange(at_once, dtype=jnp.int32), (len(seqs), at_once))
                 seen = own < counts[:, None]

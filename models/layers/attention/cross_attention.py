@@ -30,7 +30,7 @@ class StepSounds(NamedTuple):
     Attributes:
       pool: [B, 2 * L * S * W], encoded sounds, W the width of this device's heads (jaxengine.models.sound).
       of_row: i32[R], the pool's row of each of the step's rows.
-      cu_q_lens: i32[R + 1], first token of each row.
+      cu_q_lens: i32[R + 1], index of the first token of each row.
       num_rows: i32[], rows in use.
     """
 
@@ -41,15 +41,17 @@ class StepSounds(NamedTuple):
 
 
 class CrossQueries(Note):
-    """Queries [T, N, H] of one layer's cross-attention in one step."""
+    """Queries [T, N, H] of one layer's cross-attention in one step, recorded if `notes_queries`."""
 
 
 class CrossAttention(nnx.Module):
     """Cross-attention of tokens to their sequence's sound.
 
     Args:
-      num_positions: S, positions of an encoded sound. num_layers: L, layers of the decoder.
-      source: prefix of the checkpoint's modules q_proj and out_proj; the tower has those of keys and values.
+      num_positions: S, positions of an encoded sound.
+      num_layers: L, layers of the decoder.
+      source: prefix of the checkpoint's modules q_proj and out_proj; the projections to keys and values belong to the
+        tower.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class CrossAttention(nnx.Module):
         self.out = Linear(hidden_size, out, axes=("heads", "embed"), bias=True, build=build)
 
     def queries(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Return the queries [T, N, H] of x [T, D]."""
+        """Return the projected queries [T, N, H] of hidden states x [T, D]."""
         return self.q(x, rows).reshape(x.shape[0], -1, self.head_dim)
 
     def __call__(self, x: jax.Array, rows: Rows, step: StepSounds, layer: jax.Array) -> jax.Array:
-        """Map x [T, D] -> [T, D]. layer: i32[], this layer's number in the decoder."""
+        """Return the projected attention output [T, D] of x [T, D] over the sounds in `step`. layer: i32[], this
+        layer's index in the decoder. Tokens of no row get the bias of the output projection alone.
+        """
         q = self.queries(x, rows)
         step = step._replace(pool=step.pool.reshape(len(step.pool), *self.sizes, *q.shape[1:]))
         with jax.named_scope("cross_attend"):
@@ -78,7 +82,7 @@ class _WithSounds(nnx.Module):
     """CrossAttention of one layer together with the step's sounds.
 
     Attributes:
-      notes_queries: whether it records CrossQueries.
+      notes_queries: whether a call also sets the attribute `noted` to the CrossQueries of its tokens.
     """
 
     notes_queries = False
@@ -98,23 +102,25 @@ class _WithSounds(nnx.Module):
 
 @dataclass(frozen=True)
 class Sounds(Section):
-    """Section that passes the step's sounds to each layer's CrossAttention, its attribute `cross`; made within one
-    trace.
+    """Section that passes the step's sounds to each layer's CrossAttention, its attribute `cross`. It is created and
+    used within one trace.
     """
 
     step: StepSounds
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
+        """Return a copy of `module` whose `cross` is its CrossAttention together with the step's sounds."""
         copied: Any = nnx.merge(*nnx.split(module))
         copied.cross = _WithSounds(copied.cross, self.step, layer)
         return copied
 
 
 def cross_attend(q: jax.Array, step: StepSounds, layer: jax.Array) -> jax.Array:
-    """Compute softmax(q k^T / sqrt(H)) v of each token over its row's sound, [T, N, H]; zeros for tokens of no row.
+    """Return softmax(q k^T / sqrt(H)) v of each token over the sound of its row, [T, N, H]; zeros for tokens of no row.
 
-    The loop is over tiles of one row's tokens, as many as there are: its length is a run-time value, and a sound is
-    read in place. q: [T, N, H]. step: with the pool [B, L, 2, S, N, H]. layer: i32[], number of the decoder's layer.
+    q: [T, N, H]. step: with the pool as [B, L, 2, S, N, H]. layer: i32[], the index of the decoder's layer. The loop
+    runs over tiles of one row's tokens, as many as there are: its length is a run-time value, and a sound is read in
+    place.
     """
     num_tokens, tile = q.shape[0], 1 if q.shape[0] == len(step.of_row) else _TILE
     lengths = jnp.where(jnp.arange(len(step.of_row)) < step.num_rows, jnp.diff(step.cu_q_lens), 0)

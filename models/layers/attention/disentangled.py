@@ -20,9 +20,11 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 def log_buckets(num_buckets: int, farthest: int, reach: int) -> np.ndarray:
-    """Return the bucket i32[2 * reach + 1] of each position of a query less that of its key, -reach to reach, from 0 to
-    2 * num_buckets - 1: one for each near distance and, further away, one for ever wider ranges. Distances from
-    `farthest` on have the last bucket of their sign.
+    """Return the bucket i32[2 * reach + 1], from 0 to 2 * num_buckets - 1, of each distance from -reach to reach: the
+    position of a query minus that of its key.
+
+    Near distances, of magnitude up to num_buckets // 2, have a bucket each; farther ones share buckets of increasingly
+    wide ranges. Distances of magnitude `farthest` and more have the last bucket of their sign.
     """
     distance, half = np.arange(-reach, reach + 1), num_buckets // 2
     far = np.maximum(np.abs(distance), half).astype(np.float32) / np.float32(half)
@@ -33,7 +35,7 @@ def log_buckets(num_buckets: int, farthest: int, reach: int) -> np.ndarray:
 
 
 class DistanceEmbeddings(nnx.Module):
-    """Embeddings of ranges of distances, [2 * num_buckets, D], under a layer norm. All layers have the same."""
+    """Embeddings of ranges of distances, a table [2 * num_buckets, D] followed by a layer norm. All layers share it."""
 
     def __init__(self, num_buckets: int, size: int, eps: float, *, source: str, build: Build):
         rows = Source(f"{source}.rel_embeddings", 2 * num_buckets).tensor("weight")
@@ -41,14 +43,15 @@ class DistanceEmbeddings(nnx.Module):
         self.norm = LayerNorm(size, eps, source=f"{source}.LayerNorm", build=build)
 
     def __call__(self, first: int, end: int) -> jax.Array:
-        """Return the embeddings of these ranges, [end - first, D]."""
+        """Return the normed embeddings of the ranges `first` to end - 1, [end - first, D]."""
         return self.norm(self.table[...][first:end])
 
 
 class DisentangledAttention(DistanceAttention):
-    """Attention of whole prompts whose keys and queries of distances are projected as those of tokens are.
+    """Attention of whole prompts in which keys and queries of distances are computed with the projections of tokens.
 
-    distances: all layers have the same ones. buckets, farthest: arguments of log_buckets. longest: tokens of a prompt.
+    distances: the embeddings that all layers share. buckets, farthest: arguments of log_buckets. longest: the most
+    tokens of a prompt.
     """
 
     def __init__(
@@ -68,10 +71,11 @@ class DisentangledAttention(DistanceAttention):
         self.distances, self.buckets, self.farthest, self.longest = distances, buckets, farthest, longest
 
     def added(self, num_tokens: int) -> dict[str, Any]:
-        """Return keys and queries of the distances in a step, as `relative`.
+        """Return {"relative": (keys, queries)} of the distances in a step of `num_tokens` tokens, an argument of
+        whole_prompt_attention.
 
-        [2 * n - 1, N, H] each, for the positions of a key less that of its query, ascending; n is num_tokens, or
-        `longest` if that is less.
+        Both are [2 * n - 1, N, H], for the position of a key minus that of its query in ascending order; n is
+        num_tokens, or `longest` if that is less.
         """
         ranges = log_buckets(self.buckets, self.farthest, min(num_tokens, self.longest) - 1)[::-1]
         first, end = int(ranges.min()), int(ranges.max()) + 1

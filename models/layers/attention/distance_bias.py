@@ -26,10 +26,12 @@ _KERNEL = "cpu"
 
 
 def distance_buckets(num_buckets: int, farthest: int) -> np.ndarray:
-    """Return the bucket i32[2 * farthest + 1] of each position of a key less that of its query, -farthest to farthest,
-    from 0 to num_buckets - 1. Keys after the query have the second half of the buckets, all others the first. In a
-    half each near distance has a bucket, and further ones share buckets of ever wider ranges (Raffel et al. 2020,
-    arXiv:1910.10683).
+    """Return the bucket i32[2 * farthest + 1], from 0 to num_buckets - 1, of each distance from -farthest to farthest:
+    the position of a key minus that of its query.
+
+    Keys after the query have the second half of the buckets, all others the first half. Within a half each distance
+    below num_buckets // 4 has its own bucket, and farther ones share buckets of increasingly wide ranges (Raffel et al.
+    2020, arXiv:1910.10683).
     """
     distance = np.arange(-farthest, farthest + 1)
     half, near = num_buckets // 2, num_buckets // 4
@@ -40,17 +42,21 @@ def distance_buckets(num_buckets: int, farthest: int) -> np.ndarray:
 
 
 def distance_table(source: str, num_buckets: int, num_heads: int) -> nnx.Param:
-    """Declare the biases f32[num_buckets, N] that the checkpoint has as module `source`."""
+    """Return a new parameter f32[num_buckets, N] for the biases that the checkpoint has as `weight` of module
+    `source`.
+    """
     table = Source(source, num_buckets).tensor("weight")
     return declare((num_buckets, num_heads), jnp.float32, ParamDecl((None, "heads"), (table,)))
 
 
 class DistanceAttention(Attention):
-    """Attention of whole prompts whose logits have parts that depend on distances."""
+    """Attention of whole prompts whose logits have terms that depend on distances. It writes no keys or values to the
+    pool.
+    """
 
     def added(self, num_tokens: int) -> dict[str, Any]:
-        """Return `biases` or `relative` of whole_prompt_attention, for a step of so many tokens. Subclasses override
-        it; here it raises NotImplementedError.
+        """Return the keyword argument of whole_prompt_attention, `biases` or `relative`, for a step of `num_tokens`
+        tokens. Subclasses must override it: here it raises NotImplementedError.
         """
         raise NotImplementedError(f"{type(self).__name__} has no parts by distance")
 
@@ -62,6 +68,9 @@ class DistanceAttention(Attention):
         pages: LayerPages,
         step: StepInputs,
     ) -> tuple[jax.Array, KVPages]:
+        """Return ([T, N, Hv], `kv` unchanged) for queries q [T, N, H] of whole prompts and their keys and values `own`,
+        with the terms of `added` in the logits.
+        """
         assert own is not None
         schedule, cu_q_lens, num_seqs = step.schedule, pages.ragged.cu_q_lens, pages.ragged.num_seqs
         if not has_whole_prompts(self.spec, kv.platform):
@@ -73,19 +82,24 @@ class DistanceAttention(Attention):
 
 
 class SlopedAttention(DistanceAttention):
-    """Attention of whole prompts whose logits lose, with each position between key and query, the slope of their
-    head."""
+    """Attention of whole prompts in which a logit is reduced by the head's slope times the distance of key and query
+    (ALiBi).
+    """
 
     def added(self, num_tokens: int) -> dict[str, Any]:
+        """Return {"biases": f32[N, 2 * num_tokens - 1]}: minus the head's slope times the magnitude of each distance
+        from 1 - num_tokens to num_tokens - 1.
+        """
         assert self.slopes is not None
         distance = jnp.abs(jnp.arange(-num_tokens + 1, num_tokens, dtype=jnp.float32))
         return {"biases": -own_slopes(self.slopes, self.spec.num_q_heads)[:, None] * distance}
 
 
 class BiasedAttention(DistanceAttention):
-    """Attention of whole prompts with biases by distance. `table`: from `distance_table`; all layers have the same one.
+    """Attention of whole prompts with learned biases by distance.
 
-    farthest: distances from here on have the last bucket.
+    table: result of `distance_table`, which layers may share. farthest: distances of at least this many tokens have the
+    last bucket.
     """
 
     def __init__(
@@ -95,5 +109,6 @@ class BiasedAttention(DistanceAttention):
         self.table, self.farthest = table, farthest
 
     def added(self, num_tokens: int) -> dict[str, Any]:
+        """Return {"biases": f32[N, 2 * farthest + 1]}: the table's bias of each distance from -farthest to farthest."""
         table = self.table[...]
         return {"biases": table[distance_buckets(table.shape[0], self.farthest)].T}

@@ -27,7 +27,8 @@ _BLOCK = 64
 class MaskedScores(nnx.Module):
     """Logits of a masked language model: norm(activation(dense(x))) @ table.T + bias, [T, D] -> f32[T, V].
 
-    sources: checkpoint module of the projection, and the tensor of the logits' bias. norm: after the activation.
+    sources: checkpoint module of the projection, and the tensor of the logits' bias. norm: applied after the
+    activation. dense_bias: whether the projection has a bias.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class MaskedScores(nnx.Module):
 
 
 def sparse_vectors(model: Any, hidden: jax.Array, row: jax.Array, num_rows: int) -> jax.Array:
-    """Return the SPLADE vectors f32[num_rows, V] of prompts that are whole in a step: the largest, or the sum, over a
-    prompt's tokens of log(1 + max(logit, 0)), the logarithm taken `num_logs` times.
+    """Return the SPLADE vectors f32[num_rows, V] of prompts that are whole in a step: the maximum or, with the strategy
+    "sum", the sum over a prompt's tokens of log(1 + max(logit, 0)). The logarithm is applied `num_logs` times.
 
-    model: a jaxengine.models.layers.encoder.Encoder whose pooler has `splade`. hidden: [T, D]. row: i32[T], of each
-    token; tokens with `num_rows` or more are padding.
+    model: a jaxengine.models.layers.encoder.Encoder whose pooler has `splade`. hidden: [T, D]. row: i32[T], the prompt
+    of each token; tokens with a row of at least `num_rows` are padding.
     """
     splade = model.config.pooler.splade
     sums = splade.strategy == "sum"
@@ -78,7 +79,7 @@ def sparse_vectors(model: Any, hidden: jax.Array, row: jax.Array, num_rows: int)
 
     size = min(_BLOCK, len(row))
     padded = -len(row) % size
-    # What nobody has computed may be anything, and goes to no row.
+    # Hidden states of padding are arbitrary, and are added to no row.
     states = jnp.pad(hidden, ((0, padded), (0, 0))).reshape(-1, size, hidden.shape[1])
     rows = jnp.pad(row, (0, padded), constant_values=num_rows).reshape(-1, size)
     vectors, _ = lax.scan(add, jnp.zeros((num_rows, splade.num_tokens), jnp.float32), (states, rows))

@@ -35,7 +35,7 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention, configured by a LayerAttention with a Latent.
+    """Multi-head latent attention, configured by a LayerAttention with a Latent. Raises ModelConfigError without one.
 
     Heads are split over devices; the latent is computed on each of them, as its norm and projection are small.
     """
@@ -58,7 +58,7 @@ class LatentAttention(nnx.Module):
         q_dim = nope + latent.qk_rope_head_dim
         q = Source(f"{source}.{'q_proj' if q_rank is None else 'q_b_proj'}", heads * q_dim, group=q_dim)
         self.q = Linear(q_rank or hidden_size, (q,), axes=("embed", "heads"), build=build)
-        # The checkpoint's rows alternate: those of a head's keys, those of its values.
+        # In the checkpoint, each head has its rows for keys followed by its rows for values.
         turns = {"tensor_rows": heads * (nope + value), "stride": nope + value}
         of_keys = Source(f"{source}.kv_b_proj", heads * nope, group=nope, **turns)
         of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **turns)
@@ -78,17 +78,24 @@ class LatentAttention(nnx.Module):
             return self.out(o, step.rows), kv
 
     def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Weigh the results of heads o[T, N * Hv] before their projection, by the layer's input x[T, D]: not at all."""
+        """Return the outputs of heads o[T, N * Hv] to be projected: o itself here. Subclasses may multiply it by a
+        gate.
+
+        x: [T, D], the layer's input in this class; SparseLatentAttention passes the latent of queries.
+        """
         return o
 
     def normed(self, q_latent: jax.Array) -> jax.Array:
-        """Norm the latent of queries [T, R], from which queries are projected then."""
+        """Return the latent of queries [T, R] after its norm, from which queries are then projected."""
         assert self.q_norm is not None
         return self.q_norm(q_latent)
 
     def project(self, x: jax.Array, step: StepInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-        """Project x[T, D] to queries, given as parts [T, N, .] without rope and with it, keys [T, 1, C + R] to cache,
-        and the latent [T, .] of queries after its norm, which has no elements where there is none.
+        """Return ((q, q_rope), keys, q_latent) for hidden states x[T, D].
+
+        q, q_rope: the parts [T, N, .] of queries without rope and with it, after temperature. keys: [T, 1, C + R], the
+        normed latent and the rotated part, to be cached. q_latent: [T, q_lora_rank], the normed latent of queries, [T,
+        0] if the layer has none.
         """
         spec, latent = self.spec, self.latent
         q_rank = latent.q_lora_rank or 0
@@ -113,10 +120,11 @@ class LatentAttention(nnx.Module):
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
     ) -> jax.Array:
-        """Compute the attention output [T, N * Hv] of queries q, given as parts [T, N, .] without rope and with it.
+        """Return the attention output [T, N * Hv] of queries q, given as parts [T, N, .] without rope and with it.
 
-        keys: of this step, [T, C + R]: latents of kv_lora_rank and rotated parts of qk_rope_head_dim. kv: the pool,
-        which has them already.
+        keys: this step's keys [T, C + R], latents of kv_lora_rank and rotated parts of qk_rope_head_dim. kv: the pool,
+        which has these keys already. Rows that `step.made` lists get expanded keys and values, all others the absorbed
+        form.
         """
         num_tokens, num_heads = q[0].shape[:2]
         # Results of heads are transposed to be token-major in the model's dtype: without the barriers XLA:TPU does it
@@ -146,10 +154,10 @@ class LatentAttention(nnx.Module):
         return lax.optimization_barrier(o.reshape(num_tokens, -1))
 
     def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
-        """Compute the attention output [T, N, Hv] of all rows of `ragged`, by attention over the latents in the pool
-        `kv`.
+        """Return the attention output [T, N, Hv] of all rows of `ragged`, computed in the absorbed form, by attention
+        over the latents in the pool `kv`.
 
-        q: parts [T, N, .] without rope and with it. schedule: of these rows.
+        q: parts [T, N, .] without rope and with it. schedule: of attention for these rows.
         """
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)

@@ -36,18 +36,20 @@ HEADS = 8  # most heads whose keys and values are expanded at a time
 
 
 class MadeRows(NamedTuple):
-    """Rows of a step whose keys and values are expanded; computed once for all layers. In a step of S rows and T tokens
+    """Rows of a step whose keys and values are expanded, computed once for all layers. In a step of S rows and T tokens
     they are the last rows, L at most.
 
     Attributes:
-      num_short: i32[], number of the rows before them, which attend to latents. schedule: of that attention, over the
-        step's first `most_short` tokens; decode_schedule: over its first S tokens, for rows that are all decodes.
-      short_form: i32[], 0 if there are no rows before them, 1 if these are all decodes, else 2.
-      rows: the new tokens of expanded rows alone, in pages of PAGE tokens; own_schedule: of attention among these.
+      num_short: i32[], number of the rows before them, which attend to latents.
+      schedule: of attention for these earlier rows, over the step's first `most_short` tokens.
+      decode_schedule: of attention for these earlier rows, over the first S tokens, if they are all decodes.
+      short_form: i32[], 0 if there are no earlier rows, 1 if these are all decodes, otherwise 2.
+      rows: the new tokens of expanded rows alone, in pages of PAGE tokens.
+      own_schedule: of attention among these new tokens.
       token_row: i32[T], index of a token's row among the L, -1 for other tokens.
-      slot_tokens: i32[n], the token in each slot of these pages, -1 in empty ones.
-      num_before: i32[L], keys before the new tokens.
-      piece_schedules: of each row for a full piece, then of each for its last one, [2 * L, ...].
+      slot_tokens: i32[n], the token in each slot of the pages of `rows`, -1 in empty slots.
+      num_before: i32[L], number of keys before the new tokens.
+      piece_schedules: [2 * L, ...], of each row for a full piece of earlier keys, then of each row for its last piece.
     """
 
     num_short: jax.Array
@@ -63,11 +65,13 @@ class MadeRows(NamedTuple):
 
 
 def least_tokens(latent: Latent) -> int | None:
-    """Return the fewest new tokens of a row whose keys and values are expanded; None for never.
+    """Return the fewest new tokens a row must have for its keys and values to be expanded; None if rows are never
+    expanded.
 
-    Expanding a key costs C * U, of C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim; each query then saves 2 C -
-    U on it, as both products of attention are narrower; never is where that is <= 0. The threshold is four times the
-    queries that make up for the cost: few tokens fill tiles badly, and programs of steps without such rows stay small.
+    Expanding a key costs C * U operations, with C = kv_lora_rank and U = qk_nope_head_dim + v_head_dim. Each query then
+    saves 2 C - U on it, as both products of attention are narrower; if that is not positive the result is None. The
+    threshold is four times the number of queries that make up for the cost: few tokens fill tiles badly, and programs
+    of steps without such rows stay small.
     """
     made = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - made
@@ -77,8 +81,8 @@ def least_tokens(latent: Latent) -> int | None:
 def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
     """Whether a step of `num_tokens` tokens may have rows with expanded keys and values, given a pool like `kv`.
 
-    On one of PLATFORMS, with a pool that is not quantized and pages that divide BLOCK tokens, for latent attention to
-    all keys, and from `least_tokens` tokens on.
+    This requires a platform in PLATFORMS, a pool that is not quantised and whose page size divides BLOCK, latent
+    attention to all keys (no indexer, window or chunk), and at least `least_tokens` tokens.
     """
     latent = attention.latent
     if latent is None or attention.index is not None or (least := least_tokens(latent)) is None or num_tokens < least:
@@ -89,10 +93,11 @@ def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
 
 
 def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
-    """Return the number of elements of the products that expand keys and values of `num_heads` heads on a device.
+    """Return the number of elements that expanding keys and values of `num_heads` heads reads and writes on a device,
+    for `num_tokens` keys.
 
-    Counts the latents read, once per group of heads expanded together, and the expanded keys and values written, for
-    `num_tokens` keys. attention: one with a latent.
+    Counts the latents read, once for each group of heads expanded together, and the expanded keys and values written.
+    attention: one with a latent.
     """
     latent = attention.latent
     assert latent is not None
@@ -103,8 +108,8 @@ def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> 
 
 
 def most_short(latent: Latent, num_tokens: int) -> int:
-    """Return the most tokens that the rows before an expanded row may have together in a step of `num_tokens`, rounded
-    up to whole tiles.
+    """Return the most tokens that the rows before an expanded row may have together in a step of `num_tokens` tokens,
+    rounded up to a multiple of PAGE but at most `num_tokens`.
     """
     least = least_tokens(latent)
     assert least is not None
@@ -112,10 +117,10 @@ def most_short(latent: Latent, num_tokens: int) -> int:
 
 
 def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
-    """Return the AttentionSpec over expanded keys, for the heads that are expanded at a time.
+    """Return the AttentionSpec over expanded keys, for the heads that are expanded at a time on a device.
 
-    spec: that over latents, whose scale and soft cap are kept. causal: whether a token sees only its own position and
-    earlier ones; False for keys that are all before it.
+    spec: that of attention over latents, whose scale and soft cap are taken over. causal: whether a token sees only its
+    own position and earlier ones; False for keys that are all before it.
     """
     heads = _heads_at_once(spec.num_q_heads)
     return AttentionSpec(
@@ -137,11 +142,10 @@ def _heads_at_once(num_heads: int) -> int:
 def made_rows(
     attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
 ) -> MadeRows | None:
-    """Compute MadeRows of a step of T = num_tokens tokens; None if the step can have no expanded row, or if expanding
-    would not pay.
+    """Return the MadeRows of a step of T = num_tokens tokens; None if `makes_rows` is False for it.
 
-    spec: that of attention over latents. batch: with `num_decode`; expanded are its rows after the last one that has
-    fewer new tokens than `least_tokens`. kv: the pool.
+    Expanded rows are those after the last row with fewer new tokens than `least_tokens`. spec: that of attention over
+    latents. batch: the step's rows, with `num_decode`. kv: the pool.
     """
     if not makes_rows(attention, kv, num_tokens):
         return None
@@ -211,15 +215,15 @@ def made_rows(
 
 
 def _tuning(platform: str) -> Tuning:
-    """Return the default sizes with larger tiles of tokens: heads do not share keys, so only many tokens amortise
-    reading one.
+    """Return the platform's default tile sizes with larger tiles of tokens: heads do not share keys, so only many
+    tokens amortise reading one.
     """
     tuning = tuning_of(platform)
     return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
-    """Return a batch with only row `row` of the expanded rows, which attends to `count` of its earlier keys: a piece
+    """Return a batch with only row `row` of the expanded rows, which attends to `count` of its earlier keys, a piece
     that has been expanded into a pool of its own.
 
     row, count: i32[]; count is at most PIECE. The keys are in the first pages of that pool, in order.
@@ -244,11 +248,12 @@ def attend_made(
     latent: Latent,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Return o [T, N, Hv] with the results of the expanded rows' tokens replaced; the others stay.
+    """Return o [T, N, Hv] with the results of the tokens of expanded rows replaced; all other tokens are unchanged.
 
     q: the queries' parts without rope and with it, [T, N, .] each. keys: this step's latents and their rotated parts,
-    [T, C + R]. weights: W^UK and W^UV, which expand keys and values. page_table: i32[S, W], of the pool's latents, of
-    all rows of the step. spec: that over latents. made: which rows are expanded, from `made_rows`.
+    [T, C + R]. weights: W^UK and W^UV, which expand keys and values. kv: the pool of latents. page_table: i32[S, W],
+    its pages for all rows of the step. made: which rows are expanded, from `made_rows`. spec: that of attention over
+    latents.
     """
     own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
     heads, dtype = own_spec.num_q_heads, o.dtype
@@ -263,6 +268,9 @@ def attend_made(
     ends = jnp.cumsum(num_pieces, dtype=jnp.int32)
 
     def some_heads(carry: tuple[jax.Array, jax.Array], group: jax.Array):
+        """Return ((o, rows), None): o with the results of heads number `group` * heads and following replaced for
+        expanded rows. `rows` is a buffer for expanded keys.
+        """
         o, rows = carry
         first = group * heads
         q_group = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, heads, axis=1) for part in q], axis=-1)
@@ -277,6 +285,9 @@ def attend_made(
             return result.astype(jnp.float32), lse
 
         def piece(carry):
+            """Expand one piece of earlier keys, attend to it, and return the carry (number of the next piece, results,
+            log-sum-exps, buffer of expanded keys).
+            """
             number, total, lse, rows = carry
             row = jnp.sum(number >= ends, dtype=jnp.int32)
             index = number - (ends - num_pieces)[row]
@@ -309,12 +320,10 @@ def attend_made(
 
 def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, heads: int) -> jax.Array:
     """Return the matrix [C + R, heads * (H + Hv)] that expands a latent and its rotated part to the key and value of
-    each head.
+    each of `heads` heads.
 
-    weights: W^UK and W^UV. first: i32[], the device's first one of these heads.
-
-    The rotated part, which all heads share, is copied into each key. Expanded keys thus have a page's layout, and
-    nothing is concatenated per key.
+    weights: W^UK and W^UV. first: i32[], index on this device of the first of these heads. The rotated part, which all
+    heads share, is copied into each key. Expanded keys thus have a page's layout, and nothing is concatenated per key.
     """
     sizes = latent.qk_nope_head_dim, latent.v_head_dim
     of_keys, of_values = (
@@ -330,10 +339,10 @@ def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, he
 
 
 def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
-    """Merge pairs of results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys, all_before and part, to such a
-    pair over both, all f32.
+    """Return the attention results [T, N, Hv] and log-sum-exps [T, N] over two disjoint sets of keys, given such pairs
+    over each, `all_before` and `part`; all f32.
 
-    Tokens that are no `member`, bool[T, 1], see the first set alone.
+    Tokens whose `member`, bool[T, 1], is False see the first set alone.
     """
     (o, lse), (more, more_lse) = all_before, part
     more_lse, more = jnp.where(member, more_lse, -jnp.inf), jnp.where(member[..., None], more, 0.0)
@@ -347,13 +356,17 @@ def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.
 
 
 def _attention_and_spec(attention: LayerAttention, build: Build) -> tuple[LayerAttention, AttentionSpec] | None:
-    """Return the key of `_of_step` for a layer; None for one that does not attend, or to selected keys alone."""
+    """Return the argument `key` of `_of_step` for a layer, (attention, its AttentionSpec); None for a layer without
+    attention or with an indexer.
+    """
     attends = attention.attends and attention.index is None
     return (attention, attention_spec(attention, build.mesh)) if attends else None
 
 
 def _of_step(key: tuple[LayerAttention, AttentionSpec], step: StepContext) -> MadeRows | None:
-    """Return `made_rows` of a step; None if each row has one token, or if tokens see keys after their own."""
+    """Return `made_rows` of a step; None if every row has at most one token, or if some tokens see keys after their own
+    (`key_limits`).
+    """
     attention, spec = key
     if step.key_limits is not None or len(step.batch.logits_indices) >= len(step.batch.token_ids):
         return None

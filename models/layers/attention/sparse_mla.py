@@ -34,7 +34,7 @@ _KEY_EPS = 1e-6  # epsilon of the norm of the indexer's keys, whatever that of a
 
 
 class Indexer(nnx.Module):
-    """Projections of an indexer: its queries from the latent of queries, its key and the weights of its heads from the
+    """Projections of an indexer: queries from the latent of queries, and a key and the weights of its heads from the
     hidden state. It is whole on every device.
     """
 
@@ -45,14 +45,15 @@ class Indexer(nnx.Module):
         key = (Source(f"{source}.wk", index.head_dim),)
         self.k = Linear(hidden_size, key, axes=("embed", "latent"), build=build)
         self.k_norm = LayerNorm(index.head_dim, _KEY_EPS, source=f"{source}.k_norm", build=build)
-        # Stored plain in all checkpoints and multiplied in float32: what it gives ranks keys.
+        # Stored plain in all checkpoints and multiplied in float32: the result ranks keys.
         plain = replace(build, scheme=PLAIN, dtype=jnp.float32)
         weights = (Source(f"{source}.weights_proj", index.num_heads),)
         self.weights = plain.weight((hidden_size, index.num_heads), weights, ("embed", None))
 
     def __call__(self, x: jax.Array, q_latent: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [T, I, J], the weights of their heads f32[T, I], and keys [T, 1, J]; x: [T, D]; q_latent: [T,
-        q_rank]. Queries and keys are rotated if the step has rope.
+        """Return queries [T, I, J], the weights of their heads f32[T, I], and keys [T, 1, J].
+
+        x: [T, D]. q_latent: [T, q_rank]. Queries and keys are rotated if the step has rope.
         """
         q = self.q(q_latent, step.rows).reshape(x.shape[0], self.num_heads, self.head_dim)
         k = self.k_norm(self.k(x, step.rows))[:, None]
@@ -63,9 +64,11 @@ class Indexer(nnx.Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """LatentAttention to the keys that its indexer selects, or to those of the layer before whose selection it takes.
+    """LatentAttention to the keys that its indexer selects, or, without an indexer of its own, to those that an earlier
+    layer selected.
 
-    notes: whether a layer after this one takes its selection, which every call then notes as SelectedKeys.
+    notes: whether a later layer uses this layer's selection; each call then sets the attribute `selected` to it, as
+    SelectedKeys. Raises ModelConfigError without an indexer configuration or a latent of queries.
     """
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build, notes: bool = False):
@@ -79,10 +82,10 @@ class SparseLatentAttention(LatentAttention):
         self.indexer = Indexer(index, *sizes, source=f"{source}.indexer", build=build) if own else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x[T, D] to ([T, D], the pool with this step's latents and keys of the indexer of this layer written).
+        """Map x[T, D] to ([T, D], the pool with this step's latents and this layer's keys of the indexer written).
 
-        Without an indexer of its own it attends to `step.selected`, and zeros are written as its keys. With `notes` the
-        module keeps the selection as its SelectedKeys.
+        A layer without an indexer of its own attends to `step.selected` and writes zeros as indexer keys. With `notes`
+        the attribute `selected` is set to the selected positions, as SelectedKeys.
         """
         (q, q_rope), keys, q_latent = self.project(x, step)
         ragged = pages.in_pool(kv.page_size)

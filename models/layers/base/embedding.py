@@ -13,7 +13,7 @@ from jaxengine.sharding.layout import MeshLayout
 
 
 class Embedding(nnx.Module):
-    """Token table [V, D]: rows in, and logits out where the checkpoint ties both."""
+    """Token table [V, D], which looks up tokens and, if the checkpoint ties both, also computes logits."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, source: str, build: Build):
         rows = vocab_source(source, vocab_size, build.mesh)
@@ -21,7 +21,7 @@ class Embedding(nnx.Module):
         self.weight = build.for_table().weight((self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Look up tokens: i32[T] -> [T, D].
+        """Return the rows [T, D] of tokens i32[T].
 
         Devices that split the vocabulary gather each other's tokens, look up those they have, and add up the rows.
         """
@@ -33,23 +33,27 @@ class Embedding(nnx.Module):
         return reduce_tokens(self.weight.rows(rows, of_others=True), "vocab")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits: [R, D] -> f32[R, V]; see `own_logits`."""
+        """Return logits f32[R, V] of hidden states [R, D]. If devices split the vocabulary, each gathers the rows of
+        all of them and returns its part of the vocabulary, which `own_logits` exchanges.
+        """
         return self.weight.matmul(gather_tokens(hidden, "vocab"), contract=1)
 
 
 def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
-    """Return the Source of the checkpoint's token table or head, padded with rows for no token.
+    """Return the Source of the checkpoint's token table or LM head, padded with rows of no token so that the mesh can
+    split it.
 
-    name: of the checkpoint's module. vocab_size: number of its rows.
+    name: the checkpoint's module. vocab_size: number of its rows.
     """
     return Source(name, vocab_size, padding=mesh.padded_vocab_size(vocab_size) - vocab_size)
 
 
 def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Exchange logits computed by the vocabulary's devices for those of the device's own rows.
+    """Exchange logits between the devices that split the vocabulary, so that each has all logits of its own rows.
 
-    logits: this device's part of the vocabulary for the rows of all of them. Result f32[R, V / n] where n devices share
-    the rows; -inf where there is no token: V is `vocab_size` padded. On one device logits are returned as they are.
+    logits: this device's part of the vocabulary for the rows of all these devices. Returns f32[R, V / n] if n devices
+    share the sampled rows, with -inf where there is no token; V is `vocab_size` padded. On one device logits are
+    returned unchanged.
     """
     shards = num_shards("vocab")
     if shards == 1:

@@ -28,10 +28,10 @@ from jaxengine.sharding.collectives import gather_tokens, num_shards, reduce_tok
 
 
 class Linear(nnx.Module):
-    """Linear layer y = x @ weight + bias, weight [in, out].
+    """Linear layer y = x @ weight + bias, weight [in, out], with pools for LoRA adapters if the build has them.
 
-    `sources` are the checkpoint modules that make up the output, in order, with their widths: q, k and v (or gate and
-    up) are one product here. `axes` are the logical axes of (in, out).
+    `sources` are the checkpoint modules that form the output, in order, with their widths: q, k and v (or gate and up)
+    are one product here. `axes` are the logical axes of (in, out).
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class Linear(nnx.Module):
         self.lora = None if spec is None else LoraPools(spec, in_size, tuple(sources), **options)
 
     def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
-        """Multiply [R, in] -> [R, out] in `out_dtype` (default: x's), with bias and adapters if any.
+        """Return x @ weight, [R, in] -> [R, out], plus the bias and the adapters if any, in `out_dtype` (default: x's
+        dtype).
 
-        On several devices these are a device's parts: tokens are gathered before, and partial sums added up after.
-        rows: description of x's rows, None where they are not the step's tokens. Only a product with room for adapters
-        needs it, and raises ValueError for None.
+        On several devices x and the result are a device's parts: tokens are gathered before the product, and partial
+        sums are added up after it. rows: description of x's rows; None if they are not the step's tokens. Raises
+        ValueError if it is None and the layer has pools for adapters.
         """
         out_dtype, split = out_dtype or x.dtype, num_shards(self.axes[0]) > 1
         own_dtype = x.dtype if split else out_dtype if self.bias is None else jnp.float32
@@ -69,10 +70,10 @@ class Linear(nnx.Module):
         return y.astype(out_dtype)
 
     def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
-        """Compute this device's part of the product, [R, in] -> [R, out] in `out_dtype`, without the bias: nothing is
+        """Return this device's part of the product, [R, in] -> [R, out] in `out_dtype`, without the bias. Nothing is
         gathered or added up over devices.
 
-        adapters: those of x's rows, which are applied; None for none.
+        adapters: those of x's rows, which are applied; None to apply none.
         """
         if self.lora is None or adapters is None:
             return self.weight.matmul(x, out_dtype=out_dtype)
@@ -80,12 +81,14 @@ class Linear(nnx.Module):
 
 
 def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: Adapters | None) -> jax.Array:
-    """Add the adapters of its rows to the product y f32[R, out] of x; y unchanged without room for adapters."""
+    """Return the product y f32[R, out] of x [R, in] plus the contribution of the rows' adapters; y unchanged if `lora`
+    or `adapters` is None.
+    """
     return y if lora is None or adapters is None else lora.add(y, x, adapters.slots, adapters)
 
 
 def _adapters_of(rows: Rows | None) -> Adapters | None:
-    """Return the adapters of these rows; None if they have none. Raises ValueError if `rows` is None."""
+    """Return the adapters of `rows`, None if they have none. Raises ValueError if `rows` is None."""
     if rows is None:
         raise ValueError("a product that takes adapters must be told what its rows are")
     return rows.adapters

@@ -32,7 +32,9 @@ FLAT, GROUPED = 1, 2
 
 
 class LoraPools(nnx.Module):
-    """Pools with all adapters' matrices for one product of `sources`, [in, out], with logical axes (in, out)."""
+    """Pools with all adapters' matrices for one product [in, out] whose output is made of `sources`, with logical axes
+    (in, out). They are zeros at first.
+    """
 
     def __init__(
         self,
@@ -60,11 +62,10 @@ class LoraPools(nnx.Module):
         )
 
     def add(self, y: jax.Array, x: jax.Array, slots: jax.Array, adapters: Adapters) -> jax.Array:
-        """Add adapters in slots i32[R], -1 for none, to the product y f32[R, out] of x; y unchanged if the step has
-        none.
+        """Return the product y f32[R, out] plus the contributions of the adapters in slots i32[R] (-1 for none) to rows
+        x [R, in]; y unchanged if no row of the step has an adapter.
 
-        adapters: of the step; they say the form, and bring its visits. The slots of x's rows are `slots` alone.
-
+        adapters: those of the step, of which only the form and the visits are used; the slots of x's rows are `slots`.
         A conditional around an entire layer would replace about four of these, but XLA then copies the KV pool.
         """
         flat, forms = (lambda: y + self.flat(x, slots)), [lambda: y]
@@ -76,7 +77,9 @@ class LoraPools(nnx.Module):
         return lax.switch(adapters.form, forms)  # one past the last is the last
 
     def _add_grouped(self, y: jax.Array, x: jax.Array, slots: jax.Array, visits: LoraVisits) -> jax.Array:
-        """Compute `add` in the grouped form. visits: of the step's rows; made anew where x has those of all
+        """Return the result of `add` computed in the grouped form.
+
+        visits: those of the step's rows; they are computed anew if x has another number of rows, as with those of all
         replicas.
         """
         with jax.named_scope("lora"):
@@ -87,10 +90,10 @@ class LoraPools(nnx.Module):
             return lora_product(y, x, self.a[...], bs, visits, **options)
 
     def flat(self, x: jax.Array, slots: jax.Array) -> jax.Array:
-        """Compute the flat form: rows x [R, in] with adapters in slots i32[R] -> f32[R, out]; zeros for rows without
-        one (-1).
+        """Return the contribution f32[R, out] of adapters in slots i32[R] to rows x [R, in], computed in the flat form;
+        zeros for rows without an adapter (-1).
 
-        Where the inputs are split over devices the result is a partial sum, like the product that it is added to.
+        If the inputs are split over devices the result is a partial sum, like the product that it is added to.
         """
         with jax.named_scope("lora"):
             own = slots[:, None] == jnp.arange(self.spec.columns, dtype=jnp.int32) // self.spec.max_lora_rank
@@ -101,10 +104,11 @@ class LoraPools(nnx.Module):
 
 
 def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str) -> Adapters | None:
-    """Return a step's adapters with the visits that the grouped form needs; as they are where programs lack that form.
+    """Return a step's adapters with the visits that the grouped form needs; `adapters` unchanged if it or `spec` is
+    None, or if programs on `platform` lack that form.
 
-    The visits are zeros in a step that takes another form. adapters: None for a step without, and then so is the
-    result. spec: None for a model without. platform: a row of the kernel registry.
+    The visits are zeros in a step that uses another form. adapters: None for a step without adapters. spec: None for a
+    model without pools. platform: a row of the kernel registry.
     """
     if adapters is None or spec is None or not groups_on(spec, platform):
         return adapters
@@ -123,15 +127,18 @@ def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str)
 
 
 def groups_on(spec: LoraSpec, platform: str) -> bool:
-    """Whether programs for this row of the kernel registry have the grouped form in addition to the flat one."""
+    """Whether programs for `platform`, a row of the kernel registry, have the grouped form in addition to the flat
+    one.
+    """
     return spec.may_group and has_lora_product(platform)
 
 
 def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
-    """List, for display, the LoRA forms of products of abstract models, the stages of one, in order.
+    """Return, for display, the LoRA forms of each product of a model: rows {"modules": names, "forms": text} in the
+    order of the layers, with one row for the same product of all layers.
 
-    The same product of all layers is one row {"modules": names, "forms": text}. Empty for models without room for
-    adapters. platform: a row of the kernel registry.
+    models: the abstract models of the stages, in order. platform: a row of the kernel registry. The list is empty if
+    the models have no pools for adapters.
     """
     rows: dict[str, str] = {}
     for model in models:
@@ -150,7 +157,7 @@ def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
 
 
 def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
-    """Return the number of columns of a device's part of the pool."""
+    """Return the number of columns (of the second axis) of one device's part of the pool."""
     axis = pool.decl.axes[1]
     return pool.shape[1] // (1 if axis is None else mesh.num_shards(axis))
 
@@ -158,10 +165,10 @@ def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
 def write_slot(
     pools: Sequence[DeclaredPool], spec: LoraSpec, arrays: list[jax.Array], slot: jax.Array, new: list[jax.Array]
 ) -> list[jax.Array]:
-    """Return the arrays of pools with one adapter written to slot i32[].
+    """Return the arrays of `pools` with one adapter written to slot i32[].
 
-    arrays, new: of each of `pools`, in order: the pool's array, and the adapter's part of it, padded to the pool's rank
-    (jaxengine.models.weights.adapters.pools).
+    arrays, new: for each of `pools`, in order, the pool's array, and the adapter's part of it, padded to the pool's
+    rank (jaxengine.models.weights.adapters.pools).
     """
     rank, written = spec.max_lora_rank, []
     for pool, array, part in zip(pools, arrays, new, strict=True):

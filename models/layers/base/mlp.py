@@ -22,25 +22,27 @@ from jaxengine.sharding.collectives import num_shards, sum_parts
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """Compute GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu` in configurations."""
+    """Return the exact GELU of x, by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), in x's dtype:
+    `gelu` in configurations.
+    """
     # jax.nn.gelu takes the complement of erf, three times as long on a CPU. 1 + erf needs float32, as torch has it.
     wide = x.astype(jnp.float32)
     return (0.5 * wide * (1.0 + lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Compute GELU in its tanh form, `gelu_pytorch_tanh` in configurations."""
+    """Return the GELU of x in its tanh approximation: `gelu_pytorch_tanh` in configurations."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
-    """Compute max(x, 0) ** 2 (So et al. 2021, arXiv:2109.08668), `relu2` in configurations."""
+    """Return max(x, 0) ** 2 (So et al. 2021, arXiv:2109.08668): `relu2` in configurations."""
     return jnp.square(jax.nn.relu(x))
 
 
 @dataclass(frozen=True)
 class ScaledSilu:
-    """Activation silu(multiplier * x). Equal for equal numbers, so that layers share a trace."""
+    """Activation silu(multiplier * x). Objects with equal multipliers are equal, so that layers share a trace."""
 
     multiplier: float
 
@@ -50,8 +52,8 @@ class ScaledSilu:
 
 @dataclass(frozen=True)
 class ClampedSilu:
-    """Activation silu(gate) * up, with gate at most `limit` and up from -limit to limit. Equal for equal limits, so
-    that layers share a trace.
+    """Activation silu(min(gate, limit)) * clip(up, -limit, limit). Objects with equal limits are equal, so that layers
+    share a trace.
     """
 
     limit: float
@@ -62,7 +64,7 @@ class ClampedSilu:
 
 @dataclass(frozen=True)
 class SiluThenClamped:
-    """Activation min(silu(gate), limit) * up, with up from -limit to limit. Equal for equal limits, so that layers
+    """Activation min(silu(gate), limit) * clip(up, -limit, limit). Objects with equal limits are equal, so that layers
     share a trace.
     """
 
@@ -74,14 +76,16 @@ class SiluThenClamped:
 
 @dataclass(frozen=True)
 class SparseGelu:
-    """Activation gelu(max(x - c, 0)), where c is the mean of a token's gates plus so many of their deviations. Equal
-    for equal numbers, so that layers share a trace.
+    """Activation gelu_tanh(max(x - c, 0)), where c is the mean of a token's gates plus `deviations` times their
+    standard deviation. Objects with equal numbers are equal, so that layers share a trace.
     """
 
     deviations: float
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map gates f32[T, F], or a device's part of them, to the same."""
+        """Return the activation of gates x f32[T, F], or of a device's part of them; mean and deviation are over all
+        devices' parts.
+        """
         count = x.shape[-1] * num_shards("ffn")
         mean = sum_parts(jnp.sum(x, axis=-1, keepdims=True), "ffn") / count
         variance = sum_parts(jnp.sum(jnp.square(x - mean), axis=-1, keepdims=True), "ffn") / count
@@ -91,7 +95,8 @@ class SparseGelu:
 class MLP(nnx.Module):
     """Feed-forward network down(activation(up(x))).
 
-    up, down: names of the modules within `source`. activation: computed in float32; a module where it has weights.
+    up, down: names of the modules within `source`. activation: computed in float32; a module if it has weights. bias:
+    whether both projections have a bias.
     """
 
     def __init__(
@@ -112,7 +117,9 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Map [T, D] -> [T, D]; padding is computed like tokens."""
+        """Return down(activation(up(x))) for x [T, D]: [T, D], with the activation in float32. Padding is computed like
+        tokens.
+        """
         with jax.named_scope("up"):
             inner = self.activation(self.up(x, rows, out_dtype=jnp.float32))
         with jax.named_scope("down"):
@@ -122,11 +129,13 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """Gated feed-forward network down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
 
-    gate_up: checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
-    down: checkpoint module of down, by default `down_proj`.
-    bias, down_bias: whether gate and up, and whether down has a bias; None: as `bias`.
-    clamped: function of gate and up, as ClampedSilu, in place of activation(gate) * up; None for that.
-    inner_norm: RMS norm of what goes into down, over all devices' parts of it; None for none.
+    Args:
+      gate_up: checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
+      down: checkpoint module of down, by default `down_proj`.
+      bias: whether gate and up have a bias.
+      down_bias: whether down has a bias; None for the value of `bias`.
+      clamped: function of gate and up, such as ClampedSilu, that replaces activation(gate) * up; None for none.
+      inner_norm: RMS norm of the input of down, over all devices' parts of it; None for none.
     """
 
     def __init__(
@@ -153,17 +162,19 @@ class GatedMLP(nnx.Module):
         self.inner_norm = inner_norm
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Map [T, D] -> [T, D]; padding is computed like tokens."""
+        """Return down(activation(gate(x)) * up(x)), or with `clamped` and `inner_norm` if given, for x [T, D]: [T, D].
+        Padding is computed like tokens.
+        """
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up(x, rows, out_dtype=self._out_dtype(x)), x.dtype)
         with jax.named_scope("down"):
             return self.down(inner, rows)
 
     def partial(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute this device's partial result f32[T, D] of x[T, D], already gathered with its adapters.
+        """Return this device's partial result f32[T, D] for x[T, D], whose tokens are already gathered.
 
-        The sum over the devices that share the MLP is the result; biases are left out. adapters: of x's rows, None for
-        none.
+        The sum over the devices that share the MLP is the result, except for the biases, which are left out. adapters:
+        those of x's rows; None for none.
         """
         with jax.named_scope("gate_up"):
             inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)
@@ -171,16 +182,18 @@ class GatedMLP(nnx.Module):
             return self.down.partial(inner, adapters)
 
     def _out_dtype(self, x: jax.Array) -> Any:
-        """Return the dtype of the product of gate and up.
+        """Return the dtype in which gate and up are projected: x's, but float32 if there are pools for adapters.
 
-        It is float32 with adapters, which a conditional adds: XLA:TPU would round its result in a separate pass that
-        writes a copy, so `_activated` rounds instead.
+        With adapters a conditional adds to the product: XLA:TPU would round its result in a separate pass that writes a
+        copy, so `_activated` rounds instead.
         """
         return x.dtype if self.gate_up.lora is None else jnp.float32
 
     def _activated(self, gate_up: jax.Array, dtype: Any) -> jax.Array:
-        """Return activation(gate) * up, computed in float32, in `dtype`, and then normed where there is a norm, [T, F];
-        gate_up: both, [T, 2 * F].
+        """Return activation(gate) * up, or clamped(gate, up), computed in float32 and converted to `dtype`, then the
+        norm of it if there is one: [T, F].
+
+        gate_up: gate and up side by side, [T, 2 * F].
         """
         # Split before widening: XLA:TPU writes an array that is widened before the split to memory in float32.
         gate, up = (_rounded(part, dtype) for part in jnp.split(gate_up, 2, axis=-1))
@@ -189,7 +202,9 @@ class GatedMLP(nnx.Module):
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Convert x to float32 with values rounded as in `dtype`, except for subnormals of float16."""
+    """Return x as float32 with its values rounded to the precision of `dtype`, except that subnormals of float16 are
+    not rounded as such.
+    """
     if x.dtype == dtype:
         return x.astype(jnp.float32)
     kind = jnp.finfo(dtype)

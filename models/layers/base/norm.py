@@ -18,7 +18,7 @@ NormClass = Callable[..., nnx.Module]
 
 
 def rms_normalized(x: jax.Array, eps: float) -> jax.Array:
-    """Compute x / rms(x) over the last axis, in float32, rms(x) being sqrt(mean(x^2) + eps)."""
+    """Return x / rms(x) over the last axis as float32, where rms(x) is sqrt(mean(x^2) + eps)."""
     y = x.astype(jnp.float32)
     return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
 
@@ -44,7 +44,7 @@ class RMSNorm(nnx.Module):
 
 
 class OffsetRMSNorm(nnx.Module):
-    """RMS norm x / rms(x) * (1 + weight): Gemma's, whose weights are stored as their difference to one."""
+    """RMS norm x / rms(x) * (1 + weight): Gemma's, whose weights are stored as their difference from one."""
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         decl = ParamDecl((None,), (Source(source, size).tensor("weight"),), init_std=0.0)
@@ -56,7 +56,7 @@ class OffsetRMSNorm(nnx.Module):
 
 
 class FixedRMSNorm(nnx.Module):
-    """RMS norm without weights: nanochat's, whose checkpoints have nothing under `source`."""
+    """RMS norm x / rms(x) without weights: nanochat's, whose checkpoints have nothing under `source`."""
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         self.eps = eps
@@ -78,11 +78,11 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def _weight(self, source: Source) -> ParamDecl:
-        """Return the declaration of the weight that the checkpoint has as `source`."""
+        """Return the declaration of the weight, which the checkpoint has as `source`."""
         return ParamDecl((None,), (source,))
 
     def scale(self) -> jax.Array:
-        """Return the factors f32[size] of normed elements."""
+        """Return the factors f32[size] by which normed elements are multiplied."""
         return self.weight[...].astype(jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ class UnbiasedLayerNorm(LayerNorm):
 
 
 class FixedLayerNorm(nnx.Module):
-    """Layer norm without weights: OLMo's, whose checkpoints have nothing under `source`."""
+    """Layer norm (x - mean(x)) / std(x) without weights: OLMo's, whose checkpoints have nothing under `source`."""
 
     def __init__(self, size: int, eps: float, *, source: str, build: Build):
         self.eps = eps
@@ -111,7 +111,9 @@ class FixedLayerNorm(nnx.Module):
 
 
 class OffsetLayerNorm(LayerNorm):
-    """LayerNorm with 1 + weight: Nemotron's LayerNorm1P, whose weights are stored as their difference to one."""
+    """LayerNorm with factors 1 + weight: Nemotron's LayerNorm1P, whose weights are stored as their difference from
+    one.
+    """
 
     def _weight(self, source: Source) -> ParamDecl:
         return ParamDecl((None,), (source,), init_std=0.0)
@@ -123,8 +125,8 @@ class OffsetLayerNorm(LayerNorm):
 class HeadsRMSNorm(nnx.Module):
     """RMS norm x / rms(x) * weight over all heads at once: OLMo 2's norms of q and k.
 
-    Devices that share the heads add up their sums of squares. copies: how often each head is stored on a mesh of more
-    devices than heads (see layers.attention). axis: the logical axis by which heads are split.
+    Devices that share the heads add up their sums of squares. copies: how many times each head is stored on a mesh with
+    more devices than heads (see layers.attention). axis: the logical axis by which heads are split.
     """
 
     def __init__(
@@ -143,7 +145,9 @@ class HeadsRMSNorm(nnx.Module):
         self.eps, self.axis = eps, axis
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [T, heads of this device, H] over all heads at once: devices add up their sums of squares."""
+        """Return x [T, heads of this device, H] normed over the heads of all devices together, which add up their sums
+        of squares, in x's dtype.
+        """
         y = x.astype(jnp.float32)
         width = y.shape[1] * y.shape[2] * num_shards(self.axis)
         mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), self.axis) / width
@@ -152,8 +156,10 @@ class HeadsRMSNorm(nnx.Module):
 
 
 class HeadsLayerNorm(HeadsRMSNorm):
-    """Layer norm (x - mean(x)) / std(x) * weight + bias over all heads at once: JinaBERT's norms of q and k; arguments
-    are those of HeadsRMSNorm."""
+    """Layer norm (x - mean(x)) / std(x) * weight + bias over all heads at once: JinaBERT's norms of q and k.
+
+    Devices that share the heads add up their sums.
+    """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build):
         super().__init__(num_heads, head_dim, eps, source=source, build=build)
@@ -168,10 +174,10 @@ class HeadsLayerNorm(HeadsRMSNorm):
 
 
 class HeadLayerNorms(nnx.Module):
-    """Layer norms without biases, one for each head, the n-th of which is a module `{source}.norms.{n}`: StableLM's.
+    """Layer norms without biases, one for each head; the n-th is the module `{source}.norms.{n}`: StableLM's.
 
     Every device has the weights of all heads, since tensors of single heads cannot be split among them. copies: how
-    often each head is stored on a mesh of more devices than heads (see layers.attention).
+    many times each head is stored on a mesh with more devices than heads (see layers.attention).
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build, copies: int = 1):
@@ -181,7 +187,9 @@ class HeadLayerNorms(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [T, heads of this device, H], each head by itself and times its own weights, in x's dtype."""
+        """Return x [T, heads of this device, H] with each head normed by itself and multiplied by its own weights, in
+        x's dtype.
+        """
         size = x.shape[1] * x.shape[2]
         weight = lax.dynamic_slice_in_dim(self.weight[...], shard_index("heads") * size, size)
         y = x.astype(jnp.float32)

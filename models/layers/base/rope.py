@@ -15,9 +15,10 @@ from jaxengine.models.layers.base.step_inputs import StepContext, StepInput
 
 
 def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Compute cos and sin, each f32[T, R/2], times the scaling's attention factor, if any.
+    """Return cos and sin of the rotation angles, each f32[T, R/2], multiplied by the scaling's attention factor, if
+    any.
 
-    positions: i32[T]; or those in time, height and width, i32[3, T], for a rope with sections.
+    positions: i32[T]; or positions in time, height and width, i32[3, T], for a rope with sections.
     """
     freqs = jnp.asarray(rope.frequencies(), jnp.float32)
     if positions.ndim == 2:
@@ -30,12 +31,12 @@ def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
-    """Rotate the first R of the H elements of x[T, heads, H] and keep the others; float32, returned in x's dtype.
+    """Return x[T, heads, H] with its first R elements rotated and the others unchanged; computed in float32, in x's
+    dtype.
 
-    cos, sin: [T, R / 2], `rope_table` of the rows' positions.
-
-    interleaved: neighbours are pairs; otherwise elements i and i + R / 2 are. In the result the first elements of all
-    pairs come before the second ones: products of q and k do not depend on the order, and q and k have no other use.
+    cos, sin: [T, R / 2], `rope_table` of the rows' positions. interleaved: whether neighbours are pairs; otherwise
+    elements i and i + R / 2 are. In the result the first elements of all pairs come before the second ones: products of
+    q and k do not depend on the order, and q and k have no other use.
     """
     half = cos.shape[-1]
     low, high, kept = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
@@ -48,10 +49,10 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: boo
 
 
 def _of_step(rope: Rope, step: StepContext) -> tuple[jax.Array, jax.Array]:
-    """Return `rope_table` of a step's tokens.
+    """Return `rope_table` of the positions of a step's tokens.
 
-    `sections["mrope_positions"]` has their positions in time, height and width, i32[3, T], or i32[T] if the three are
-    equal; without it a rope with sections uses the plain positions, too.
+    If the rope has sections and the batch has the section "mrope_positions", the positions are those, in time, height
+    and width, i32[3, T], or i32[T] if the three are equal. Otherwise they are the plain positions.
     """
     positions = step.batch.sections.get("mrope_positions") if rope.sections else None
     return rope_table(step.batch.positions if positions is None else positions, rope)

@@ -16,7 +16,7 @@ class Rows(NamedTuple):
 
     Attributes:
       is_token: bool[T], False for padding.
-      adapters: None where no row can have one.
+      adapters: adapters of the rows; None if no row can have one.
     """
 
     is_token: jax.Array
@@ -24,6 +24,8 @@ class Rows(NamedTuple):
 
 
 def step_rows(step: StepContext) -> Rows:
-    """Return the Rows of a step. Those with a KV slot are tokens; adapters get their visits (`with_visits`)."""
+    """Return the Rows of a step. A row with a KV slot is a token, all others are padding. The batch's adapters, if any,
+    are included with the visits of the grouped form (`with_visits`).
+    """
     adapters = with_visits(step.batch.sections.get("adapters"), step.build.lora, step.kv.platform)
     return Rows(step.batch.ragged[0].slot_mapping >= 0, adapters)

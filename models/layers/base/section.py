@@ -17,7 +17,7 @@ from jaxengine.models.forward_batch import ForwardBatch
 
 
 class Given(nnx.Variable):
-    """Variable of an array that a step passes to a layer, and no weight."""
+    """Variable for an array that a step passes to a layer, which is not a weight."""
 
 
 class Note(nnx.Variable):
@@ -25,74 +25,79 @@ class Note(nnx.Variable):
 
 
 class ExpertLoad(Note):
-    """Load of one layer in one step, i32[E]: tokens of this replica that each expert was picked for."""
+    """Load of one layer in one step, i32[E]: the number of this replica's tokens for which each expert was picked."""
 
 
 class SelectedKeys(Note):
-    """Positions i32[T, k] of the keys that an indexer has selected, for the layers after it that take its selection."""
+    """Positions i32[T, k] of the keys that an indexer has selected, for later layers that use its selection."""
 
 
 class Section:
-    """Base class of inputs of a step besides its tokens. Each method changes a point of the forward pass; those here
-    change nothing.
+    """Base class of inputs of a step besides its tokens. Each method is called at one point of the forward pass; those
+    of the base class change nothing.
     """
 
     def embed(self, x: jax.Array) -> jax.Array:
-        """Return the first layer's input [T, D], made from the tokens' embeddings x [T, D]; here x itself."""
+        """Return the first layer's input [T, D], computed from the tokens' embeddings x [T, D]; x itself in the base
+        class.
+        """
         return x
 
     def key_limits(self, config: ModelConfig, positions: jax.Array) -> jax.Array | None:
-        """Return the position after the last key that each token at `positions` sees, i32[T]; None if that is its own
-        key, as here.
+        """Return, for each token at `positions`, the position after the last key that it sees, i32[T]; None if each
+        token sees keys up to its own, as in the base class.
         """
         return None
 
     def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function that runs a layer, which takes the layer's graph (static) and arrays; return the wrapped
-        function; here `run` itself.
+        """Return a wrapper of `run`, the function that runs a layer; its arguments are the layer's graph (static) and
+        arrays. The base class returns `run` itself.
         """
         return run
 
     def tapped(self, layer: int, module: nnx.Module) -> nnx.Module:
-        """Return the module to run as layer number `layer` of the whole model: `module`, or a copy that does more; here
-        `module`.
+        """Return the module to run as layer number `layer` of the whole model: `module`, or a copy that does more. The
+        base class returns `module`.
         """
         return module
 
     def after_layer(self, count: int, x: jax.Array) -> jax.Array:
         """Return the hidden states [T, D] to use after layer number count - 1 of the whole model, given that layer's
-        output x; here x itself.
+        output x; x itself in the base class.
         """
         return x
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
-        """Record the hidden states x [T, D] after `count` layers of this stage, with all sections applied; here nothing
-        is done.
+        """Record the hidden states x [T, D] after `count` layers of this stage, with all sections applied. The base
+        class does nothing.
 
-        notes: the Notes of the last of these layers; None before the first.
+        notes: the Notes of the last of these layers; None before the first layer.
         """
 
 
 class Capture(Section):
-    """Section that keeps the hidden states after chosen layers of this stage; made and read within one trace."""
+    """Section that records the hidden states after chosen layers of this stage. It is created and read within one
+    trace.
+    """
 
     def __init__(self, counts: Sequence[int]):
-        """Choose the hidden states to keep. counts: 0 for the first layer's input, n for the output of layer n - 1,
-        before any norm.
+        """Set the numbers of layers after which hidden states are recorded. counts: 0 for the first layer's input, n
+        for the output of layer n - 1, before any norm.
         """
         self.counts = tuple(counts)
         self._found: dict[int, jax.Array] = {}
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Store the hidden states x [T, D] if `count` is one of those to record."""
         if count in self.counts:
             self._found[count] = x
 
     def after(self, count: int) -> jax.Array:
-        """Return the hidden states [T, D] after `count` layers. Raises KeyError for a count that is not kept."""
+        """Return the recorded hidden states [T, D] after `count` layers. Raises KeyError if they were not recorded."""
         return self._found[count]
 
     def joined(self) -> jax.Array:
-        """Return the hidden states after the n counts, joined: [T, n * D].
+        """Return the hidden states after each of the n `counts`, in their order, concatenated to [T, n * D].
 
         Raises KeyError for a count that was not observed.
         """
@@ -100,39 +105,47 @@ class Capture(Section):
 
 
 class Recompute(Section):
-    """Section that computes each layer again for its gradient, instead of storing intermediate results
+    """Section that recomputes each layer for its gradient, instead of storing intermediate results
     (`jax.checkpoint`).
     """
 
     def around_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run` with recomputation of its intermediate results for the gradient."""
         return jax.checkpoint(run, static_argnums=0)
 
 
 class ExpertLoads(Section):
-    """Section that collects how many tokens each expert was picked for; made and read within one trace."""
+    """Section that collects the number of tokens for which each expert was picked. It is created and read within one
+    trace.
+    """
 
     def __init__(self):
         self._loads: list[jax.Array] = []
 
     def observe(self, count: int, x: jax.Array, notes: nnx.State | None = None) -> None:
+        """Add the ExpertLoads among `notes`, if any."""
         for _, load in notes_of(notes, ExpertLoad):
             self.add(load[...])
 
     def add(self, load: jax.Array) -> None:
-        """Append the load i32[E] of the next layer with experts."""
+        """Append the load i32[E] of the next layer with experts to those collected."""
         self._loads.append(load)
 
     def stacked(self) -> jax.Array:
-        """Return the loads i32[layers with experts, E], in the order of the layers; raises ValueError without any."""
+        """Return the loads i32[layers with experts, E], in the order of the layers. Raises ValueError if there are
+        none.
+        """
         return jnp.stack(self._loads)
 
 
 def notes_of(notes: nnx.State | None, kind: type[Note]) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return the variables of a kind among a layer's notes, each with its path in the layer. notes: None for none."""
+    """Return (path in the layer, variable) of each of a layer's notes that is of class `kind`; [] if `notes` is
+    None.
+    """
     flat = () if notes is None else nnx.to_flat_state(notes)
     return [(path, variable) for path, variable in flat if isinstance(variable, kind)]
 
 
 def sections_of(batch: ForwardBatch) -> list[Section]:
-    """Return the Sections of a batch, which act between layers."""
+    """Return those entries of the batch's sections that are Sections and thus act between layers, in order."""
     return [each for each in batch.sections.values() if isinstance(each, Section)]

@@ -20,11 +20,11 @@ class StepContext(NamedTuple):
     """Facts from which makers compute shared inputs.
 
     Attributes:
-      batch: the step's.
-      kv: the pool.
-      build: of the model.
+      batch: the step's batch.
+      kv: the KV pool.
+      build: the model's Build.
       key_limits: i32[T], the position after the last key that each token sees; None if that key is its own.
-      in_windows_only: whether key_limits are for layers with a window alone; others are then causal.
+      in_windows_only: whether key_limits apply only to layers with a window; other layers are then causal.
     """
 
     batch: ForwardBatch
@@ -39,9 +39,9 @@ class StepInput(NamedTuple):
 
     Attributes:
       scope: name of its operations in a trace.
-      key: function from a layer's attention to what decides the value; layers with equal keys share one. None: no
-        value.
-      make: function from a key to the value.
+      key: function that maps a layer's attention and Build to the value that decides the field; layers with equal
+        keys share one result. None: the layer needs no value.
+      make: function that computes the field from a key and the step.
     """
 
     scope: str
@@ -49,8 +49,8 @@ class StepInput(NamedTuple):
     make: Callable[[Any, StepContext], Any]
 
     def values(self, attentions: list[LayerAttention], step: StepContext) -> list[Any]:
-        """Return the value for each of these attentions, in order; None for one that needs none. Equal
-        keys share one.
+        """Return the field's value for each of `attentions`, in order; None for a layer whose key is None. It is
+        computed once for each distinct key.
         """
         keys = [self.key(attention, step.build) for attention in attentions]
         made: dict[Hashable, Any] = {None: None}

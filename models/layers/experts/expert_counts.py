@@ -26,9 +26,10 @@ class ExpertRows(NamedTuple):
     """Row counts of a device in one layer.
 
     Attributes:
-      rows: rows of its tokens.
-      average: rows of an average expert.
-      multiplied: multiplied rows per row of `rows`, weighted over all elements of the matrices.
+      rows: number of rows of its tokens.
+      average: number of rows of an average expert.
+      multiplied: number of rows that the kernels multiply for each of `rows`, averaged over all elements of the
+        matrices.
     """
 
     rows: int
@@ -37,8 +38,8 @@ class ExpertRows(NamedTuple):
 
 
 def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
-    """Simulate routing of each token to num_per_token experts, all equally likely: tokens of each expert,
-    i64[num_experts], the same for equal arguments.
+    """Return the number of tokens of each expert, i64[num_experts], in a simulated routing of each token to
+    num_per_token experts, all equally likely. The result is the same for equal arguments.
     """
     scores = np.random.default_rng(0).random((num_tokens, num_experts))
     picked = np.argpartition(scores, num_per_token - 1, axis=1)[:, :num_per_token]
@@ -46,20 +47,20 @@ def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
 
 
 def rows_at_once(num_tokens: int, k: int, own: int, average: int, platform: str) -> int:
-    """Return the rows of a block on a device that has `own` full experts, for tokens with k experts each (see
-    `rows_of_own`).
+    """Return the number of rows of a block on a device that has `own` full experts, for tokens with k experts each,
+    padding for the platform's kernel included (see `rows_of_own`).
 
-    average: the device's average number of rows. platform: as for `expert_rows`.
+    average: the device's average number of rows. platform: a row of `jaxengine.pallas_kernels.registry`.
     """
     kernel = group_kernel(platform)
     return rows_of_own(num_tokens, k, own, average, 1 if kernel is None else kernel.group_step(average, own))[1]
 
 
 def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | None:
-    """Return the ExpertRows of the first layer with experts of an abstract model; the other layers' are equal.
+    """Return the ExpertRows of the first layer with experts of an abstract model; those of the other layers are equal.
 
-    None without experts, if activations are not bfloat16, and where `expert_rows` returns None. Arguments: see
-    `expert_rows`.
+    Returns None for a model without experts, if activations are not bfloat16, and where `expert_rows` returns None.
+    num_tokens, platform: arguments of `expert_rows`.
     """
     layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts))
     layer = next(layers, None)
@@ -69,9 +70,10 @@ def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | 
 
 
 def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, platform: str) -> ExpertRows | None:
-    """Return the ExpertRows of the device with the first experts, for steps of `num_tokens` on each replica.
+    """Return the ExpertRows of the device with the first experts, for steps of `num_tokens` tokens on each replica.
 
-    None where XLA multiplies, or rows are sent between devices. platform: a row of `jaxengine.pallas_kernels.registry`.
+    Returns None if no kernel for groups exists on the platform or it does not take these operands, so that XLA
+    multiplies, and if rows are sent between devices. platform: a row of `jaxengine.pallas_kernels.registry`.
     """
     kernel = group_kernel(platform)
     if kernel is None or layer.sends_rows:
@@ -101,11 +103,11 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
 
 
 def _operands(weight: Weight, mesh: MeshLayout, num_rows: int) -> tuple[tuple[Any, ...], int]:
-    """Return the shapes of a device's operands of the product with `num_rows` rows, and the elements of one of its
-    matrices.
+    """Return the shapes of a device's operands of the product with `num_rows` rows, and the number of elements of one
+    of its matrices.
 
-    Operands: rows, their scales (None where rows have none), codes or values, and their scales (None for plain ones).
-    Codes u8 are two of four bits in a byte, and count as two elements.
+    Operands: rows, their scales (None if rows have none), codes or values, and their scales (None for plain weights).
+    Codes of type u8 are two of four bits in a byte, and count as two elements.
     """
 
     def part(param: Any) -> jax.ShapeDtypeStruct:

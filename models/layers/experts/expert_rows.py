@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Up to this many results, TPUs too reorder them to the order of the tokens all at once.
+# Up to this many results, TPUs, too, reorder all of them at once to the order of the tokens.
 _MOST_REORDERED = 2048
 # Rows of a block. Fewer than the least are not worth a loop; beyond the most, reading an expert's weights once more
 # for the rows of the next block costs little compared with using them.
@@ -21,16 +21,19 @@ _LEAST_ROWS, _MOST_ROWS = 128, 4096
 
 
 def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:
-    """Count occurrences of each expert in ids i32[...]: i32[num_experts]; other ids are not counted."""
+    """Return the number of occurrences of each expert in ids i32[...]: i32[num_experts]. Ids outside 0 to num_experts -
+    1 are not counted.
+    """
     return jnp.sum(ids.reshape(-1, 1) == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
 
 
 def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Sort ids i32[N], flattened, by expert: the order i32[M], and the number of rows of each, i32[num_experts].
+    """Return the order i32[M] that sorts ids i32[N] (flattened) by expert, and the number of rows of each expert,
+    i32[num_experts], padding included.
 
-    The order has for each row its entry in ids. Each expert has a multiple of `step` rows: its own, in the order of
-    ids, and up to step - 1 of padding, which are entries from N on. Rows of no expert, with ids from num_experts on,
-    come last. M is N + num_experts * (step - 1).
+    Element i of the order is the index in `ids` of row i. Each expert has a multiple of `step` rows: its own in the
+    order of `ids`, then up to step - 1 rows of padding, whose indices are N or more. Rows of no expert, with ids from
+    num_experts on, come last. M is N + num_experts * (step - 1).
     """
     ids, sizes = ids.ravel(), tokens_per_expert(ids, num_experts)
     if step > 1:
@@ -41,10 +44,11 @@ def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Arra
 
 
 def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-    """Sum results y [M, D], row i of token order[i] // k (or padding), times weights f32[T, k] to f32[T, D].
+    """Return f32[T, D]: for each token, the sum of its k results in y [M, D], multiplied by weights f32[T, k].
 
-    order: i32[M], of `by_expert` for the T * k choices. Rows of no expert are added like others, so they must be 0.
-    One addition after the other, in the order of k: no token's sum depends on another's.
+    order: i32[M], from `by_expert` for the T * k choices; row i of y belongs to token order[i] // k, or is padding.
+    Rows of no expert are added like others, so they must be 0. Results are added one after the other in the order of k,
+    so that no token's sum depends on another token.
     """
     indexes = jnp.argsort(order)[: weights.size].reshape(weights.shape)
     if y.shape[0] <= _MOST_REORDERED:
@@ -53,7 +57,11 @@ def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def _mixed_at_once(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.Array:
-    """Return what `_mixed_one_by_one` does, from one array with the results of all tokens reordered, [T, k, D]."""
+    """Return the weighted sum of each token's results, f32[T, D], from one array [T, k, D] with the results of all
+    tokens reordered.
+
+    y: results [M, D]. weights: f32[T, k]. indexes: i32[T, k], rows of y.
+    """
     rows = y[indexes]
     mixed = weights[:, :1] * rows[:, 0]
     for k in range(1, weights.shape[1]):
@@ -62,10 +70,10 @@ def _mixed_at_once(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.
 
 
 def _mixed_one_by_one(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> jax.Array:
-    """Return the weighted sum of each token's results, f32 [T, D], adding one result of each token at a time, as
-    XLA:TPU stores every array that it reorders.
+    """Return the weighted sum of each token's results, f32[T, D], reordering and adding one result of each token at a
+    time: XLA:TPU stores every array that it reorders.
 
-    y: results [M, D]. weights: f32 [T, k]. indexes: i32 [T, k], rows of y.
+    y: results [M, D]. weights: f32[T, k]. indexes: i32[T, k], rows of y.
     """
     mixed = weights[:, :1] * y[indexes[:, 0]]
     for k in range(1, weights.shape[1]):
@@ -75,15 +83,16 @@ def _mixed_one_by_one(y: jax.Array, weights: jax.Array, indexes: jax.Array) -> j
 
 
 def rows_of_block(most: int, average: int) -> int:
-    """Return the rows of a block if a device has `average` rows and at most `most`, with a margin of a quarter for
-    uneven routing: a multiple of 128 from 128 to 4096, or `most` if that is less.
+    """Return the number of rows of a block for a device that has `average` rows and at most `most`, with a margin of a
+    quarter for uneven routing: a multiple of 128 from 128 to 4096, or `most` if that is less.
     """
     wanted = -(-average * 5 // 4 // _LEAST_ROWS) * _LEAST_ROWS
     return min(most, max(_LEAST_ROWS, min(wanted, _MOST_ROWS)))
 
 
 def rows_of_own(num_tokens: int, k: int, own: int, average: int, step: int = 1) -> tuple[int, int]:
-    """Return (most rows of a device with `own` full experts, rows of a block), for tokens with k experts each.
+    """Return (the most rows of a device with `own` full experts, the number of rows of a block), padding included, for
+    tokens with k experts each.
 
     average: the device's average number of rows. step: each expert's rows are padded to a multiple of it.
     """
@@ -98,11 +107,12 @@ def in_blocks(
     step: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     carry: jax.Array,
 ) -> jax.Array:
-    """Fold step(first row, i32[G] rows of each group in the block, carry) over blocks; returns the final carry.
+    """Call `step` for each block of rows in order, passing its result on as the next `carry`; return the last result.
 
-    sizes: i32[G], rows of consecutive groups; together at most `most`. block: rows of a block; the last one may reach
-    beyond `most`. carry: what the first step gets. Blocks without rows are left out, unless one has room for `most`
-    rows: that one is always run.
+    step: function of (index of the block's first row, i32[G] rows of each group in the block, carry). sizes: i32[G],
+    rows of consecutive groups, together at most `most`. block: rows of a block; the last one may extend beyond `most`.
+    carry: argument of the first call. Blocks without rows are skipped, unless a single block has room for `most` rows:
+    that one is always run.
     """
     ends = jnp.cumsum(sizes)
 
@@ -116,10 +126,11 @@ def in_blocks(
 
 
 def add_rows(total: jax.Array, y: jax.Array, tokens: jax.Array, most_of_token: int) -> jax.Array:
-    """Add rows y f32[B, D] of tokens i32[B] to total f32[T, D]; a token has at most `most_of_token` rows.
+    """Return total f32[T, D] with rows y f32[B, D] added to the rows of their tokens i32[B].
 
-    tokens: >= 0, in any order. Rows of tokens >= T are dropped, and so are a token's rows beyond that number. One
-    addition after the other, in the order of the rows: no token's sum depends on another's, nor on where a block ends.
+    tokens: >= 0, in any order. Rows of tokens >= T are dropped, and so are a token's rows after the first
+    `most_of_token`. Rows are added one after the other, in their order, so that a token's sum depends neither on other
+    tokens nor on where a block ends.
     """
     (num_tokens, _), num_rows = total.shape, tokens.size
     order = jnp.argsort(tokens, stable=True)

@@ -20,8 +20,8 @@ from jaxengine.pallas_kernels.matmul.low_rank_groups import add_low_rank
 
 
 class ExpertPools(nnx.Module):
-    """Pools with all adapters' matrices for one grouped product of `sources`, [E, in, out], with logical axes (experts,
-    in, out).
+    """Pools with all adapters' matrices for one grouped product [E, in, out] whose output is made of `sources`, with
+    logical axes (experts, in, out). They are zeros at first.
     """
 
     def __init__(
@@ -53,12 +53,11 @@ class ExpertPools(nnx.Module):
         )
 
     def add(self, y: jax.Array, x: jax.Array, sizes: jax.Array, adapters: Adapters) -> jax.Array:
-        """Add adapters to the grouped product y [M, out] of x [M, in], rows sorted by expert, in y's dtype.
+        """Return the grouped product y [M, out] of x [M, in], rows sorted by expert, plus the contributions of the
+        rows' adapters, in y's dtype; y unchanged if no adapter is in use.
 
-        sizes: i32[E], rows of each expert on this device. adapters: those of the rows; y is unchanged if none is in
-        use.
-
-        Where the inputs are split over devices the result is a partial sum, like the product that it is added to.
+        sizes: i32[E], rows of each expert on this device. adapters: those of the rows. If the inputs are split over
+        devices the result is a partial sum, like the product that it is added to.
         """
 
         def added() -> jax.Array:

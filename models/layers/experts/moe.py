@@ -81,19 +81,21 @@ NO_MODULES: Mapping[str, Any] = MappingProxyType({})
 
 
 class RouterLogits(Note):
-    """Logits f32[T, E] that experts were picked by, of a module that `notes_logits`."""
+    """Logits f32[T, E] by which experts were picked, recorded by a module with `notes_logits`."""
 
 
 class PickedExperts(Note):
-    """Experts i32[T, k] that each token was sent to, the best first, of a module that `notes_experts`."""
+    """Experts i32[T, k] to which each token was sent, the best first, recorded by a module with `notes_experts`."""
 
 
 class GivenExperts(Given):
-    """Experts i32[T, k] that tokens are sent to, whatever their router would pick; negative where it picks."""
+    """Experts i32[T, k] to which tokens are sent instead of those that the router picks; entries are negative where the
+    router's choice is used.
+    """
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Compute silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
+    """Return silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
     return jax.nn.silu(gate) * up
 
 
@@ -102,16 +104,17 @@ class MixtureOfExperts(nnx.Module):
     shared MLP if any.
 
     On several devices either each device has different experts (`mesh.expert_parallel`) or a part of every expert. Both
-    gather the tokens of the devices that share the weights, compute their part and add up; devices with different
-    experts can be sent only the rows of their tokens instead (`mesh.sends_rows`).
+    gather the tokens of the devices that share the weights, compute their part and add up. Devices with different
+    experts can instead be sent only the rows of their tokens (`mesh.sends_rows`).
 
     activation: function of (gate, up), both and the result f32[M, F]; of up alone for experts without a gate.
-    router_dtype: dtype of the router's weights and product, by default the model's.
-    router_size: elements of the router's input, by default the hidden size, as an expert's input always has.
-    shared: checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
+    router_dtype: dtype of the router's weights and product, by default the model's. router_size: elements of the
+    router's input, by default the hidden size, which is the size of an expert's input. shared: checkpoint modules of
+    the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
 
     Attributes:
-      notes_logits, notes_experts: every call notes its RouterLogits, its PickedExperts.
+      notes_logits, notes_experts: whether every call sets the attribute `logits` to its RouterLogits, and `picked` to
+        its PickedExperts.
       given: GivenExperts of the next call's tokens; None for none.
     """
 
@@ -176,7 +179,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate_lora = plain_pools(gate[0], dtype) if experts.shared_gate else None
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
-        """Declare the correction bias f32[E], or [1, E].
+        """Return a new parameter for the correction bias, f32[E]; subclasses may return [1, E].
 
         It is float32 whatever the model's dtype, as it decides between scores that differ by little.
         """
@@ -184,12 +187,11 @@ class MixtureOfExperts(nnx.Module):
         return declare((num_experts,), jnp.float32, decl)
 
     def __call__(self, x: jax.Array, rows: Rows, routed_by: jax.Array | None = None) -> jax.Array:
-        """Map [T, D] -> [T, D].
+        """Return the experts' output [T, D] for x [T, D], the shared MLP and zero experts (which return their input)
+        included.
 
-        routed_by: [T, D], what the router gets; None for x.
-
-        Padding goes to no expert, and without a shared MLP gives 0. The module then holds its ExpertLoad, which the
-        caller may take with `nnx.pop`.
+        routed_by: [T, D], the router's input; None for x. Padding goes to no expert, and its output without a shared
+        MLP is 0. Sets the attribute `load` to the ExpertLoad, which the caller may take with `nnx.pop`.
         """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
@@ -204,8 +206,10 @@ class MixtureOfExperts(nnx.Module):
         return (y.astype(jnp.float32) + share * x.astype(jnp.float32)).astype(x.dtype)
 
     def _computed(self, x: jax.Array, rows: Rows, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        """Compute what the experts with weights, and the shared MLP, make of x [T, D]: [T, D], scaled. weights, ids:
-        [T, k], with ids E where no such expert is meant.
+        """Return the output [T, D] of the experts that have weights, plus that of the shared MLP, for x [T, D],
+        multiplied by `output_scale`.
+
+        weights, ids: [T, k], with id E for choices that are not such experts.
         """
         if not self.sends_rows:
             return scaled(self._gather_tokens(x, weights, ids, rows.adapters), self.experts.output_scale)
@@ -218,10 +222,10 @@ class MixtureOfExperts(nnx.Module):
         return scaled(y, self.experts.output_scale)
 
     def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute by gathering every token on every device that shares the weights, and reducing their results.
+        """Return the output [T, D] of this device's tokens in x's dtype, the shared MLP included, by gathering every
+        token on every device that shares the weights, and reducing their results.
 
-        weights, ids: [T, k], of `route`, with ids E for padding. Output [T, D] of this device's tokens in x's dtype,
-        the shared MLP included.
+        weights, ids: [T, k], from `route`, with ids E for padding. adapters: those of x's rows; None for none.
         """
         dtype = x.dtype
         with jax.named_scope("group"):
@@ -247,8 +251,10 @@ class MixtureOfExperts(nnx.Module):
             return sum_same_tokens(mixed + shared, self.axis)
 
     def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute the experts' output f32[T, D] for tokens x [T, D] on a device that has all experts or a slice of
-        each; with slices it is a part of the sum. weights, ids: [T, k], of the chosen experts.
+        """Return the experts' output f32[T, D] for tokens x [T, D] on a device that has all experts or a slice of each;
+        with slices it is a partial sum.
+
+        weights, ids: [T, k], of the chosen experts.
         """
         with jax.named_scope("group"):
             num_experts = self.experts.num_experts
@@ -260,11 +266,11 @@ class MixtureOfExperts(nnx.Module):
             return self._mix(y, weights, order)
 
     def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute the contribution f32[T, D] of this device's experts to tokens x [T, D], added in the order of the
-        experts.
+        """Return the contribution f32[T, D] of this device's experts to the output for tokens x [T, D], added in the
+        order of the experts.
 
         weights, ids: [T, k], of all experts; ids of other devices' experts are skipped. Memory in addition to the
-        result is for a block of rows; the number of blocks follows the routing.
+        result is for one block of rows; the number of blocks follows the routing.
         """
         (num_tokens, k), own = ids.shape, self._num_own
         most_of_token = min(k, own)
@@ -279,6 +285,9 @@ class MixtureOfExperts(nnx.Module):
             mixed = zeros_in_layer(weights, x.shape)
 
         def add_block(first: jax.Array, sizes: jax.Array, mixed: jax.Array) -> jax.Array:
+            """Return `mixed` plus the results of the block of rows from index `first` on, with `sizes` rows of each
+            expert.
+            """
             with jax.named_scope("group"):
                 picked = lax.dynamic_slice_in_dim(order, first, block)
                 rows = self._inputs(x, weights, picked)
@@ -295,13 +304,14 @@ class MixtureOfExperts(nnx.Module):
         return in_blocks(sizes, most, block, add_block, mixed)
 
     def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute by sending each token's rows, one for each of its experts, to the experts' devices, and the results
-        back: [T, D] in x's dtype, without the shared MLP. weights, ids: [T, k], of the chosen experts.
+        """Return the output [T, D] in x's dtype, without the shared MLP, by sending each token's rows, one for each of
+        its experts, to the experts' devices, and the results back.
 
-        Of n devices with the same tokens each takes T / n of them and gathers the others' results, which is less to
-        exchange than the sum of the results would be. Padding is not sent. A device may be picked for all tokens of
-        all N devices, so that it has room for N * ceil(T / n) * min(k, experts of a device) rows of D and of twice the
-        experts' intermediate size; `_gather_tokens` has rows for all tokens and k.
+        weights, ids: [T, k], of the chosen experts. Of n devices with the same tokens each takes T / n of them and
+        gathers the others' results, which is less to exchange than the sum of the results would be. Padding is not
+        sent. A device may be picked for all tokens of all N devices, so that it has room for N * ceil(T / n) * min(k,
+        experts of a device) rows of D and of twice the experts' intermediate size; `_gather_tokens` has rows for all
+        tokens and k.
         """
         k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
         with jax.named_scope("group"):
@@ -324,8 +334,8 @@ class MixtureOfExperts(nnx.Module):
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
 
     def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """Return the experts' inputs [M, D]: rows of the tokens x [T, D], one for each of the (token, expert) pairs in
-        `order` i32[M]; multiplied by their router weights if the model does so. Rows of padding are arbitrary.
+        """Return the experts' inputs [M, D]: the row of x [T, D] of each of the (token, expert) pairs in `order`
+        i32[M], multiplied by its router weight if `apply_router_weight_on_input`. Rows of padding are arbitrary.
 
         weights: [T, k], router weights.
         """
@@ -335,24 +345,28 @@ class MixtureOfExperts(nnx.Module):
         return rows
 
     def _slots_of(self, order: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """Return a function from the tokens' adapter slots to those of their rows in this order; -1 in padding."""
+        """Return a function that maps the adapter slots of tokens to the slots of their rows in `order`; -1 for
+        padding.
+        """
         return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """Sum the experts' results y [M, D] to f32[T, D]: `mix`, without weights if they multiplied the inputs."""
+        """Return the sum f32[T, D] of each token's results in y [M, D], by `mix`: multiplied by `weights`, unless these
+        have multiplied the inputs.
+        """
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute the gate of the shared MLP, f32[T, 1]. adapters: of x's rows, None for none."""
+        """Return the gate of the shared MLP, f32[T, 1], for x [T, D]. adapters: those of x's rows; None for none."""
         assert self.shared_gate is not None
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
     def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Apply the MLPs of this device's experts to rows [M, D] sorted by expert: [M, D], 0 in rows of no expert.
+        """Return the output [M, D] of this device's experts for rows [M, D] sorted by expert, in the rows' dtype; 0 in
+        rows of no expert.
 
-        sizes: i32[experts here], rows of each. adapters: those of the rows, None for none. Where a device has a slice
-        of each expert the result is a part of the sum. It has the rows' dtype, as a token's own MLP would: in float32
-        it would be most of a step's temporaries.
+        sizes: i32[experts here], rows of each. adapters: those of the rows; None for none. If a device has a slice of
+        each expert the result is a partial sum. In float32 it would be most of a step's temporaries.
         """
         with jax.named_scope("gate_up"):
             bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
@@ -379,18 +393,18 @@ class MixtureOfExperts(nnx.Module):
 
     @property
     def _num_own(self) -> int:
-        """Return the number of experts of this device, where devices have different experts."""
+        """Number of experts of this device, if devices have different experts."""
         return self.experts.num_experts // num_shards("experts")
 
     def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
         """Return weights f32[T, k] and experts i32[T, k] of each token of x [T, D], the best first. Padding is routed,
         too.
 
-        Experts of equal score come in the order of their indices. Those of `given` take the place of the best, in their
-        order, with the weights that their scores give them. Weights are scores without the correction bias, which
-        decides the experts alone. With `norm_weights` they are divided by their sum: those of softmax scores are then
-        the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`. adapters: of x's rows.
-        With `notes_experts` the module keeps the experts as its PickedExperts.
+        Of experts with equal scores the one with the lower index comes first. If `given` is set, its experts replace
+        the picked ones, in their order, with the weights of their scores. Weights are scores without the correction
+        bias, which only affects the choice of experts. With `norm_weights` they are divided by their sum: for softmax
+        scores they are then the softmax over the k largest logits. All are multiplied by `routed_scaling_factor`.
+        adapters: those of x's rows. With `notes_experts` the attribute `picked` is set to the PickedExperts.
         """
         experts = self.experts
         logits = self._router_logits(x, adapters)
@@ -415,14 +429,18 @@ class MixtureOfExperts(nnx.Module):
         return weights * experts.routed_scaling_factor, ids
 
     def _replayed(self, ids: jax.Array) -> jax.Array:
-        """Return the given experts i32[T, k], with `ids` of the same shape where none are given."""
+        """Return the given experts i32[T, k], with the elements of `ids`, of the same shape, where the given ones are
+        negative.
+        """
         assert self.given is not None
         given = self.given[...]
         return jnp.where(given >= 0, given, ids)
 
     def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
-        """Compute router logits f32[T, E] of tokens x [T, D]; with `notes_logits` the module keeps them as its
-        RouterLogits. adapters: of x's rows, None for none.
+        """Return the router logits f32[T, E] of tokens x [T, D]. With `notes_logits` the attribute `logits` is set to
+        them, as RouterLogits.
+
+        adapters: those of x's rows; None for none.
         """
         x = x.astype(self.router_dtype)
         # By default accelerators multiply float32 in fewer bits, which would defeat storing it.
@@ -434,10 +452,10 @@ class MixtureOfExperts(nnx.Module):
         return logits
 
     def _choices(self, scores: jax.Array) -> jax.Array:
-        """Return the scores f32[T, E] that decide which experts are picked: with the correction bias, and -inf outside
-        of a token's best groups.
+        """Return `scores` f32[T, E] as they decide which experts are picked: with the correction bias added, and -inf
+        outside a token's best groups.
 
-        A group is as good as its best expert or, with a correction bias, as its best two together.
+        A group's score is that of its best expert or, with a correction bias, the sum of its two best.
         """
         experts, bias = self.experts, self.correction_bias
         choices = scores if bias is None else scores + bias[...]
@@ -453,7 +471,7 @@ class MixtureOfExperts(nnx.Module):
 def _bias(
     sources: Sequence[Source], axes: tuple[str | None, ...], dtype: Any, num_experts: int | None = None
 ) -> nnx.Param:
-    """Declare the bias [out] of a product, or [num_experts, out] of a grouped one."""
+    """Return a new parameter for the bias [out] of a product, or [num_experts, out] of a grouped product."""
     tensors = tuple(part.tensor("bias") for part in sources)
     shape = (*([] if num_experts is None else [num_experts]), sum(part.rows for part in sources))
     # An expert's bias is a row that is looked up for each of its tokens.
@@ -462,12 +480,13 @@ def _bias(
 
 
 def _taken(rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return the rows with these indices; indices beyond the last row give that row."""
+    """Return the rows with these indices; the last row for indices beyond it."""
     return rows.at[indices].get(mode="clip")
 
 
 def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:
-    """Return the adapters for other rows; slots_of: maps the present slots to those rows'. Visits are dropped. None for
-    None.
+    """Return the adapters of other rows, without visits; None if `adapters` is None.
+
+    slots_of: function that maps the present rows' slots to those of the other rows.
     """
     return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots), visits=None)

@@ -30,8 +30,12 @@ L2_EPS = 1e-6
 
 
 class DeltaNames(NamedTuple):
-    """Checkpoint names of a delta net's modules besides its inputs: the convolution, or those of q, k and v; the norm
-    and the projection of what is read; the two projections of decays and of gates that have a rank.
+    """Checkpoint names of a delta net's modules besides its inputs.
+
+    Attributes:
+      convs: the convolution, or the convolutions of q, k and v.
+      norm, out: the norm and the projection of the state's output.
+      decay, gate: the two projections of decays, and of gates, if these have a rank.
     """
 
     convs: tuple[str, ...] = ("conv1d",)
@@ -42,25 +46,24 @@ class DeltaNames(NamedTuple):
 
 
 QWEN_NAMES = DeltaNames()
-# Of checkpoints that keep q, k and v apart.
+# Names in checkpoints with separate modules of q, k and v.
 APART = DeltaNames(convs=("q_conv1d", "k_conv1d", "v_conv1d"), norm="o_norm", out="o_proj")
 
 
 def l2_normalized(x: jax.Array) -> jax.Array:
-    """Compute x / sqrt(|x|^2 + L2_EPS) over the last axis, in float32."""
+    """Return x / sqrt(|x|^2 + L2_EPS) over the last axis, as float32."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + L2_EPS)
 
 
 class GatedDeltaNet(nnx.Module):
-    """Gated delta net: x -> out(norm(o) * silu(z)), where o is read by queries from the state; GatedDelta says where
-    it differs.
+    """Gated delta net: x -> out(norm(o) * silu(z)), where o is read by queries from the state. GatedDelta has the
+    variants.
 
-    Heads are split over devices, each head of keys together with the heads of values that it serves.
-
-    inputs: the checkpoint modules of q, k, v, z, beta and decay; without z and decay where these have a rank. They form
-      one product, or two where beta and decay are stored in another format: a checkpoint that quantises the others may
-      leave them plain.
+    Heads are split over devices, each head of keys together with the heads of values that it serves. inputs: the
+    checkpoint modules of q, k, v, z, beta and decay; without z and decay if these have a rank. They form one product,
+    or two if beta and decay are stored in another format: a checkpoint that quantises the others may leave them plain.
+    names: names of the other modules within `source`.
     """
 
     def __init__(
@@ -115,8 +118,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Map x[T, D] to ([T, D], the states after this step's tokens).
 
-        states: windows and matrices, [R, ...] as GatedDelta.arrays has one row. rows: which each sequence reads and
-        writes; the others stay.
+        states: windows of the convolution and matrices, [R, ...] each; GatedDelta.arrays has the shapes of one row.
+        rows: the rows that each sequence reads and writes; all others are unchanged.
         """
         state, num_tokens, (windows, matrices) = self.state, x.shape[0], states
         with jax.named_scope("inputs"):
@@ -140,7 +143,7 @@ class GatedDeltaNet(nnx.Module):
             return self.out(o.astype(x.dtype), step.rows), (windows, matrices)
 
     def _project(self, x: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Compute q, k and v joined, z, beta, and what decays are made from, [T, .] each, of this device's heads."""
+        """Return (q, k and v side by side, z, beta, the inputs of decays), [T, .] each, of this device's heads."""
         inputs = self.inputs(x, step.rows)
         if self.gates is not None:
             inputs = jnp.concatenate([inputs, self.gates(x, step.rows)], axis=1)
@@ -153,8 +156,8 @@ class GatedDeltaNet(nnx.Module):
         return mixed, z, beta, decay
 
     def _decays(self, inputs: jax.Array) -> jax.Array:
-        """Compute the logarithms of decays, f32[T, N] or [T, N, H], from their inputs f32[T, N] or [T, N * H]:
-        -exp(A_log) * softplus(input), or lower_bound * sigmoid(exp(A_log) * input) where there is a bound.
+        """Return the logarithms of decays, f32[T, N] or [T, N, H], for their inputs f32[T, N] or [T, N * H]:
+        -exp(A_log) * softplus(input), or lower_bound * sigmoid(exp(A_log) * input) if the state has a lower bound.
         """
         rate = jnp.exp(self.log_a[...])
         if self.state.by_element:

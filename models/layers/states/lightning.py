@@ -28,7 +28,7 @@ class LightningAttention(nnx.Module):
     """Lightning attention: x -> out(norm(o) * sigmoid(z)), where z is projected from x and o is read by queries from
     the state. Queries, keys and values pass a SiLU. Heads are split over devices.
 
-    slopes: logarithms of the decays of one token, of all heads, without their sign.
+    slopes: for all heads, the negated logarithm of the decay of one token.
     """
 
     def __init__(self, state: LinearState, hidden_size: int, *, slopes: tuple[float, ...], source: str, build: Build):
@@ -47,8 +47,8 @@ class LightningAttention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array]]:
         """Map x[T, D] to ([T, D], the states after this step's tokens).
 
-        states: the matrices alone, [R, ...] as LinearState.arrays has one row. rows: which each sequence reads and
-        writes; the others stay.
+        states: the matrices alone, [R, ...]; LinearState.arrays has the shape of one row. rows: the rows that each
+        sequence reads and writes; all others are unchanged.
         """
         shape = x.shape[0], self.num_heads, self.size
         with jax.named_scope("inputs"):
@@ -66,9 +66,10 @@ class LightningAttention(nnx.Module):
 
 
 def lightning_slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:
-    """Return the slopes of a layer's heads: smaller for later heads, and for later layers.
+    """Return the slopes of a layer's heads, smaller for later heads, and for later layers.
 
-    Head h has 2 ** (-8 (h + 1) / num_heads), times a share that falls from 1 in layer 0 to nearly 0 in the last.
+    Head h has 2 ** (-8 (h + 1) / num_heads), multiplied by a share that falls linearly from 1 in layer 0 to nearly 0 in
+    the last layer.
     """
     share = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
     return tuple(2.0 ** (-8.0 * (head + 1) / num_heads) * share for head in range(num_heads))

@@ -28,8 +28,8 @@ SELECTED = ("dt", "b", "c")
 
 
 class Mamba(nnx.Module):
-    """Mamba mixer: x -> out(silu(z) * (o + D * u)). u and z are projected from x; u passes the convolution and silu;
-    o is read from the state, to which u is written. Channels are split over devices.
+    """Mamba mixer: x -> out(silu(z) * (o + D * u)). u and z are projected from x; u passes the convolution and SiLU;
+    the state stores u, and o is read from it. Channels are split over devices.
     """
 
     def __init__(self, state: SelectiveScan, hidden_size: int, *, source: str, build: Build):
@@ -63,8 +63,8 @@ class Mamba(nnx.Module):
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
         """Map x[T, D] to ([T, D], the states after this step's tokens).
 
-        states: the window and the vectors, [R, ...] as SelectiveScan.arrays has one row. rows: which each sequence
-        reads and writes; the others stay.
+        states: the window of the convolution and the vectors, [R, ...] each; SelectiveScan.arrays has the shapes of one
+        row. rows: the rows that each sequence reads and writes; all others are unchanged.
         """
         state, (window, vectors) = self.state, states
         with jax.named_scope("inputs"):
@@ -85,7 +85,9 @@ class Mamba(nnx.Module):
             return self.out(o.astype(x.dtype), step.rows), (window, vectors)
 
     def _norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
-        """Return the norm of one of SELECTED, with or without weights, or the identity, as SelectiveScan.norms says."""
+        """Return the norm of `name`, one of SELECTED: with weights, without, or the identity, depending on
+        SelectiveScan.norms.
+        """
         if self.state.norms == "plain":
             return lambda part: rms_normalized(part, self.state.eps).astype(part.dtype)
         return self.norms[name] if self.state.norms else lambda part: part

@@ -27,7 +27,7 @@ States = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class GroupsRMSNorm(nnx.Module):
-    """RMS norm over each group of heads, x / rms(x) * weight, in float32. Devices that share a group add up its
+    """RMS norm over each group of heads, x / rms(x) * weight, in float32. Devices that share a group add up its sums of
     squares.
     """
 
@@ -37,7 +37,7 @@ class GroupsRMSNorm(nnx.Module):
         self.eps, self.num_groups, self.width = eps, state.num_groups, state.inner_size // state.num_groups
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        """Normalise f32[T, I], I being the elements of this device's heads; same shape and dtype."""
+        """Return y f32[T, I] normed, I being the elements of this device's heads, in the same shape and dtype."""
         sharing = num_shards("heads") // self.num_groups
         grouped = y.reshape(y.shape[0], max(1, self.num_groups // num_shards("heads")), -1)
         squares = jnp.sum(grouped * grouped, axis=-1)
@@ -50,10 +50,11 @@ class GroupsRMSNorm(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """Mamba-2 mixer: x -> out(norm(o * silu(z))), or as StateSpace.norm says, where z is projected from x and o is the
-    state's output plus D times its input, which has passed the convolution.
+    """Mamba-2 mixer: x -> out(norm(o * silu(z))), where z is projected from x and o is the state's output plus D times
+    its input, which has passed the convolution. StateSpace.norm decides whether the norm comes after the gate, before
+    it, or not at all.
 
-    Heads are split over devices. Where there are fewer groups than devices, each has a copy of its heads' group.
+    Heads are split over devices. If there are fewer groups than devices, each device has a copy of its heads' group.
     """
 
     def __init__(self, state: StateSpace, hidden_size: int, *, eps: float, source: str, build: Build):
@@ -96,8 +97,8 @@ class Mamba2(nnx.Module):
     def __call__(self, x: jax.Array, states: States, rows: StateRows, step: StepInputs) -> tuple[jax.Array, States]:
         """Map x[T, D] to ([T, D], the states after this step's tokens).
 
-        states: both windows and the matrices, [R, ...] as StateSpace.arrays has one row. rows: which each sequence
-        reads and writes; the others stay.
+        states: both windows of the convolutions and the matrices, [R, ...] each; StateSpace.arrays has the shapes of
+        one row. rows: the rows that each sequence reads and writes; all others are unchanged.
         """
         state, num_tokens, matrices = self.state, x.shape[0], states[2]
         with jax.named_scope("inputs"):
@@ -122,8 +123,8 @@ class Mamba2(nnx.Module):
             return self.out(o.astype(x.dtype), step.rows), (windows, shared_windows, matrices)
 
     def _convolved(self, index: int, x: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-        """Apply convolution 0, of inputs, or 1, of B and C, with bias and SiLU, to x [T, C]: f32[T, C], and the windows
-        after this step.
+        """Return f32[T, C], x [T, C] after convolution 0, of inputs, or 1, of B and C, with bias and SiLU, and the
+        windows after this step.
         """
         y, windows = causal_conv(x, self.taps[index][...], windows, rows)
         if self.state.conv_bias:
@@ -131,7 +132,9 @@ class Mamba2(nnx.Module):
         return jax.nn.silu(y), windows
 
     def _gated(self, o: jax.Array, gate: jax.Array) -> jax.Array:
-        """Multiply o by its gate, both f32[T, I], with the norm before or after that, or none, as StateSpace.norm."""
+        """Return o multiplied by its gate, both f32[T, I], and normed before or after that, or not at all, depending on
+        StateSpace.norm.
+        """
         if self.norm is None:
             return o * gate
         return self.norm(o) * gate if self.state.norm == "before" else self.norm(o * gate)

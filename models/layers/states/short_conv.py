@@ -19,8 +19,8 @@ from jaxengine.pallas_kernels.state.conv import causal_conv
 
 
 class ShortConv(nnx.Module):
-    """Gated short convolution, x -> out(c * conv(b * v)) with b, c and v projected from x. Channels are split over
-    devices, as heads are.
+    """Gated short convolution: x -> out(c * conv(b * v)), with b, c and v projected from x. Channels are split over
+    devices by the logical axis "heads".
     """
 
     def __init__(self, state: ShortConvolution, hidden_size: int, *, source: str, build: Build):
@@ -37,8 +37,8 @@ class ShortConv(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array]]:
         """Map x[T, D] to ([T, D], the states after this step's tokens).
 
-        states: the windows alone, [R, ...] as ShortConvolution.arrays has one row. rows: which each sequence reads and
-        writes; the others stay.
+        states: the windows alone, [R, ...]; ShortConvolution.arrays has the shape of one row. rows: the rows that each
+        sequence reads and writes; all others are unchanged.
         """
         with jax.named_scope("inputs"):
             before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)

@@ -15,10 +15,12 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 @dataclass(frozen=True)
 class Rounded(InOrder):
-    """Storage format: `weight` [out, in] of floating-point numbers, rounded to the nearest codes.
+    """Storage format of floating-point matrices `weight` [out, in], whose weights are rounded to the nearest codes at
+    load.
 
-    int8 and e4m3 have a scale per channel, its largest weight divided by the largest code. int4 has scales and zero
-    points, per group of inputs, that map a group's smallest and largest weight, 0 included, to the ends of the codes.
+    int8 and e4m3 have a scale per channel: its largest weight divided by the largest code. int4 has scales and zero
+    points per group of inputs, which map the smallest and largest weight of a group, 0 included, to the ends of the
+    codes.
     """
 
     format: str
@@ -49,7 +51,8 @@ class Rounded(InOrder):
         return scales, (points - 8) * scales if self.has_zeros else None
 
     def _fitted(self, module: StoredModule, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute scales and zero points f32 [rows, n] for weights f32 [rows, in].
+        """Return scales and zero points, f32 [rows, n] each, for weights f32 [rows, in]; zero points are zeros except
+        for int4.
 
         Raises ModelFileError for weights without a finite scale: a NaN would round to an arbitrary code.
         """
@@ -66,5 +69,7 @@ class Rounded(InOrder):
         return scales, np.rint(-low / scales) if self.has_zeros else np.zeros_like(scales)
 
     def _spread(self, groups: np.ndarray, size: int) -> np.ndarray:
-        """Repeat the numbers of groups, [rows, n], for each of their inputs: [rows, size], the last group cut off."""
+        """Return the numbers of groups [rows, n] repeated for each of their inputs, [rows, size]; the last group may be
+        cut off.
+        """
         return np.repeat(groups, self.group or size, axis=1)[:, :size]

@@ -79,8 +79,8 @@ class QuantizedWeight(nnx.Module):
             return declare((*stack, rows, out), jnp.dtype(dtype), decl)
 
         def of_inputs(kind: str, count: int, dtype: str) -> nnx.Param:
-            """Declare a parameter with a value for each input, the same for all sources, so that it is read from the
-            first.
+            """Return a new parameter with `count` numbers for the inputs, the same for all sources, so that it is read
+            from the first one.
             """
             source = Source(sources[0].tensor(kind).name, count)
             decl = ParamDecl((*axes[:-2], None), (source,), num_experts=num_experts)
@@ -101,13 +101,17 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def agrees_on_scales(self) -> bool:
-        """Whether devices that split its inputs exchange the largest values from which scales of rows follow."""
+        """Whether devices that split the inputs exchange the largest values from which the scales of rows are
+        computed.
+        """
         dynamic = self.activation is not None and not self.activation.static and self.activation.group is None
         return dynamic and self.input_axis is not None
 
     @property
     def gathered_inputs(self) -> int:
-        """Return the elements per row that devices which split its inputs exchange because codes are permuted."""
+        """Number of elements per row that devices which split the inputs exchange because codes are permuted; 0 if they
+        exchange none.
+        """
         return self.order.shape[-1] if self.order is not None and self.input_axis is not None else 0
 
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
@@ -130,12 +134,12 @@ class QuantizedWeight(nnx.Module):
         return quantized_gated_matmul(rows, *self._matrix, group_sizes, bias, **options)
 
     def _rows_of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array | RoundedRows:
-        """Return rows x [M, in] for a stack of matrices, permuted and rounded as the matrix of each row's group
+        """Return rows x [M, in], for a stack of matrices, permuted and rounded as the matrix of each row's group
         requires.
         """
         scale = None
         if self.input_scale is not None or self.order is not None:
-            # The scale or order of each row's group; rows of no group get any.
+            # The scale or order of each row's group; rows of no group get an arbitrary one.
             group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
             scale = None if self.input_scale is None else self.input_scale[...].at[group].get(mode="clip")
             x = x if self.order is None else self._in_order(x, self.order[...].at[group].get(mode="clip"))
@@ -149,12 +153,15 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def _matrix(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return codes, scales and zeros, None for no zeros."""
+        """Codes, scales, and zeros or None."""
         return self.codes[...], self.scales[...], None if self.zeros is None else self.zeros[...]
 
     def _in_order(self, x: jax.Array, order: jax.Array) -> jax.Array:
-        """Permute rows x [M, in] to the order of the codes; order: i32 [all inputs], or [M, all inputs], one per
-        row."""
+        """Return rows x [M, in] with their inputs permuted to the order of the codes. Devices that split the inputs
+        gather them first.
+
+        order: i32 [all inputs], or [M, all inputs], one order per row.
+        """
         if self.input_axis is not None:
             own = x.shape[1]
             x = gather_parts(x, self.input_axis, dimension=1)
@@ -162,10 +169,11 @@ class QuantizedWeight(nnx.Module):
         return jnp.take(x, order, axis=1) if order.ndim == 1 else jnp.take_along_axis(x, order, axis=1)
 
     def _rows(self, x: jax.Array, static_scale: jax.Array | None) -> jax.Array | RoundedRows:
-        """Round rows [M, in], already in the order of the codes; unchanged if the format does not round rows.
+        """Return rows x [M, in], already in the order of the codes, rounded to the format's dtype; unchanged if it does
+        not round rows.
 
-        static_scale: f32 [1, 1] or [M, 1], None for scales that follow from the rows. Microscaled rows come back in x's
-        dtype, with their scales applied.
+        static_scale: f32 [1, 1] or [M, 1]; None for scales that are computed from the rows. Microscaled rows are
+        returned in x's dtype, with their scales applied.
         """
         if self.activation is None:
             return x
@@ -182,9 +190,10 @@ class QuantizedWeight(nnx.Module):
         return rounded_rows(x, dynamic_scales(largest, dtype, kind=self.activation.scales), dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
-        """Return the largest magnitudes of rows x [M, size], for scales that are computed from them, f32 [M, n].
+        """Return the largest magnitudes of rows x [M, size], f32 [M, n], from which scales are computed.
 
-        n is 1 without groups, of all devices' parts of a row; else size / gcd(group, size), equal within a group.
+        Without groups n is 1, for all devices' parts of a row. Otherwise n is size / gcd(group, size), with equal
+        values within a group.
         """
         assert self.activation is not None
         group = self.activation.group
@@ -202,8 +211,8 @@ class QuantizedWeight(nnx.Module):
 
 
 class QuantizedTable(nnx.Module):
-    """Weight (jaxengine.models.quantization.base.scheme) of a token table [V, D]: codes [V, D], in pairs [V, D / 2],
-    scales and zeros [n, V], each for D / n neighbouring numbers of a token.
+    """Weight (jaxengine.models.quantization.base.scheme) of a token table [V, D]: codes [V, D], or [V, D / 2] in pairs,
+    and scales and zeros [n, V], each for D / n neighbouring numbers of a token.
     """
 
     def __init__(
@@ -268,15 +277,15 @@ class QuantizedTable(nnx.Module):
 
 
 def in_pairs(size: int, group: int) -> bool:
-    """Whether codes of four bits are stored in pairs, for `size` inputs of a device, `group` of which share a scale: if
-    both are even.
+    """Whether codes of four bits are stored in pairs: if both `size`, the inputs of a device, and `group`, the inputs
+    that share a scale, are even.
     """
     return size % 2 == 0 and group % 2 == 0
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Scheme (jaxengine.models.quantization.base.scheme) of modules that a checkpoint keeps quantised.
+    """Scheme (jaxengine.models.quantization.base.scheme) of modules that are quantised in a checkpoint.
 
     Tables are dequantised as they are read, unless `with_tables`, as few checkpoints quantise them. So are matrices
     whose codes cannot be multiplied with. Tables that would be rounded at load are read plain, which costs no more

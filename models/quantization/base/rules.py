@@ -20,12 +20,12 @@ from jaxengine.models.quantization.base.scheme import Scheme
 from jaxengine.models.quantization.base.stored import Stored
 
 LINEAR = "Linear"
-# Modules that make answers of hidden states, in decoders and in encoders.
+# Modules that compute results from hidden states, in decoders and in encoders.
 _OF_ENCODERS = ("classifier", "classifier.dense", "classifier.out_proj", "pooler.dense", "pre_classifier")
 HEADS = ("lm_head", "score", "classifier", "head.dense", *(f"model.{name}" for name in _OF_ENCODERS))
 _MAX_NAME, _MAX_NAMES = 512, 1 << 16
 _PLAIN = Plain()
-# What wildcards do not have.
+# Characters of regular expressions that wildcards do not have.
 _REGULAR = re.compile(r"[\\(|^$+]")
 _EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj$")
 
@@ -36,18 +36,19 @@ class Quantization:
 
     Attributes:
       method: vLLM's name for the kind of checkpoint, or the format to which a plain one is rounded.
-      rules: names of modules and their formats, None for plain; the first match counts. A name is a
-        module's, or that of all experts of a layer, LINEAR for every matrix, or "re:" and a regular expression that
-        must match its beginning.
-      ignored: such names of modules that are plain, whatever the rules say.
-      listed: further ones in transformers' form: a part of a name between dots, which may end in one, with "*" for
-        anything, or a regular expression that must match the beginning of a name up to a dot or its end.
+      rules: pairs of names of modules and their format, None for plain; the first match counts. A name is that of a
+        module or of all experts of a layer, LINEAR for every matrix, or "re:" and a regular expression that must match
+        the beginning of a module's name.
+      ignored: names, in the same form, of modules that are plain, whatever the rules contain.
+      listed: names of further plain modules in transformers' form: a part of a name between dots, which may end in a
+        dot, with "*" for anything, or a regular expression that must match the beginning of a name up to a dot or its
+        end.
       with_heads: whether LINEAR includes HEADS.
       with_tables: whether the rules apply to token tables, too, which then stay quantised.
       prefixes: pairs of a beginning of the checkpoint's names and the model's replacement.
-      suffixes: the same for ends of the names of the checkpoint's modules.
-      stacked: experts of a layer may be one tensor, with a name of its own.
-      kv_dtype: dtype of keys and values for which the checkpoint has scales; None where it has none.
+      suffixes: such pairs for ends of the names of the checkpoint's modules.
+      stacked: whether experts of a layer may be one tensor, with a name of its own.
+      kv_dtype: dtype of keys and values for which the checkpoint has scales; None if it has none.
     """
 
     method: str
@@ -65,21 +66,21 @@ class Quantization:
         return _chosen(self, module.replace("{expert}", "0"))
 
     def names_of(self, module: str) -> list[str]:
-        """Return the names that the checkpoint may have for a module of the model: its own and those with prefixes and
-        suffixes changed back, also of the stack of all experts.
+        """Return the names that the checkpoint may have for `module` of the model: this name, and those with prefixes
+        and suffixes changed back; if `stacked`, also the name of the stack of all experts.
         """
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
-        if self.stacked:  # one that has all experts of a layer is called so by each of them
+        if self.stacked:  # the stack of all experts of a layer is also a name of each expert's module
             names += [stack for name in names if (stack := _EXPERT.sub(_stack, name)) != name]
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
         return names + [name.removesuffix(new) + old for name, old, new in ends]
 
 
 def _stack(expert: re.Match[str]) -> str:
-    """Return the name of the stacked tensor from which jaxengine.models.weights.views.stacked takes an
-    expert's matrix.
+    """Return the name of the stacked tensor from which jaxengine.models.weights.views.stacked takes the matrix of an
+    expert. `expert` is a match of _EXPERT.
     """
     return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
 
@@ -88,7 +89,7 @@ def _stack(expert: re.Match[str]) -> str:
 class Everywhere:
     """One scheme for every checkpoint module, whatever its name.
 
-    with_tables: whether it applies to token tables.
+    with_tables: whether token tables stay quantised, too.
     """
 
     scheme: Scheme
@@ -100,8 +101,8 @@ class Everywhere:
 
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
-    """Return the scheme of a module by its name in the model, remembered for each of both. Raises ModelConfigError
-    where the expressions of its quantization_config take too many steps together.
+    """Return the scheme of the model's module `module`; results are cached. Raises ModelConfigError if matching the
+    expressions of this quantization_config takes too many steps in total.
     """
     names, effort = quantization.names_of(module), _effort(quantization)
     if _any_fits(quantization.ignored, names, effort, linear=False):
@@ -117,16 +118,15 @@ def _chosen(quantization: Quantization, module: str) -> Scheme:
 
 @cache
 def _effort(quantization: Quantization) -> Effort:
-    """Return the limit of steps for matching the expressions of one quantization_config, for all modules together.
-
-    One object for equal configurations, which matching uses up.
+    """Return the budget of steps for matching the expressions of one quantization_config, for all modules together. It
+    is the same object for equal configurations, and matching uses it up.
     """
     return Effort()
 
 
 def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *, linear: bool) -> bool:
-    """Whether one of the entries matches a module with these names; linear: whether LINEAR matches it. Raises
-    ModelConfigError as `_begins` does.
+    """Whether one of `entries` matches a module with these names. linear: whether LINEAR matches it. Raises
+    ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
     """
     exact, others = _parted(entries)
     if not exact.isdisjoint(names) or (linear and LINEAR in others):
@@ -136,17 +136,18 @@ def _any_fits(entries: tuple[str, ...], names: Sequence[str], effort: Effort, *,
 
 @cache
 def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Split entries into exact module names, of which there may be tens of thousands, and entries that must be
-    tried."""
+    """Return the entries that are exact module names, of which there may be tens of thousands, and the entries that
+    must be tried one by one. Results are cached.
+    """
     others = [entry for entry in entries if entry == LINEAR or entry.startswith("re:") or entry.endswith(".experts")]
     return frozenset(entries).difference(others), tuple(others)
 
 
 def _fits(entry: str, name: str, effort: Effort) -> bool:
     """Whether an entry of a rule matches a module's name: an expression that matches its beginning, the name itself, or
-    a module that it is in.
+    the name of a module that contains it.
 
-    Raises ModelConfigError as `_begins` does.
+    Raises ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
     """
     if entry.startswith("re:"):
         return _begins(entry[3:], name, effort)
@@ -155,7 +156,9 @@ def _fits(entry: str, name: str, effort: Effort) -> bool:
 
 def _is_listed(entry: str, name: str, effort: Effort) -> bool:
     """Whether an entry of Quantization.listed matches a module's name: a part of it between dots, or an expression that
-    matches its beginning up to a dot or its end. Raises ModelConfigError as `_begins` does.
+    matches its beginning up to a dot or its end.
+
+    Raises ModelConfigError if an expression is invalid or the steps of `effort` do not suffice.
     """
     if entry.startswith("re:"):
         return _fits(entry, name, effort)
@@ -166,8 +169,9 @@ def _is_listed(entry: str, name: str, effort: Effort) -> bool:
 
 
 def _begins(expression: str, name: str, effort: Effort) -> bool:
-    """Whether an expression matches a beginning of the name. Spends steps of `effort`; raises ModelConfigError where
-    they do not suffice, and for an expression that NamePattern refuses.
+    """Whether the regular expression matches a beginning of `name`. Uses up steps of `effort`.
+
+    Raises ModelConfigError if they do not suffice, and for an expression that NamePattern refuses.
     """
     try:
         return _expression(expression).match(name, effort)
@@ -177,15 +181,16 @@ def _begins(expression: str, name: str, effort: Effort) -> bool:
 
 @lru_cache(1 << 12)
 def _expression(source: str) -> NamePattern:
-    """Return the NamePattern of an expression, remembered for the latest ones. Raises PatternError for one that it
+    """Return the NamePattern of a regular expression; the latest ones are cached. Raises PatternError for one that it
     refuses.
     """
     return NamePattern(source)
 
 
 def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Return the list of names in a field of a quantization_config, () if it is missing. Raises ModelConfigError for
-    anything but a list of valid names.
+    """Return the list of names in a field of a quantization_config, () if it is missing or empty.
+
+    Raises ModelConfigError for anything but a list of at most _MAX_NAMES valid names.
     """
     entries = settings.get(field) or []
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_NAMES:
@@ -196,8 +201,8 @@ def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def check_name(field: str, entry: Any) -> None:
-    """Raise ModelConfigError for a module name that is no string or has more than _MAX_NAME characters, or an
-    expression that NamePattern refuses.
+    """Raise ModelConfigError if `entry` is not a string, has more than _MAX_NAME characters, or is an expression
+    ("re:...") that NamePattern refuses. Expressions may be longer if NamePattern allows it.
     """
     if isinstance(entry, str) and entry.startswith("re:"):
         try:
@@ -209,15 +214,17 @@ def check_name(field: str, entry: Any) -> None:
 
 
 def bad(field: str, value: Any, allowed: str) -> ModelConfigError:
-    """Return, for the caller to raise, the error that a field of a quantization_config must be `allowed`; it shows the
-    start of its value.
+    """Return, for the caller to raise, the error that a field of a quantization_config must be `allowed`. It shows the
+    first 200 characters of the value.
     """
     return ModelConfigError(f"quantization_config: {field} must be {allowed}, got {repr(value)[:200]}")
 
 
 def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], default: Any = None) -> Any:
-    """Return a field of a quantization_config that must have one of the `allowed` values, of the same type too;
-    `default` if it is missing. Raises ModelConfigError for any other value, also as the default.
+    """Return a field of a quantization_config that must have one of the `allowed` values, with the same type; `default`
+    if it is missing or null.
+
+    Raises ModelConfigError for any other value, also if that is the default.
     """
     value = settings.get(field)
     value = default if value is None else value
@@ -227,9 +234,10 @@ def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], defa
 
 
 def group_size(settings: Mapping[str, Any], field: str = "group_size", default: int | None = None) -> int | None:
-    """Return the number of inputs per scale from a field of a quantization_config; None (stored as -1) for all.
+    """Return the number of inputs per scale from a field of a quantization_config; None, which is stored as -1, for all
+    inputs.
 
-    default: value if the field is missing. Raises ModelConfigError for anything but -1 and whole numbers of 1 to 2^20.
+    default: value if the field is missing. Raises ModelConfigError for anything but -1 and integers from 1 to 2^20.
     """
     value = settings.get(field)
     value = default if value is None else value
@@ -242,7 +250,7 @@ def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | Non
     """Return (rows, columns) of the blocks that share a scale from a field of a quantization_config; None if it is
     missing.
 
-    Raises ModelConfigError for anything but two whole numbers of 1 to 2^20.
+    Raises ModelConfigError for anything but a list of two integers from 1 to 2^20.
     """
     value = settings.get(field)
     if value is None:
@@ -257,8 +265,8 @@ def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | Non
 
 
 def refuse(settings: Mapping[str, Any], *fields: str) -> None:
-    """Raise ModelConfigError for a field that asks for an unsupported feature: one that is present, and neither empty
-    nor false.
+    """Raise ModelConfigError if one of `fields`, which request unsupported features, is present and neither empty nor
+    false.
     """
     for field in fields:
         if settings.get(field):

@@ -29,9 +29,10 @@ class Activation:
 
     Attributes:
       dtype: "int8", "float8_e4m3fn" or "float4_e2m1fn".
-      group: inputs that share a scale, computed from their largest value; None for the entire row.
-      static: the checkpoint has one scale for all rows; with scales of E4M3 it is their global divisor, as for weights.
-      bound: limit of the largest value that determines a scale.
+      group: number of inputs that share a scale, computed from their largest value; None for the entire row.
+      static: whether the checkpoint has one scale for all rows. With scales of E4M3 it is their global divisor, as it
+        is for weights.
+      bound: limit of the largest value from which a scale is computed; None for none.
       scales: rounding of computed scales (jaxengine.pallas_kernels.matmul.rounding.SCALES).
     """
 
@@ -43,8 +44,8 @@ class Activation:
 
     @property
     def microscaled(self) -> bool:
-        """Whether groups are so small, of at most 32 with scales that are no plain float32, that rows are multiplied
-        with scales applied: see `microscaled_rows`.
+        """Whether rows are multiplied with their scales applied (see `microscaled_rows`): if groups have at most 32
+        inputs and scales are not plain float32.
         """
         return self.group is not None and self.group <= 32 and self.scales != FLOAT32
 
@@ -58,7 +59,8 @@ class StoredModule(NamedTuple):
     """One module of an open checkpoint whose matrix is quantised.
 
     Attributes:
-      source: the checkpoint. name: the module's in it.
+      source: the checkpoint.
+      name: the module's name in it.
       shape: (out, in) of the matrix.
       present: names of all tensors of the checkpoint.
     """
@@ -69,7 +71,7 @@ class StoredModule(NamedTuple):
     present: frozenset[str] | set[str]
 
     def tensor(self, kind: str) -> str:
-        """Return the name of the module's tensor `kind`."""
+        """Return the checkpoint's name of the module's tensor `kind`."""
         return f"{self.name}.{kind}"
 
     def has(self, kind: str) -> bool:
@@ -77,12 +79,14 @@ class StoredModule(NamedTuple):
         return self.tensor(kind) in self.present
 
     def first_of(self, *kinds: str) -> str:
-        """Return the first of these tensors that is present; the first of all if none is."""
+        """Return the first of these kinds whose tensor the checkpoint has; the first kind if it has none of them."""
         return next((kind for kind in kinds if self.has(kind)), kinds[0])
 
     def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read a part of the module's tensor `kind`, which must hold `dtype`; None: floating-point numbers, converted
-        to f32. Raises ModelFileError for another dtype, and as WeightSource.read.
+        """Return a part of the module's tensor `kind`, which must have `dtype`. If that is None it must have
+        floating-point numbers, which are converted to f32.
+
+        Raises ModelFileError for another dtype, or if reading fails.
         """
         array = self.source.read(self.tensor(kind), rows, columns)
         if dtype is not None:
@@ -94,7 +98,9 @@ class StoredModule(NamedTuple):
         return array.astype(np.float32)
 
     def fail(self, kind: str, text: str) -> ModelFileError:
-        """Return the error, for the caller to raise, that the module's tensor `kind` has a fault: `text` says which."""
+        """Return, for the caller to raise, the error that the module's tensor `kind` has the fault described by
+        `text`.
+        """
         return ModelFileError(self.source.path, text, self.tensor(kind))
 
 
@@ -103,17 +109,17 @@ class Stored(Protocol):
 
     @property
     def format(self) -> str:
-        """Return the name of the format, for display."""
+        """Name of the format, for display."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of codes; "float32" where these are values, which do not stay quantised."""
+        """Dtype of the codes; "float32" if they are the values themselves, which do not stay quantised."""
         ...
 
     @property
     def group(self) -> int | None:
-        """Return the number of inputs per scale; None for all inputs."""
+        """Number of inputs per scale; None for all inputs."""
         ...
 
     @property
@@ -128,7 +134,7 @@ class Stored(Protocol):
 
     @property
     def activation(self) -> Activation | None:
-        """Return the rounding of rows, None for none."""
+        """Rounding of the rows to be multiplied; None for none."""
         ...
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
@@ -136,42 +142,44 @@ class Stored(Protocol):
         ...
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        """Return the tensors that the module may have in addition, by name suffix, with the shapes that
-        each may have.
+        """Return the tensors that the module may have in addition, by name suffix, with the shapes that each may
+        have.
         """
         ...
 
     def check(self, module: StoredModule) -> None:
-        """Raise ModelFileError for values that the format does not allow. Reads no complete matrix."""
+        """Raise ModelFileError for values that the format does not allow. No complete matrix is read."""
         ...
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """Read codes [rows, columns] in `dtype`, in newly allocated memory; int8 for int4. Raises ModelFileError for a
-        tensor of another dtype.
+        """Return the codes [rows, columns], in newly allocated memory, in `dtype`, or as int8 if that is int4. Raises
+        ModelFileError for a tensor of another dtype.
         """
         ...
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Read scales f32 [rows, n], and zeros of that shape or None. Raises ModelFileError for a tensor of another
-        dtype.
+        """Return the scales f32 [rows, n], and zeros of that shape or None. Raises ModelFileError for a tensor of
+        another dtype.
         """
         ...
 
     def order(self, module: StoredModule) -> np.ndarray:
-        """Return the input of each column of codes, i32[in]. Raises ModelFileError for a tensor of another dtype."""
+        """Return the index of the input that each column of codes belongs to, i32[in]. Raises ModelFileError for a
+        tensor of another dtype.
+        """
         ...
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
-        """Read the static scale of all rows where `activation` is static, f32[1]. Raises ModelFileError for a tensor of
-        another dtype.
+        """Return the static scale of all rows, f32[1], for formats whose `activation` is static. Raises ModelFileError
+        for a tensor of another dtype.
         """
         ...
 
 
 class InOrder:
-    """Methods of a Stored whose inputs are not permuted and which has no tensors or checks beyond the required ones.
+    """Methods of a Stored whose inputs are not permuted, and which has no tensors or checks besides the required ones.
 
-    `input_scale` reads the tensor that is usual for a static scale; it is for formats with a static `activation`.
+    `input_scale` reads the usual tensor of a static scale; it is for formats with a static `activation`.
     """
 
     reordered: Any = False
@@ -191,14 +199,15 @@ class InOrder:
 
 
 def num_groups(size: int, group: int | None) -> int:
-    """Return the number of scales along `size` inputs, of which `group` share one (None: all)."""
+    """Return the number of scales along `size` inputs if `group` inputs share one, rounded up; 1 if `group` is None."""
     return 1 if group is None else -(-size // group)
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack int32 words [..., n] into the numbers they hold, u8[..., n * 32 / bits], the lowest bits first.
+    """Return the numbers of `bits` bits that int32 words [..., n] contain, u8[..., n * 32 / bits], from the lowest bits
+    on.
 
-    A number of three bits may begin in one word and end in the next; n is a multiple of three then.
+    A number of three bits may begin in one word and end in the next; n must then be a multiple of three.
     """
     if 32 % bits == 0:
         shifts = np.arange(0, 32, bits, dtype=np.uint32)
@@ -212,7 +221,7 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def input_scale(module: StoredModule) -> str:
-    """Return the name of the tensor with a static scale of rows: input_scale, or activation_scale if only that is
+    """Return the kind of the tensor with a static scale of rows: "input_scale", or "activation_scale" if only that is
     present.
     """
     return module.first_of("input_scale", "activation_scale")
@@ -222,8 +231,8 @@ SCALAR: tuple[Shape, ...] = ((1,), ())
 
 
 def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.ndarray:
-    """Convert scales [rows, n] of `group` inputs each, the last of fewer, to `count` scales of equally many of the
-    `size` inputs. group: None for all inputs.
+    """Return scales [rows, n], of `group` inputs each (the last of fewer), as [rows, count], `count` scales of equally
+    many of the `size` inputs. They are returned unchanged if n is `count`. group: None for all inputs.
     """
     if groups.shape[1] == count:
         return groups
@@ -233,8 +242,8 @@ def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.n
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | None) -> np.ndarray:
-    """Dequantise codes [rows, in] with scales and zeros [rows, n] of `group` inputs each: f32 [rows, in]. zeros: None
-    for none; group: None for all inputs.
+    """Return weights f32 [rows, in]: codes [rows, in] times their scales, minus their zeros, [rows, n] of `group`
+    inputs each. zeros: None for none. group: None for all inputs.
     """
     size = codes.shape[1]
     values = codes.astype(np.float32) * spread(scales, group, size, size)

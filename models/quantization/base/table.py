@@ -17,13 +17,12 @@ _LOOKED_UP = "none: rows are looked up"
 
 
 def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[dict[str, Any]]:
-    """Return rows of the table for abstract models, the stages of one, in order; the same module of all layers is one
-    row.
+    """Return the rows of the table, in order; the same module of all layers is one row.
 
-    platform: the row of the kernel registry. prefix: of the modules' names. Each row has modules, format (the
-    checkpoint's, or the one rounded to), dtype, bytes (of the entire model, scales included), product (the module that
-    multiplies with it, if any, with a reason if that is not the platform's kernel) and activations (rounding of the
-    rows).
+    models: the abstract models of the stages, in order. platform: a row of the kernel registry. prefix: added to the
+    modules' names. The keys of a row are modules, format (the checkpoint's, or the one to which it is rounded), dtype,
+    bytes (of the entire model, scales included), product (the kernel module that multiplies with the weight, if any,
+    with a reason if that is not the platform's kernel) and activations (rounding of the rows).
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     build = models[0].build
@@ -75,20 +74,22 @@ def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[d
 
 
 def _multiplies_with_table(config: ModelConfig) -> bool:
-    """Whether logits, or the scores of some tokens, are products with the token table."""
+    """Whether logits, or the scores of some tokens, are computed with the token table."""
     classifier = None if config.pooler is None else config.pooler.classifier
     scores = config.pooler is None or (classifier is not None and bool(classifier.token_ids))
     return config.tie_word_embeddings and scores
 
 
 def _own_shape(param: DeclaredParam, mesh: MeshLayout) -> list[int]:
-    """Return the shape of a device's part of a weight."""
+    """Return the shape of one device's part of a weight."""
     axes = zip(param.shape, param.decl.axes, strict=True)
     return [size if axis is None else size // mesh.num_shards(axis) for size, axis in axes]
 
 
 def weight_table(rows: list[dict[str, Any]]) -> str:
-    """Format rows of `weight_rows` as text, with the bytes of each dtype; "" where all are plain."""
+    """Return the rows of `weight_rows` formatted as text, followed by a line with the bytes of each dtype in MiB; "" if
+    all are plain.
+    """
     if all(row["format"] == _AS_IS for row in rows):
         return ""
     shown = [(*map(str, row.values()),) for row in ({**row, "bytes": f"{row['bytes']:,}"} for row in rows)]

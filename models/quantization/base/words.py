@@ -20,7 +20,7 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 @dataclass(frozen=True)
 class PackedInt32(InOrder):
-    """Common part of the packed layouts. Codes are shifted by half their range, so that they are signed."""
+    """Common base of the packed layouts. Half the range is subtracted from codes, so that they are signed."""
 
     format: str
     bits: int
@@ -34,32 +34,34 @@ class PackedInt32(InOrder):
 
     @property
     def half(self) -> int:
-        """Return half the range of codes, which is subtracted from stored ones."""
+        """Half the range of codes, which is subtracted from the stored ones."""
         return 1 << self.bits - 1
 
     @property
     def unit(self) -> tuple[int, int]:
-        """Return (numbers, words): the smallest number of codes that fill packed int32 exactly, and the number of these
+        """(numbers, words): the smallest number of codes that fill packed int32 exactly, and the number of these
         int32.
         """
         return (32 // self.bits, 1) if 32 % self.bits == 0 else (32, self.bits)
 
     def num_words(self, size: int) -> int:
-        """Return the number of packed int32 that hold `size` codes."""
+        """Return the number of packed int32 that `size` codes take."""
         numbers, words = self.unit
         return num_groups(size, numbers) * words
 
     def signed(self, values: np.ndarray) -> np.ndarray:
-        """Convert u8 values to signed codes, i8: less half the range."""
+        """Return u8 values as signed codes i8, with half the range subtracted."""
         return (values.astype(np.int16) - self.half).astype(np.int8)
 
     def zeros_of(self, points: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Convert unsigned zero points as stored to the zeros subtracted from codes * scales."""
+        """Return the zeros that are subtracted from codes * scales, given the unsigned zero points as stored: (points -
+        half) * scales.
+        """
         return (points.astype(np.float32) - self.half) * scales
 
     def word_span(self, part: slice, size: int) -> tuple[slice, slice]:
-        """Return the slice of packed int32 that hold `part` of `size` values, and the slice of `part` among their
-        values.
+        """Return the slice of packed int32 that contain the slice `part` of `size` values, and the slice of `part`
+        among the values of these int32.
         """
         first, last, _ = part.indices(size)
         numbers, words = self.unit
@@ -83,6 +85,9 @@ class AwqGemm(PackedInt32):
         return {} if self.has_zeros else {"qzeros": (shape,)}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless qweight is int32 and, without zero points in the configuration, stored ones are
+        all half the range of codes.
+        """
         module.read("qweight", "int32", slice(0, 1))
         if self.has_zeros or not module.has("qzeros"):
             return
@@ -99,7 +104,9 @@ class AwqGemm(PackedInt32):
         return scales.T, self.zeros_of(self._columns(module, "qzeros", rows, slice(None)), scales).T
 
     def _columns(self, module: StoredModule, kind: str, outputs: slice, lines: slice) -> np.ndarray:
-        """Unpack columns `outputs` of a packed tensor: u8 [lines, outputs]. Raises ModelFileError if it is no int32."""
+        """Return the columns `outputs` of the packed tensor `kind`, unpacked: u8 [lines, outputs]. Raises
+        ModelFileError if it is not int32.
+        """
         words, part = self.word_span(outputs, module.shape[0])
         values = unpacked(module.read(kind, "int32", lines, words), self.bits)
         values = values.reshape(len(values), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER]
@@ -111,9 +118,9 @@ class Gptq(PackedInt32):
     """Storage format of GPTQ: qweight [in * bits / 32, out], qzeros [n, out * bits / 32], scales [n, out], g_idx [in].
 
     Attributes:
-      one_less: stored zero points are one less than the actual ones, as in the first version of the format: the
-        subtraction was done on packed words, so that a point of 0 borrows from the next one.
-      reordered: g_idx gives the group of each input ("act-order"); otherwise neighbours form groups.
+      one_less: whether stored zero points are one less than the actual ones, as in the first version of the format:
+        the subtraction was done on packed words, so that a point of 0 borrows from the next one.
+      reordered: whether g_idx gives the group of each input ("act-order"); otherwise neighbours form groups.
     """
 
     one_less: bool = True
@@ -132,6 +139,9 @@ class Gptq(PackedInt32):
         return {} if self.reordered else {"g_idx": ((module.shape[1],),)}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless qweight is int32, stored zero points are all half the range of codes if the
+        configuration has none, and g_idx, if present, names groups of `group` inputs each, in order unless `reordered`.
+        """
         module.read("qweight", "int32", slice(0, 1))
         if not self.has_zeros and not self._has_half_points(module):
             raise module.fail("qzeros", f"zero points must all be {self.half}, for the configuration says sym")
@@ -158,7 +168,9 @@ class Gptq(PackedInt32):
         return np.argsort(module.read("g_idx", "int32"), kind="stable").astype(np.int32)
 
     def _points(self, module: StoredModule, outputs: slice) -> np.ndarray:
-        """Read zero points u8 [n, outputs] of a slice of the outputs, unsigned and without the format's "one less".
+        """Return the zero points u8 [n, outputs] of a slice of the outputs, unsigned and without the format's "one
+        less".
+
         Raises ModelFileError if they are not int32.
         """
         span, part = self.word_span(outputs, module.shape[0])
@@ -169,8 +181,10 @@ class Gptq(PackedInt32):
         return (points + np.uint8(1)) & np.uint8(7) if self.one_less and self.bits == 3 else points
 
     def _has_half_points(self, module: StoredModule) -> bool:
-        """Whether all zero points are half the range of codes, also as GPTQModel before version 7 wrote those of three
-        bits. Raises ModelFileError if they are not int32.
+        """Whether all zero points are half the range of codes; points of three bits in the form that GPTQModel before
+        version 7 wrote count as such, too.
+
+        Raises ModelFileError if they are not int32.
         """
         if np.all(self._points(module, slice(None)) == self.half):
             return True
@@ -185,7 +199,7 @@ class Packed(PackedInt32):
     """Storage format of compressed-tensors: weight_packed [out, in * bits / 32], weight_scale [out, n], weight_shape
     [2], and weight_zero_point [out * bits / 32, n], packed along the outputs.
 
-    reordered: weight_g_idx [in] gives the group of each input; otherwise neighbours form groups.
+    reordered: whether weight_g_idx [in] gives the group of each input; otherwise neighbours form groups.
     """
 
     reordered: bool = False
@@ -202,6 +216,9 @@ class Packed(PackedInt32):
         return needed | ({"weight_g_idx": ((size,),)} if self.reordered else {})
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless weight_packed is int32, weight_shape is the matrix's shape and, if `reordered`,
+        weight_g_idx names groups of `group` inputs each.
+        """
         module.read("weight_packed", "int32", slice(0, 1))
         stored = tuple(module.source.read(module.tensor("weight_shape")).tolist())
         if stored != module.shape:

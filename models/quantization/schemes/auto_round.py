@@ -26,10 +26,10 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read AutoRound's settings. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that AutoRound's settings describe. Raises ModelConfigError for unsupported ones.
 
-    Modules of extra_config have their own settings, all others of the named blocks (without any, all matrices) those of
-    the file. Heads stay plain unless extra_config names them.
+    Modules of extra_config have their own settings. All others in the named blocks (all matrices if no block is named)
+    have those of the file. Heads stay plain unless extra_config names them.
     """
     act_bits = settings.get("act_bits")
     if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
@@ -54,8 +54,10 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str, ...], Stored | None]]:
-    """Merge rules of plain names that share a storage format, and put them before rules of patterns, in their order.
-    None stands for plain weights.
+    """Return `rules` with those of plain names that share a storage format merged and moved before rules of patterns,
+    which stay in their order.
+
+    A storage format of None stands for plain weights.
     """
     by_stored: dict[Stored | None, list[str]] = {}
     patterns = []
@@ -68,8 +70,8 @@ def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str,
 
 
 def _target(name: Any) -> str:
-    """Convert a key of `extra_config` to a name for rules: a module's name, or else a pattern of what occurs in it.
-    Raises ModelConfigError for what is neither.
+    """Return the name in rules for a key of `extra_config`: a module's name unchanged, or "re:" and an expression that
+    finds the key anywhere in a name. Raises ModelConfigError if the key is neither a name nor a supported expression.
     """
     if isinstance(name, str) and not _NAME.fullmatch(name):
         name = f"re:.*(?:{name})"
@@ -78,7 +80,7 @@ def _target(name: Any) -> str:
 
 
 def _stored(settings: Mapping[str, Any]) -> Stored | None:
-    """Return the storage format of a module with these fields; None for plain weights. Raises ModelConfigError for
+    """Return the storage format of a module with these settings; None for plain weights. Raises ModelConfigError for
     unsupported values.
     """
     bits, kind = settings.get("bits"), settings.get("data_type")

@@ -21,7 +21,10 @@ _LEAST = np.float32(1e-5)  # of the mean magnitude that is a matrix's scale
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read transformers' BitNetQuantConfig. Raises ModelConfigError for unsupported settings."""
+    """Return the Quantization that transformers' BitNetQuantConfig describes: all matrices but those in
+    modules_to_not_convert are Ternary, or RoundedTernary for "autobitlinear" and "online". Raises ModelConfigError for
+    unsupported settings.
+    """
     refuse(settings, "use_rms_norm")
     kind = one_of(settings, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     mode = one_of(settings, "quantization_mode", ("offline", "online"), "offline")
@@ -31,10 +34,10 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 @dataclass(frozen=True)
 class Ternary(InOrder):
-    """Storage format: `weight` u8 [out / 4, in] of weights plus one, two bits each, and one number `weight_scale`.
+    """Storage format of `weight` u8 [out / 4, in], weights plus one, two bits each, and one number, `weight_scale`.
 
-    The lowest two bits of all bytes are the first quarter of the rows, the next two the second one.
-    divides: weights are codes divided by the scale; otherwise multiplied.
+    The lowest two bits of all bytes are the first quarter of the rows, the next two bits the second quarter, and so on.
+    divides: whether weights are codes divided by the scale; otherwise they are multiplied by it.
     """
 
     divides: bool
@@ -49,6 +52,7 @@ class Ternary(InOrder):
         return {"weight": ((-(-out // PER_BYTE), size),), "weight_scale": SCALAR}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless `weight` is u8 and `weight_scale` is finite and above 0."""
         module.read("weight", "uint8", slice(0, 1), slice(0, 1))
         scale = module.read("weight_scale")
         if not np.isfinite(scale).all() or (scale <= 0).any():
@@ -76,8 +80,8 @@ class Ternary(InOrder):
 
 @dataclass(frozen=True)
 class RoundedTernary(InOrder):
-    """Storage format: `weight` [out, in] of floating-point numbers, each divided by the mean magnitude of all and
-    rounded to -1, 0 or 1.
+    """Storage format of a floating-point matrix `weight` [out, in], whose weights are divided by the mean magnitude of
+    all and rounded to -1, 0 or 1 at load.
     """
 
     format: str = f"{METHOD} (rounded at load)"
@@ -98,7 +102,9 @@ class RoundedTernary(InOrder):
         return np.broadcast_to(self._scale(module, module.read("weight")), (last - first, 1)), None
 
     def _scale(self, module: StoredModule, weight: np.ndarray) -> np.ndarray:
-        """Return the mean magnitude of a matrix, f32[1, 1]. Raises ModelFileError where it is no finite number."""
+        """Return the mean magnitude of a matrix, at least 1e-5, as f32[1, 1]. Raises ModelFileError if it is not
+        finite.
+        """
         scale = np.maximum(np.abs(weight).mean(dtype=np.float64), _LEAST).astype(np.float32).reshape(1, 1)
         if not np.isfinite(scale).all():
             raise module.fail("weight", "holds what is no finite number")

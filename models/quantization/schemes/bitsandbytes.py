@@ -25,14 +25,16 @@ _MOST_BYTES = 1 << 12  # most bytes of a module's JSON text
 
 @dataclass(frozen=True)
 class TableEntries(InOrder):
-    """Storage format: `weight` u8 [out * in / 2, 1], row after row, the first of two numbers in the high bits;
-    `quant_map` f32 [16]; `absmax`, the factor of `blocksize` consecutive numbers, across rows; and a JSON text.
+    """Storage format of `weight` u8 [out * in / 2, 1], row after row, the first of two numbers in the high bits;
+    `quant_map` f32 [16], the table; `absmax`, the factor of `blocksize` consecutive numbers, across rows; and a JSON
+    text.
 
-    Codes are the values themselves.
+    The codes are the dequantised values themselves.
 
     Attributes:
       kind: "nf4" or "fp4".
-      nested: `absmax` is u8, entries of a table [256], too, times a `nested_absmax` per block of them, plus an offset.
+      nested: whether `absmax` is quantised itself: u8 entries of a table [256], multiplied by a `nested_absmax` per
+        block of them, plus an offset.
     """
 
     format: str
@@ -45,7 +47,7 @@ class TableEntries(InOrder):
 
     @property
     def _state(self) -> str:
-        """Return the name of the tensor with the JSON text."""
+        """Kind of the tensor with the JSON text."""
         return f"weight.quant_state.bitsandbytes__{self.kind}"
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
@@ -63,6 +65,9 @@ class TableEntries(InOrder):
         return needed
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless `weight` is u8, the JSON text is valid, and tables and factors have finite
+        numbers.
+        """
         module.read("weight", "uint8", slice(0, 1))
         for kind in ("weight.quant_map", *(("weight.nested_absmax", "weight.nested_quant_map") if self.nested else ())):
             if not np.isfinite(module.read(kind)).all():
@@ -85,9 +90,9 @@ class TableEntries(InOrder):
         return np.ones((last - first, 1), np.float32), None
 
     def _largest(self, module: StoredModule, state: Mapping[str, Any]) -> np.ndarray:
-        """Return absmax of all blocks, f32 [blocks], decoded if it is quantised itself.
+        """Return the absmax of all blocks, f32 [blocks], decoded if it is quantised itself.
 
-        state: the module's quantisation state as stored. Raises ModelFileError for tensors of another dtype.
+        state: the module's parsed JSON text. Raises ModelFileError for tensors of another dtype.
         """
         if not self.nested:
             return module.read("weight.absmax")
@@ -96,7 +101,9 @@ class TableEntries(InOrder):
         return module.read("weight.nested_quant_map")[entries] * scales + np.float32(state["nested_offset"])
 
     def _read_state(self, module: StoredModule) -> dict[str, Any]:
-        """Parse the JSON state of a module. Raises ModelFileError where a field that is used is missing or wrong."""
+        """Return the parsed JSON text of a module, with "nested_offset" always present. Raises ModelFileError if a
+        field that is used is missing or wrong.
+        """
         shape = module.source.shape(module.tensor(self._state))
         if len(shape) != 1 or shape[0] > _MOST_BYTES:
             raise module.fail(self._state, f"must be a text of at most {_MOST_BYTES} bytes, got shape {tuple(shape)}")
@@ -118,10 +125,10 @@ class TableEntries(InOrder):
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read bitsandbytes settings. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that bitsandbytes settings describe: all matrices but those that llm_int8_skip_modules
+    lists are NF4 or FP4 entries.
 
-    The result stores all matrices as NF4 or FP4 entries, but for those that llm_int8_skip_modules lists. Eight bits are
-    refused.
+    Raises ModelConfigError for unsupported settings, such as eight bits.
     """
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         raise bad("load_in_8bit", True, "false: rows of 8 bits with outliers beside them are not supported")

@@ -39,10 +39,10 @@ _MICROSCALED = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read compressed-tensors settings. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that compressed-tensors settings describe. Raises ModelConfigError for unsupported ones.
 
-    The result has a rule for each target of config_groups, in the order of `_precedence`; modules in `ignore` are
-    plain, and kv_cache_scheme gives the dtype of keys and values.
+    It has a rule for each target of config_groups, in the order of `_precedence`. Modules in `ignore` are plain, and
+    kv_cache_scheme gives the dtype of keys and values.
     """
     one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
     refuse(settings, "transform_config", "moe_sparsity_config")
@@ -60,17 +60,17 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _precedence(target: str) -> tuple[bool, bool, str]:
-    """Return the sort key of a target: module names come before regular expressions, these before classes, and each
-    kind alphabetically.
+    """Return the sort key of a target: module names come before regular expressions, these before LINEAR, and each kind
+    is sorted alphabetically.
 
-    As in compressed_tensors.utils.match.match_targets, whichever group a target belongs to.
+    This is the order of compressed_tensors.utils.match.match_targets, whichever group a target belongs to.
     """
     return target == LINEAR, target.startswith("re:"), target
 
 
 def _kv_dtype(scheme: Any) -> str | None:
-    """Return the dtype of keys and values in `kv_cache_scheme`, None without one. Raises ModelConfigError for an
-    unsupported one.
+    """Return the dtype of keys and values for `kv_cache_scheme`: e4m3, or None if `scheme` is None. Raises
+    ModelConfigError for an unsupported one.
 
     Their scales are read in jaxengine.models.weights.views.kv_scales.
     """
@@ -84,8 +84,8 @@ def _kv_dtype(scheme: Any) -> str | None:
 
 
 def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
-    """Return the storage format of one of the config_groups; `settings` have its format if it has none itself. Raises
-    ModelConfigError for what is not supported.
+    """Return the storage format of one of the config_groups. `settings` have the field `format` of groups that lack it.
+    Raises ModelConfigError if it is not supported.
     """
     refuse(group, "output_activations")
     weights = group.get("weights")
@@ -124,8 +124,8 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
 
 
 def _strategy(weights: Mapping[str, Any]) -> Any:
-    """Read `strategy`, or the default that its absence implies: tensor without a group_size, channel if that is -1,
-    else group.
+    """Return the field `strategy`, or the default that its absence implies: tensor without a group_size, channel if
+    that is -1, otherwise group.
     """
     if (said := weights.get("strategy")) is not None:
         return said
@@ -137,11 +137,11 @@ def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) ->
     """Return the storage format of floats in small groups, whose rows are rounded to the same format or not at all.
 
     Args:
-      name: of the format, for messages.
+      name: name of the format, for display.
       kept: NVFP4, MXFP4 or MXFP8.
       weights, rows: fields `weights` and `input_activations` of a group; rows None: not rounded.
 
-    Raises ModelConfigError for other fields than the format's.
+    Raises ModelConfigError if a field has another value than the format requires.
     """
     wanted = _MICROSCALED[kept]
     for field, value in wanted.items():
@@ -162,8 +162,10 @@ def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) ->
 
 
 def _activation(settings: Any) -> Activation | None:
-    """Parse `input_activations`: how rows are rounded; None for not at all. Raises ModelConfigError for other roundings
-    than of 8 bits, symmetric, by tensor if static and by token or group if dynamic.
+    """Return the rounding of rows that `input_activations` describes; None if `settings` is None, for no rounding.
+
+    Raises ModelConfigError unless the rounding has 8 bits and is symmetric, per tensor if static and per token or group
+    if dynamic.
     """
     if settings is None:
         return None

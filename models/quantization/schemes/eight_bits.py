@@ -24,7 +24,7 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 
 @dataclass(frozen=True)
 class EightBits(InOrder):
-    """Storage format: `weight` [out, in], and its factor `weight_scale` or `weight_scale_inv`.
+    """Storage format of `weight` [out, in] and its factor, `weight_scale` or `weight_scale_inv`.
 
     Attributes:
       strategy: TENSOR, one scale; CHANNEL, [out, 1]; BLOCK, [out / rows, in / columns], the last blocks cut off.
@@ -61,6 +61,7 @@ class EightBits(InOrder):
         }
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError unless `weight` has the format's dtype and zero points, if present, are all 0."""
         # One number only: in a stack of experts, a row of [out, in] may be a column of the stored tensor.
         module.read("weight", self.dtype, slice(0, 1), slice(0, 1))
         for kind in ("weight_zero_point", "input_zero_point"):

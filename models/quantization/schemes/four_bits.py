@@ -24,9 +24,8 @@ AWQ, GPTQ = "awq", "gptq"
 
 
 def read_awq(settings: Mapping[str, Any]) -> Quantization:
-    """Read AWQ settings. Raises ModelConfigError for unsupported ones.
-
-    The result stores all matrices in the "gemm" layout of 4 bits, but for those that modules_to_not_convert lists.
+    """Return the Quantization that AWQ settings describe: all matrices but those that modules_to_not_convert lists are
+    in the "gemm" layout of 4 bits. Raises ModelConfigError for unsupported settings.
     """
     for field in ("version", "format", "checkpoint_format"):  # AutoAWQ's name, and GPTQModel's
         one_of(settings, field, ("gemm", "GEMM"), "gemm")
@@ -39,10 +38,10 @@ def read_awq(settings: Mapping[str, Any]) -> Quantization:
 
 
 def read_gptq(settings: Mapping[str, Any]) -> Quantization:
-    """Read GPTQ settings. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that GPTQ settings describe. Raises ModelConfigError for unsupported ones.
 
-    The result has the rules of `dynamic`, then one for the modules that modules_in_block_to_quantize names, or for all
-    matrices. Heads stay plain without `lm_head`.
+    It has the rules of `dynamic`, then one for the modules that modules_in_block_to_quantize names, or for all
+    matrices. Heads stay plain unless `lm_head` is true.
     """
     refuse(settings, "is_marlin_format")
     one_of(settings, "pack_dtype", ("int32",), "int32")
@@ -55,9 +54,9 @@ def read_gptq(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return patterns of the modules of a layer that are quantised, if not all are; () for all of them.
+    """Return patterns of the modules of a layer that are quantised, from modules_in_block_to_quantize; () if all are.
 
-    Raises ModelConfigError for settings of another form.
+    Raises ModelConfigError for anything but a list of lists of names.
     """
     groups = settings.get(field := "modules_in_block_to_quantize") or []
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
@@ -70,7 +69,7 @@ def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Gptq | None]]:
     """Return the rules of GPTQModel's `dynamic`: regular expressions of modules with other settings, or, after "-:", of
-    plain ones, whose storage format is None. Raises ModelConfigError for unsupported settings.
+    plain modules, whose storage format is None. Raises ModelConfigError for unsupported settings.
     """
     changes = settings.get("dynamic") or {}
     if not isinstance(changes, Mapping) or not all(isinstance(change, Mapping) for change in changes.values()):
@@ -83,8 +82,8 @@ def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], G
 
 
 def _gptq(settings: Mapping[str, Any]) -> Gptq:
-    """Return the storage format of modules with these settings. Zero points are one less than meant unless the format
-    is gptq_v2. Raises ModelConfigError for unsupported ones.
+    """Return the storage format of modules with these settings. Stored zero points are one less than the actual ones
+    unless the format is gptq_v2. Raises ModelConfigError for unsupported settings.
     """
     bits, sym = one_of(settings, "bits", (2, 3, 4, 8)), one_of(settings, "sym", (True, False), True)
     versions = [

@@ -19,10 +19,10 @@ _LARGEST_F32 = float(np.finfo(np.float32).max)
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read fp8 settings. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that fp8 settings describe. Raises ModelConfigError for unsupported ones.
 
-    The result stores matrices as e4m3 with a scale per block, or per tensor without weight_block_size, and rounds rows
-    to e4m3; experts are MXFP4 where expert_dtype says fp4.
+    Matrices are e4m3 with a scale per block, or per tensor without weight_block_size, and rows are rounded to e4m3.
+    Experts are MXFP4 if expert_dtype is fp4. Modules in modules_to_not_convert and ignored_layers are plain.
     """
     one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = block_size(settings, "weight_block_size")
@@ -43,10 +43,10 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def read_fbgemm(settings: Mapping[str, Any]) -> Quantization:
-    """Read fbgemm_fp8 settings. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that fbgemm_fp8 settings describe. Raises ModelConfigError for unsupported ones.
 
-    The result stores matrices as e4m3 with a scale per channel, and rounds rows, whose largest value counts up to
-    activation_scale_ub (default 1200).
+    Matrices are e4m3 with a scale per channel, except those in modules_to_not_convert. Rows are rounded to e4m3 with a
+    scale from their largest value, which counts as activation_scale_ub (default: 1200) at most.
     """
     bound = settings.get("activation_scale_ub", 1200.0)
     if type(bound) not in (int, float) or not 0 < bound <= _LARGEST_F32:

@@ -19,8 +19,8 @@ CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 
 @dataclass(frozen=True)
 class Blocks(InOrder):
-    """Storage format: `codes` i8 [out, in], `scales` f32 [out, in / 16 or in / 32] and, in some formats, `zeros` like
-    them.
+    """Storage format of `codes` i8 [out, in], `scales` f32 [out, in / 16 or in / 32] and, in some formats, `zeros` of
+    the shape of the scales.
 
     Codes of four bits with zeros begin at 0 in a file and at -8 here; zeros are shifted accordingly, which may round in
     the last bit of float32.
@@ -52,5 +52,5 @@ class Blocks(InOrder):
         return scales, zeros if self.has_zeros else None
 
     def _is_moved(self, module: StoredModule) -> bool:
-        """Whether stored codes begin at 0, and are 8 less here."""
+        """Whether stored codes begin at 0, so that 8 is subtracted from them."""
         return self.dtype == "int4" and module.has(ZEROS)

@@ -25,7 +25,9 @@ _E4M3 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class Blocks(EightBits):
-    """Storage format of FP8 blocks, with `weight_scale` [out / 128, 1, in / 128, 1]."""
+    """Storage format of e4m3 matrices in blocks, whose `weight_scale` may also have the shape [out / 128, 1, in / 128,
+    1].
+    """
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         needed = dict(super().tensors(module))
@@ -34,8 +36,8 @@ class Blocks(EightBits):
 
 
 def _nvfp4(name: str, activation: Activation | None) -> Nvfp4:
-    """Return the format NVFP4 under ModelOpt's tensor names, whose global scales are factors. activation: None for rows
-    that are not rounded.
+    """Return the format NVFP4 with ModelOpt's tensor names, whose global scales are factors. activation: None if rows
+    are not rounded.
     """
     return Nvfp4(name, activation, "weight", "weight_scale_2", "input_scale", divides=False)
 
@@ -52,10 +54,10 @@ _STORED: dict[str, Stored] = {
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read ModelOpt settings. Raises ModelConfigError for unsupported ones.
+    """Return the Quantization that ModelOpt settings describe. Raises ModelConfigError for unsupported ones.
 
-    They may be nested in `quantization`. MIXED_PRECISION has an algorithm for each of quantized_layers; any other is
-    that of all matrices. Modules in `ignore` and exclude_modules, and towers, are plain.
+    The settings may be nested in `quantization`. MIXED_PRECISION has an algorithm for each of quantized_layers; any
+    other algorithm is that of all matrices. Modules in `ignore` and exclude_modules, and towers, are plain.
     """
     inner = settings.get("quantization")
     if inner is not None and not isinstance(inner, Mapping):
@@ -90,7 +92,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _algorithm(settings: Mapping[str, Any], other: str) -> str:
-    """Read `quant_algo` in capitals: a name of _STORED or `other`. Raises ModelConfigError for any other value."""
+    """Return `quant_algo` in capitals, a name of _STORED or `other`. Raises ModelConfigError for any other value."""
     said = settings.get("quant_algo")
     name = said.upper() if isinstance(said, str) else said
     if name not in (*_STORED, other):
@@ -99,8 +101,8 @@ def _algorithm(settings: Mapping[str, Any], other: str) -> str:
 
 
 def _kv_dtype(settings: Mapping[str, Any]) -> str | None:
-    """Return the dtype of keys and values, from the newer field or the older; None for the model's. Raises
-    ModelConfigError for anything but static e4m3.
+    """Return the dtype of keys and values, from kv_cache_scheme or the older kv_cache_quant_algo: e4m3, or None for the
+    model's dtype. Raises ModelConfigError for anything but static e4m3.
     """
     scheme, said = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     if scheme is not None:

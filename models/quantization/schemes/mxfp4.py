@@ -20,15 +20,15 @@ DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np
 
 @dataclass(frozen=True)
 class Mxfp4(InOrder):
-    """Storage format: pairs u8 [out, in / 2], the even input in the low bits, and u8 [out, in / 32], exponents plus
-    127.
+    """Storage format of pairs of e2m1 numbers, u8 [out, in / 2], the even input in the low bits, and exponents plus
+    127, u8 [out, in / 32].
 
-    gpt-oss's are one expert's part of a stack (jaxengine.models.weights.views.stacked). Codes are int8: twice the
-    numbers, with half the stored scales.
+    gpt-oss's tensors are one expert's part of a stack (jaxengine.models.weights.views.stacked). Codes are int8: twice
+    the numbers, with half the stored scales.
 
     Attributes:
       pairs, exponents: names of the tensors.
-      bytes_as: dtypes that both are stored as, one byte each.
+      bytes_as: dtypes with which both are stored, one byte each.
     """
 
     format: str = METHOD
@@ -45,6 +45,7 @@ class Mxfp4(InOrder):
         return {self.pairs: ((out, -(-size // GROUP) * GROUP // 2),), self.exponents: ((out, -(-size // GROUP)),)}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError for tensors of another dtype, and for the exponent 255, which stands for no number."""
         module.read(self.pairs, self.bytes_as[0], slice(0, 1))
         if np.any(module.read(self.exponents, self.bytes_as[1]).view(np.uint8) == 255):
             raise module.fail(self.exponents, "255 stands for no number")
@@ -61,9 +62,8 @@ class Mxfp4(InOrder):
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
-    """Read MXFP4 settings of gpt-oss. Raises ModelConfigError for unsupported ones.
-
-    The result stores experts alone so, but for those that modules_to_not_convert lists.
+    """Return the Quantization that MXFP4 settings of gpt-oss describe: experts alone are MXFP4, except those that
+    modules_to_not_convert lists. Raises ModelConfigError for unsupported settings.
     """
     listed = names_in(settings, "modules_to_not_convert")
     return Quantization(METHOD, ((("re:.*[.]experts[.]",), Mxfp4()),), listed=listed)

@@ -13,7 +13,7 @@ from jaxengine.models.quantization.schemes.mxfp4 import GROUP
 
 @dataclass(frozen=True)
 class Mxfp8(InOrder):
-    """Storage format: `weight` e4m3 [out, in], and `weight_scale` u8 [out, in / 32], exponents plus 127."""
+    """Storage format of `weight` e4m3 [out, in] and `weight_scale` u8 [out, in / 32], exponents plus 127."""
 
     format: str
     activation: Activation | None = None
@@ -26,6 +26,7 @@ class Mxfp8(InOrder):
         return {"weight": ((out, size),), "weight_scale": ((out, num_groups(size, GROUP)),)}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError for tensors of another dtype, and for the exponent 255, which stands for no number."""
         module.read("weight", self.dtype, slice(0, 1))
         if np.any(module.read("weight_scale", "uint8") == 255):
             raise module.fail("weight_scale", "255 stands for no number")

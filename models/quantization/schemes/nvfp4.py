@@ -18,15 +18,16 @@ ROWS = Activation("float4_e2m1fn", group=GROUP, static=True, scales=E4M3)
 
 @dataclass(frozen=True)
 class Nvfp4(InOrder):
-    """Storage format: `weight_packed` u8 [out, in / 2], the even input in the low bits, `weight_scale` e4m3 [out, in /
-    16], and `weight_global_scale` f32, the divisor of scales; `input_global_scale` f32 is the same for rows.
+    """Storage format of `weight_packed` u8 [out, in / 2], the even input in the low bits, `weight_scale` e4m3 [out, in
+    / 16], and `weight_global_scale` f32, by which the scales are divided. `input_global_scale` f32 is the same for
+    rows.
 
     These are the names of compressed-tensors. Codes are int8: twice the numbers, with half the stored scales, divided
-    by the scale of rows where these are rounded.
+    by the scale of rows if these are rounded.
 
     Attributes:
       pairs, global_scale, rows: names of the tensors other than `weight_scale`.
-      divides: whether scales are divided by the global ones; else they are multiplied, as in ModelOpt.
+      divides: whether scales are divided by the global ones; otherwise they are multiplied, as in ModelOpt.
     """
 
     format: str
@@ -53,6 +54,9 @@ class Nvfp4(InOrder):
         return {self.rows: SCALAR}
 
     def check(self, module: StoredModule) -> None:
+        """Raise ModelFileError for tensors of another dtype, and unless global scales are finite normal numbers above
+        0.
+        """
         module.read(self.pairs, "uint8", slice(0, 1))
         module.read("weight_scale", "float8_e4m3fn", slice(0, 1))
         for kind in (self.global_scale, *(() if self.activation is None else (self.rows,))):
@@ -74,5 +78,8 @@ class Nvfp4(InOrder):
         return scales if self.activation is None else scales / self.input_scale(module), None
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
+        """Return the factor of a row's scales, f32[1]: the stored global scale of rows if `divides`, otherwise its
+        reciprocal.
+        """
         held = module.read(self.rows).reshape(1)
         return held if self.divides else np.float32(1) / held

@@ -24,8 +24,9 @@ _HIDDEN = -1e30
 
 
 class _Running(NamedTuple):
-    """Running softmax of queries [..., B] after some keys: the largest score, the sum of exponentials, and the weighted
-    sum of values [..., H]. All float32.
+    """Running softmax of queries [..., B] after some keys, all float32.
+
+    largest: the largest score. total: the sum of exponentials. out: [..., B, H], the weighted sum of values.
     """
 
     largest: jax.Array
@@ -36,21 +37,20 @@ class _Running(NamedTuple):
 def segment_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, *, scale: float, block: int = UNIT
 ) -> jax.Array:
-    """Attend within segments: softmax(scale * q k^T) v over the patches of a segment, with sums in float32.
+    """Return the attention within segments, softmax(scale * q k^T) v over the patches of a segment, [P, N, H] in q's
+    dtype, with sums in float32.
 
     Keys are taken in blocks with a running softmax (FlashAttention, Dao et al. 2022, arXiv:2205.14135), from the first
     to the last that any query of a block sees, so the cost is that of the segments' squares.
 
     Args:
       q, k, v: [P, N, H], P a multiple of `block`.
+      segment: i32[P], number of each patch's segment, -1 for padding, which sees nothing and gets zeros. The patches
+        of a segment must be neighbours.
       scale: factor of the products of queries and keys.
-      segment: i32[P], number of each patch's segment, -1 for padding, which sees nothing and gets zeros. Patches of a
-        segment are neighbours.
-      block: patches whose queries are taken at a time, the tower's unit.
-
-    Returns [P, N, H] in q's dtype.
+      block: number of patches whose queries are taken at a time, the tower's unit.
     """
-    # A block of keys may begin anywhere: behind the last patch there is room for one.
+    # A block of keys may begin anywhere: after the last patch there is room for one.
     keys, values = (jnp.pad(x, ((0, _KEYS), (0, 0), (0, 0))) for x in (k, v))
     of_keys = jnp.pad(segment, (0, _KEYS), constant_values=-1)
     first, end = _bounds(segment)
@@ -77,15 +77,18 @@ def segment_attention(
 def window_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, window: jax.Array, *, longest: int, scale: float
 ) -> jax.Array:
-    """Attend within the windows of segments, a window's patches being neighbours: [P, N, H] in q's dtype.
+    """Return the attention within the windows of segments, [P, N, H] in q's dtype; the patches of a window must be
+    neighbours.
 
-    Blocks are of `window_block(longest)` patches, and queries look at the keys of their own block and of those beside
-    it: the cost is P times that length.
+    Blocks have `window_block(longest)` patches, and queries see the keys of their own block and of its two neighbours:
+    the cost is P times that length.
 
     Args:
-      q, k, v, segment: as for segment_attention; P a multiple of the block, too. scale: as there.
-      window: i32[P], the number of each patch's window; windows of one segment have different ones.
-      longest: the most patches that a window has.
+      q, k, v: [P, N, H], P a multiple of the block.
+      segment: i32[P], number of each patch's segment, -1 for padding, which sees nothing and gets zeros.
+      window: i32[P], number of each patch's window; windows of one segment have different numbers.
+      longest: the most patches of a window.
+      scale: factor of the products of queries and keys.
     """
     num_patches, num_heads, head_dim = q.shape
     size = window_block(longest)
@@ -118,8 +121,8 @@ def window_block(longest: int) -> int:
 
 
 def _bounds(segment: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the index of the first patch of each patch's segment, and of the patch after its last, i32[P]; for padding
-    [P, 0), an empty range.
+    """Return, for each patch, the index of the first patch of its segment, and of the patch after its last one, i32[P]
+    each; P and 0, an empty range, for padding.
     """
     count = segment.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)
@@ -130,15 +133,15 @@ def _bounds(segment: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _same(own: jax.Array, others: jax.Array) -> jax.Array:
-    """Return bool[..., B, K]: whether patches `own` [..., B] and `others` [..., K], given by segment, have the same
-    segment; false for padding, -1.
+    """Return bool[..., B, K]: whether patches `own` [..., B] and `others` [..., K], given by their segments, have the
+    same segment; False for padding, -1.
     """
     return (own[..., :, None] == others[..., None, :]) & (own[..., :, None] >= 0)
 
 
 def _with_neighbours(x: jax.Array, size: int) -> jax.Array:
-    """Return blocks of x [(n + 2) * size, ...], each joined with both neighbours: [n, 3 * size, ...], without the
-    outermost.
+    """Return the blocks of x [(n + 2) * size, ...] except the first and the last one, each joined with both its
+    neighbours: [n, 3 * size, ...].
     """
     blocks = x.reshape(-1, size, *x.shape[1:])
     return jnp.concatenate([blocks[:-2], blocks[1:-1], blocks[2:]], axis=1)
@@ -153,8 +156,8 @@ def _nothing_seen(query: jax.Array) -> _Running:
 def _with_keys(
     running: _Running, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float
 ) -> _Running:
-    """Return the running softmax of queries [..., B, H] after further keys and values [..., K, H], restricted to
-    `seen`, bool[..., B, K]. scale: factor of the products of queries and keys.
+    """Return the running softmax of queries [..., B, H] after adding keys and values [..., K, H], of which a query
+    counts those `seen`, bool[..., B, K]. scale: factor of the products of queries and keys.
     """
     scores = jnp.einsum("...qh,...kh->...qk", query, key, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen, scores, _HIDDEN)
@@ -166,5 +169,5 @@ def _with_keys(
 
 
 def _result(running: _Running) -> jax.Array:
-    """Return the attention output f32[..., B, H] of a running softmax; zeros where nothing was seen."""
+    """Return the attention output f32[..., B, H] of a running softmax; zeros for queries that have seen no key."""
     return running.out / jnp.maximum(running.total, jnp.finfo(jnp.float32).tiny)[..., None]

@@ -25,7 +25,7 @@ from jaxengine.models.vision.base.vit import (
 )
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
-# What transformers takes for fields that a file lacks.
+# transformers' defaults of fields that a file lacks.
 DEFAULTS: dict[str, dict[str, Any]] = {
     CLIP: {
         "hidden_size": 768,
@@ -51,8 +51,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str, VitConfig]:
-    """Return the model_type of `vision_config`, CLIP or SIGLIP (`default` if absent), and its sizes, transformers'
-    where it lacks them. Raises ModelConfigError, also for another type.
+    """Return the model_type of `vision_config`, CLIP or SIGLIP (`default` if absent), and its sizes, with transformers'
+    defaults for absent fields. Raises ModelConfigError, also for another type.
     """
     kind = fields.part("vision_config").text("model_type", default)
     if kind not in DEFAULTS:
@@ -61,8 +61,8 @@ def read_clip_or_siglip(fields: ConfigFields, default: str = CLIP) -> tuple[str,
 
 
 def read_siglip(fields: ConfigFields) -> VitConfig:
-    """Return the sizes of `vision_config`, which must be of SigLIP (also where it has no model_type); those that it
-    lacks are transformers'. Raises ModelConfigError, also for another type.
+    """Return the sizes of `vision_config`, whose model_type must be SigLIP's or absent, with transformers' defaults for
+    absent fields. Raises ModelConfigError, also for another type.
     """
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     if vision.text("model_type", SIGLIP) != SIGLIP:
@@ -71,10 +71,10 @@ def read_siglip(fields: ConfigFields) -> VitConfig:
 
 
 class ClipEncoder(nnx.Module):
-    """Layers of CLIP or SigLIP; returns the hidden states of patches after some of them, joined.
+    """Layers of CLIP or SigLIP, which return the hidden states of patches after some of the layers, concatenated.
 
     layers: for each hidden state returned, the number of layers before it. tower: prefix of the names of all modules.
-    with_last_norm: hidden states are taken after the norm that follows the last layer.
+    with_last_norm: whether hidden states pass the norm that follows the last layer.
     """
 
     def __init__(
@@ -98,8 +98,10 @@ class ClipEncoder(nnx.Module):
         self.last_norm = norm
 
     def __call__(self, patches: jax.Array) -> jax.Array:
-        """Encode the patches of U units, each by itself, f32[U * N, F], N being vit.num_patches: return their hidden
-        states after each of the numbers of layers wanted, joined, [U * N, D * numbers], without the class token.
+        """Return the hidden states of patches f32[U * N, F] of U units, N being vit.num_patches, after each of the
+        wanted numbers of layers, concatenated and without the class token: [U * N, D * numbers].
+
+        Each unit is encoded by itself.
         """
         vit, num_units = self.vit, len(patches) // self.vit.num_patches
         with jax.named_scope("patches"):

@@ -22,23 +22,23 @@ from jaxengine.models.layers.base.rope import apply_rope
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.quantization.registry import PLAIN
 
-# (q, k, v), each [P, N, H], to what the patches get, [P, N, H].
+# Function of (q, k, v), each [P, N, H], that returns the attention output [P, N, H].
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def tower_axis(axis: str, build: Build) -> str:
-    """Return `axis`, the logical axis by which a tower's weight is split; "embed", which is never split, if each device
-    has the whole tower (build.whole_parts).
+    """Return `axis`, the logical axis by which a tower's weight is split; or "embed", which is never split, if each
+    device has the whole tower (build.whole_parts).
     """
     return "embed" if TOWER in build.whole_parts else axis
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
-    """Compute x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
+    """Return x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415): `quick_gelu` in configurations."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-# Of the interpolation by cubic convolution (Keys 1981), as torch has it.
+# Parameter `a` of the interpolation by cubic convolution (Keys 1981); torch has the same.
 _KEYS = -0.75
 # By their names in configurations.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -57,8 +57,9 @@ def rope_frequencies(size: int, theta: float) -> np.ndarray:
 
 
 def read_axial_theta(vision: ConfigFields, default: float = 10000.0) -> float:
-    """Read the base of a tower's rotary frequencies: `rope_theta` of `rope_parameters`, or of `rope_scaling`, else that
-    of the vision_config itself, else the default. Raises ModelConfigError, also for frequencies that are scaled.
+    """Return the base of a tower's rotary frequencies: `rope_theta` of `rope_parameters`, or of `rope_scaling`,
+    otherwise that of the vision_config itself, otherwise `default`. Raises ModelConfigError, also for scaled
+    frequencies.
     """
     name = "rope_parameters" if vision.mapping("rope_parameters") else "rope_scaling"
     rope = ConfigFields(vision.mapping(name) or {})
@@ -70,9 +71,9 @@ def read_axial_theta(vision: ConfigFields, default: float = 10000.0) -> float:
 def axial_rope(
     rows: jax.Array, columns: jax.Array, row_freqs: np.ndarray, column_freqs: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute cos and sin, f32[P, H / 2] each, of patches at rows and columns i32[P].
+    """Return cos and sin of the rotation angles, f32[P, H / 2] each, of patches at rows and columns i32[P].
 
-    Frequencies are radians per position, H / 2 of rows and columns together. As many pairs as there are `row_freqs`
+    row_freqs, column_freqs: radians per position, H / 2 together. The first pairs, as many as there are `row_freqs`,
     rotate by the row, and the rest by the column.
     """
     turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
@@ -90,15 +91,16 @@ def stretched(
     *,
     linear: bool = False,
 ) -> jax.Array:
-    """Interpolate learned positions to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table entries,
-    or linearly between 2 x 2.
+    """Return learned positions interpolated to images of other sizes, f32[P, D], by cubic convolution of 4 x 4 table
+    entries, or linearly between 2 x 2.
 
-    The terms are added one after the other, so that memory holds no more than one for each patch.
+    The terms are added one after the other, so that memory holds only one term for each patch.
 
     Args:
-      table: [height * width, D]. sides: (height, width) of the table.
-      rows, columns: of patches: their index i32[P], and the number of rows or columns in their image, i32[P].
-      linear: interpolate linearly.
+      table: [height * width, D].
+      sides: (height, width) of the table.
+      rows, columns: of each patch, its index i32[P], and the number of rows or columns of its image, i32[P].
+      linear: whether to interpolate linearly.
     """
     height, width = sides
     taps = _linear_taps if linear else _taps
@@ -110,10 +112,11 @@ def stretched(
 
 
 def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the four of `side` learned positions around each of `places` i32[P], on sides of `sizes` i32[P] patches,
-    with their weights: pairs i32[P], f32[P]. Beyond an edge, its own position is taken again.
+    """Return the four of `side` learned positions around each of `places`, with their weights in cubic convolution
+    (Keys 1981, a = _KEYS): four pairs (i32[P], f32[P]).
 
-    Weights are those of cubic convolution (Keys 1981) with a = _KEYS.
+    places: i32[P], indices of patches along a side of `sizes` i32[P] patches. Beyond an edge, the position at the edge
+    is repeated.
     """
     spot = _spots(places, sizes, side)
     low = jnp.floor(spot)
@@ -128,7 +131,12 @@ def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Arra
 
 
 def _linear_taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the two of `side` learned positions around each of `places`, with their weights, as `_taps` does."""
+    """Return the two of `side` learned positions around each of `places`, with their weights in linear interpolation:
+    two pairs (i32[P], f32[P]).
+
+    places: i32[P], indices of patches along a side of `sizes` i32[P] patches. Beyond an edge, the position at the edge
+    is repeated.
+    """
     spot = _spots(places, sizes, side)
     low = jnp.floor(spot)
     first = low.astype(jnp.int32)
@@ -137,16 +145,20 @@ def _linear_taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[j
 
 
 def _spots(places: jax.Array, sizes: jax.Array, side: int) -> jax.Array:
-    """Return the centre of each patch among `side` learned positions, f32[P]: (p + 0.5) * side / size - 0.5 for the one
-    with index p. places, sizes: i32[P].
+    """Return the centre of each patch in units of the `side` learned positions, f32[P]: (p + 0.5) * side / size - 0.5
+    for index p.
+
+    places, sizes: i32[P], the patches' indices, and the number of patches along their side.
     """
     return (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
 
 
 class PatchEmbedding(nnx.Module):
     """Projection of patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose stride is its width,
-    hence a product. Its weight, [D, channels, ...] in checkpoints, is read with F joined (CheckpointNames.flattened),
-    and never quantised, because no method is for convolutions.
+    hence a product.
+
+    Its weight, [D, channels, ...] in checkpoints, is read with the axes of F joined (CheckpointNames.flattened). It is
+    never quantised, because no method is for convolutions.
     """
 
     def __init__(self, num_features: int, size: int, *, source: str, bias: bool, build: Build):
@@ -191,8 +203,10 @@ class TowerAttention(nnx.Module):
         self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
 
     def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array] | None, attend: Attend) -> jax.Array:
-        """Compute out(attend(q, k, v)) for x [P, D] -> [P, D], q and k rotated. turns: cos and sin of the patches, as
-        `apply_rope` takes them, None for no rotation; attend: (q, k, v), [P, N, H] each, -> [P, N, H].
+        """Return out(attend(q, k, v)) for x [P, D], [P, D], with q and k normed and rotated.
+
+        turns: cos and sin of the patches, arguments of `apply_rope`; None for no rotation. attend: function of (q, k,
+        v), [P, N, H] each, that returns [P, N, H].
         """
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
@@ -208,7 +222,7 @@ class TowerAttention(nnx.Module):
 
 
 class TowerMLP(nnx.Module):
-    """MLP down(activation(up(x))), or down(activation(gate(x)) * up(x)) with two modules, gate first, in `up`."""
+    """MLP down(activation(up(x))), or down(activation(gate(x)) * up(x)) if `up` names two modules, the gate first."""
 
     def __init__(
         self,
@@ -229,8 +243,8 @@ class TowerMLP(nnx.Module):
         self.gated = len(sources) > 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute down(activation(up(x))), or down(activation(gate(x)) * up(x)) with a gate, [P, D] -> [P, D], the
-        activation in float32.
+        """Return down(activation(up(x))), or down(activation(gate(x)) * up(x)) with a gate, for x [P, D]: [P, D], with
+        the activation in float32.
         """
         inner = self.up(x)
         if self.gated:
@@ -240,7 +254,7 @@ class TowerMLP(nnx.Module):
 
 
 class TowerLayer(nnx.Module):
-    """Layer x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, norms: tuple[nnx.Module, nnx.Module], attention: TowerAttention, mlp: TowerMLP):
         self.norm1, self.norm2 = norms
@@ -255,11 +269,11 @@ class TowerLayer(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Merger of `merge` neighbouring patches to one row of the model: norm, then two products with an activation, by
-    default GELU, between (Qwen2-VL).
+    """Merger of `merge` neighbouring patches to one row of the model: a norm, then two products with an activation, by
+    default GELU, between them (Qwen2-VL).
 
-    norm: of each patch, or with `joined` of all of them at once. names: modules of the two products. ffn_size: rows of
-    the first; None for merge * size. bias: whether the products have biases.
+    norm: norm of each patch, or, if `joined`, of all `merge` patches at once. names: modules of the two products.
+    ffn_size: outputs of the first product; None for merge * size. bias: whether the products have biases.
     """
 
     def __init__(
@@ -283,8 +297,8 @@ class PatchMerger(nnx.Module):
         self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=bias, build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm the patches x [P, D of the tower], join every `merge` of them, and compute down(activation(up(x)))
-        -> [P / merge, D of the model].
+        """Return the merged rows [P / merge, D of the model] of patches x [P, D of the tower]: down(activation(up(y))),
+        where y is `merge` normed patches side by side.
         """
         x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
         return self.down(self.activation(self.up(x).astype(jnp.float32)).astype(x.dtype))
@@ -293,6 +307,6 @@ class PatchMerger(nnx.Module):
 def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
     """Return the sources of q, k and v of a module that has all three, one after the other, in this order.
 
-    name: of the checkpoint's module. size: rows of each.
+    name: the checkpoint's module. size: number of rows of each.
     """
     return parts_of(name, size, size, size)

@@ -24,7 +24,7 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.layers import gelu, quick_gelu, tower_axis
 
 MAX_SIDE = 4096  # pixels of a unit
-# Positions of a unit whose queries meet all keys at once: what one head's scores take is at most this squared.
+# Most positions of a unit whose queries meet all keys at once.
 _QUERIES = 1152
 
 
@@ -44,7 +44,7 @@ class VitConfig:
     Attributes:
       num_layers: layers of the checkpoint.
       image_size, patch_size: side in pixels of a unit, and of a patch; both are squares.
-      has_class_token: whether a unit has a position that is no patch: the first, in Llama 4 the last.
+      has_class_token: whether a unit has a position that is not a patch: the first, in Llama 4 the last.
       activation: a name of ACTIVATIONS.
     """
 
@@ -60,28 +60,30 @@ class VitConfig:
 
     @property
     def grid(self) -> int:
-        """Return the number of patches along a side of a unit."""
+        """Number of patches along a side of a unit."""
         return self.image_size // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        """Return the number of patches of a unit."""
+        """Number of patches of a unit."""
         return self.grid**2
 
     @property
     def num_positions(self) -> int:
-        """Return S: the number of patches, plus one for a class token."""
+        """S: the number of patches, plus one for a class token."""
         return self.num_patches + self.has_class_token
 
     @property
     def num_features(self) -> int:
-        """Return F: red, green and blue of a patch's pixels, colour by colour, row by row."""
+        """F: red, green and blue of a patch's pixels, colour by colour, row by row."""
         return 3 * self.patch_size**2
 
 
 def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
-    """Read the sizes from a vision_config, where all configurations spell them alike. more: further arguments of
-    VitConfig. Raises ModelConfigError, also if heads do not divide the hidden size, or a unit is smaller than a patch.
+    """Return the sizes from a vision_config with the usual field names. more: further arguments of VitConfig.
+
+    Raises ModelConfigError, also if the number of heads does not divide the hidden size, or a unit is smaller than a
+    patch.
     """
     vision.require(num_channels=3)
     size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
@@ -104,8 +106,8 @@ def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
 
 
 def _side(vision: ConfigFields, name: str) -> int:
-    """Return the side of a square in pixels from the field `name`, which may have the side twice. Raises
-    ModelConfigError for two different values, and for one that is not from 1 to MAX_SIDE.
+    """Return the side of a square in pixels from the field `name`, which has one number or the same number twice.
+    Raises ModelConfigError for two different values, and for one that is not from 1 to MAX_SIDE.
     """
     value = vision.value(name)
     sides = value if isinstance(value, (list, tuple)) else [value]
@@ -117,7 +119,9 @@ def _side(vision: ConfigFields, name: str) -> int:
 
 
 def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
-    """Read the field `name`, a name of ACTIVATIONS, `default` if it is absent. Raises ModelConfigError for another."""
+    """Return the field `name`, a name of ACTIVATIONS; `default` if it is absent. Raises ModelConfigError for another
+    value.
+    """
     found = fields.text(name, default)
     if found not in ACTIVATIONS:
         raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
@@ -125,8 +129,10 @@ def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> s
 
 
 def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
-    """Return how many layers there are before the hidden states that an index of `vision_feature_layer` means; negative
-    ones count from the end: -1 is the last layer's output, -2 its input. Raises ModelConfigError for another index.
+    """Return the number of layers before the hidden states that `index`, a value of `vision_feature_layer`, selects.
+
+    Negative indices count from the end: -1 is the last layer's output, -2 its input. Raises ModelConfigError unless it
+    is an integer from -num_layers - 1 to num_layers.
     """
     if type(index) is not int or not -num_layers - 1 <= index <= num_layers:
         raise fields.fail("vision_feature_layer", f"an integer from {-num_layers - 1} to {num_layers}")
@@ -136,8 +142,8 @@ def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
 def linear(
     in_size: int, source: str, out_size: int, axes: tuple[str, str], build: Build, *, bias: bool = True
 ) -> Linear:
-    """Make a product of a tower, in_size -> out_size, from the checkpoint module `source`. axes: logical axes of (in,
-    out), as of Linear; they are not split if each device has the whole tower.
+    """Return a new product of a tower, in_size -> out_size, with the checkpoint module `source`. axes: logical axes of
+    (in, out), which are not split if each device has the whole tower.
     """
     split = (tower_axis(axes[0], build), tower_axis(axes[1], build))
     return Linear(in_size, (Source(source, out_size),), axes=split, bias=bias, build=build)
@@ -145,7 +151,7 @@ def linear(
 
 @dataclass(frozen=True)
 class VitNames:
-    """Checkpoint names of a layer's modules; `layers` comes before the layer's number, the others after it."""
+    """Checkpoint names of a layer's modules: `layers` is the prefix of the layer's number, and the others follow it."""
 
     layers: str
     attention_norm: str = "layer_norm1"
@@ -157,8 +163,9 @@ class VitNames:
 class VitAttention(nnx.Module):
     """Attention of each unit's positions to all of its positions.
 
-    qkv: the checkpoint modules of q, k and v, source's own if None. qk_norms: norms, or rope, that q and k pass
-    through, [U * S, heads of this device, H] to the same; None for none.
+    out: name within `source` of the output projection. qkv: the checkpoint modules of q, k and v; None for `q_proj`,
+    `k_proj` and `v_proj` of `source`. qk_norms: norms, or rope, of q and k, [U * S, heads of this device, H] to the
+    same shape; None for none.
     """
 
     def __init__(
@@ -182,7 +189,7 @@ class VitAttention(nnx.Module):
         self.q_norm, self.k_norm = qk_norms or (None, None)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Attend x [U * S, D] within each of the U = num_units units: [U * S, D]."""
+        """Return the attention output [U * S, D] of x [U * S, D] within each of the U = num_units units."""
         q, k, v = jnp.split(self.qkv(x).reshape(len(x), -1, self.head_dim), 3, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -191,9 +198,9 @@ class VitAttention(nnx.Module):
 
 
 def attend_units(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array | None = None) -> jax.Array:
-    """Attend within each unit: softmax(q k^T / sqrt(H)) v, [U, S, N, H] each, to the same shape. is_key: bool[U, S],
-    positions that are attended to, None for all; a unit without any gets the mean of its values.
+    """Return the attention within each unit, softmax(q k^T / sqrt(H)) v, for [U, S, N, H] each, in the same shape.
 
+    is_key: bool[U, S], positions that are attended to; None for all. A unit without any gets the mean of its values.
     Scores exist for one unit at a time, and for a part of its queries if it has many.
     """
     num_positions, head_dim = q.shape[1], q.shape[3]
@@ -231,12 +238,12 @@ class VitMLP(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Compute fc2(activation(fc1(x))), [R, D] -> [R, D], the activation in float32."""
+        """Return fc2(activation(fc1(x))) for x [R, D]: [R, D], with the activation in float32."""
         return self.fc2(self.activation(self.fc1(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 
 class VitLayer(nnx.Module):
-    """Layer x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: VitConfig, source: str, names: VitNames, build: Build):
         size, eps = config.hidden_size, config.norm_eps
@@ -246,7 +253,7 @@ class VitLayer(nnx.Module):
         self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
 
     def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
-        """Compute x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
+        """Return x + attention(norm(x)), then x + mlp(norm(x)), for x [U * S, D] of U = num_units units, each of which
         attends to itself.
         """
         with jax.named_scope("attention"):
@@ -256,16 +263,16 @@ class VitLayer(nnx.Module):
 
 
 def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False) -> nnx.Param:
-    """Declare the tensor `source` of learned vectors that are added to hidden states, [rows, size]; flat: [1, rows *
-    size], of a tensor [1, ...].
+    """Return a new parameter for the tensor `source` of learned vectors, [rows, size]; with `flat`, [1, rows * size],
+    for a tensor [1, ...].
     """
     shape = (1, rows * size) if flat else (rows, size)
     return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
 
 
 def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...]) -> list[jax.Array]:
-    """Run x [U * S, D] through layers; return the hidden states after the first n of them, for each n of `wanted`, x
-    for 0.
+    """Run x [U * S, D] through `layers`; return the list of hidden states after the first n layers for each n of
+    `wanted`, x itself for 0.
     """
     states = {0: x}
     for number, layer in enumerate(layers, 1):
@@ -275,8 +282,8 @@ def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...
 
 
 def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
-    """Join the hidden states of each square of factor x factor patches, row by row ("pixel shuffle"): [P, D] to [P /
-    factor**2, D * factor**2], for units of grid x grid patches.
+    """Return the hidden states of each square of factor x factor patches side by side, row by row ("pixel shuffle"):
+    [P, D] to [P / factor**2, D * factor**2], for units of grid x grid patches.
     """
     side, size = grid // factor, x.shape[1]
     cut = x.reshape(-1, side, factor, side, factor, size).transpose(0, 1, 3, 2, 4, 5)
@@ -284,8 +291,8 @@ def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
 
 
 def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> int:
-    """Return `factor`, the number of patches along a side that become one row. Raises ModelConfigError, which names the
-    field `name`, if it does not divide those of a unit's side.
+    """Return `factor`, the number of patches along a side of the square that becomes one row. Raises ModelConfigError,
+    which names the field `name`, if it does not divide the number of patches along a unit's side.
     """
     if vit.grid % factor:
         raise fields.fail(name, f"such that it divides the {vit.grid} patches of a unit's side")
@@ -293,8 +300,10 @@ def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> 
 
 
 def read_merge_ratio(fields: ConfigFields, name: str, vit: VitConfig) -> int:
-    """Return the number of patches along a side that become one row, as `read_merge`: one divided by the field `name`,
-    2 if it is absent. Raises ModelConfigError.
+    """Return the number of patches along a side of the square that becomes one row: one divided by the field `name`, 2
+    if it is absent.
+
+    Raises ModelConfigError if that is not an integer, or does not divide the number of patches along a unit's side.
     """
     ratio = fields.number(name, 0.5)
     if not 1 / MAX_SIDE <= ratio <= 1 or 1 / ratio != int(1 / ratio):

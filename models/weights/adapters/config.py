@@ -61,14 +61,14 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class AdapterConfig:
-    """Content of an adapter_config.json, checked. Raises ModelFileError, with `path`, for an invalid one, and for what
-    is not supported.
+    """Content of an adapter_config.json, checked. Raises ModelFileError, which names `path`, for an invalid file or an
+    unsupported option.
 
-    Names of modules are those of the adapter's file, unless said otherwise. Methods raise ModelFileError, too, where
-    the expressions of the file take too many steps to match.
+    Names of modules are those of the adapter's file, unless stated otherwise. Methods raise ModelFileError, too, if
+    matching the file's expressions takes too many steps.
 
     Attributes:
-      largest_rank: LoRA rank of a module, at most.
+      largest_rank: the largest LoRA rank that a module can have.
     """
 
     def __init__(self, path: Path, raw: Mapping[str, Any]):
@@ -103,33 +103,33 @@ class AdapterConfig:
         self._layers, self._layer_lists = self._layer_numbers(raw), self._layers_pattern(raw)
 
     def key_of(self, name: str) -> str:
-        """Return the name under which patterns match a module of the file: that of its weight, if the weight is what is
-        targeted.
+        """Return the name by which patterns match a module of the file: the name of its weight if that is targeted as a
+        parameter, otherwise the module's own name.
 
-        Raises ModelFileError as `wants` does.
+        Raises ModelFileError if expressions take too many steps.
         """
         return f"{name}.weight" if not self.wants(name) and self.wants_parameter(f"{name}.weight") else name
 
     def rank_of(self, name: str) -> int:
         """Return the LoRA rank of the module, or the parameter, with this name in the file.
 
-        Raises ModelFileError where expressions take too many steps.
+        Raises ModelFileError if expressions take too many steps.
         """
         return self._ranks.find(name, self._r)
 
     def scale_of(self, name: str, rank: int) -> float:
-        """Return the factor of B: lora_alpha / rank, or / sqrt(rank) with rslora (Kalajdzievski 2023,
+        """Return the factor of B: lora_alpha / rank, or lora_alpha / sqrt(rank) with rslora (Kalajdzievski 2023,
         arXiv:2312.03732).
 
-        Raises ModelFileError where expressions take too many steps.
+        name: the module, or the parameter, in the file. Raises ModelFileError if expressions take too many steps.
         """
         return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:
-        """Whether PEFT changes the module with this name in the file, if the model has it: target_modules names it, and
-        exclude_modules and modules_to_save do not.
+        """Whether PEFT changes the module with this name in the file, if the model has it: target_modules names it, it
+        is in layers_to_transform, and exclude_modules and modules_to_save do not name it.
 
-        The answer is kept for later calls. Raises ModelFileError where expressions take too many steps.
+        Results are cached. Raises ModelFileError if expressions take too many steps.
         """
         if (known := self._wanted.get(name)) is None:
             known = self._matches("target_modules", self._targets, name) and self._is_in_layers(name)
@@ -138,12 +138,12 @@ class AdapterConfig:
         return known
 
     def wants_parameter(self, name: str) -> bool:
-        """Whether target_parameters names this parameter of the file, by a suffix that begins at a dot."""
+        """Whether target_parameters has this parameter of the file, or a suffix of its name that begins after a dot."""
         return not self._parameters.isdisjoint(_ends(name))
 
     def check_saved(self, targets: AdapterTargets) -> None:
-        """Raise ModelFileError if modules_to_save names a module of the model, which the adapter then replaces, or if
-        expressions take too many steps.
+        """Raise ModelFileError if modules_to_save names a module of the model, which the adapter would then replace, or
+        if expressions take too many steps.
         """
         for module in (*targets.shapes, *targets.others) if self._saved else ():
             if any(map(self._is_saved, targets.stored_names(module))):
@@ -155,10 +155,8 @@ class AdapterConfig:
         that the file has and the configuration does not name.
 
         Names that match no module of this model are ignored. Single experts may be missing, because transformers may
-        store them as one parameter, which PEFT does not change by target_modules.
-
-        stored: for each module in the file, by the model's name, the file's name of it. Raises ModelFileError where
-        expressions take too many steps.
+        store them as one parameter, which PEFT does not change by target_modules. stored: for each module in the file,
+        by the model's name, the file's name of it. Raises ModelFileError if expressions take too many steps.
         """
         for name in stored.values():
             if not self.wants(name) and not self.wants_parameter(f"{name}.weight"):
@@ -178,15 +176,15 @@ class AdapterConfig:
     def _is_saved(self, name: str) -> bool:
         """Whether modules_to_save names the module with this name in the file.
 
-        Raises ModelFileError as `_fits` does.
+        Raises ModelFileError if expressions take too many steps.
         """
         return any(self._fits("modules_to_save", each, name) for each in self._saved)
 
     def _is_in_layers(self, name: str) -> bool:
-        """Whether the module is in one of layers_to_transform.
+        """Whether the module with this name in the file is in one of layers_to_transform.
 
-        True where these limit nothing: without them, for target_modules that are no list, and for a name that is in the
-        list as a whole. Raises ModelFileError as `_fits` does.
+        True also without that field, if target_modules is not a list, and for a name that the list has as a whole.
+        Raises ModelFileError if expressions take too many steps.
         """
         if self._layers is None or not isinstance(self._targets, frozenset) or name in self._targets:
             return True
@@ -198,17 +196,17 @@ class AdapterConfig:
         return False
 
     def _matches(self, field: str, wanted: str | NamePattern | frozenset[str], name: str) -> bool:
-        """Whether a module's name is one of those that `_names` read from a field as `wanted`.
+        """Whether a module's name is one of `wanted`, the value that `_names` read from `field`.
 
-        Raises ModelFileError as `_fits` does.
+        Raises ModelFileError if expressions take too many steps.
         """
         if isinstance(wanted, frozenset):
             return not wanted.isdisjoint(_ends(name))
         return isinstance(wanted, str) or self._fits(field, wanted, name)
 
     def _fits(self, field: str, pattern: NamePattern, name: str) -> bool:
-        """Whether an expression of `field` matches the whole name; spends steps of the file's effort. Raises
-        ModelFileError where that takes too many steps.
+        """Whether an expression of `field` matches the whole name. It uses up steps of the file's budget; raises
+        ModelFileError if they do not suffice.
         """
         try:
             return pattern.fullmatch(name, self._effort)
@@ -216,9 +214,10 @@ class AdapterConfig:
             raise ModelFileError(self.path, f"{field} must hold {error}", field) from None
 
     def _names(self, raw: Mapping[str, Any], field: str) -> str | NamePattern | frozenset[str]:
-        """Read a field that names modules: a list of names, a regular expression, or "all-linear".
+        """Return the value of a field that names modules: a set of names (empty if it is absent), a regular expression,
+        or "all-linear".
 
-        raw: the adapter_config.json. Raises ModelFileError for anything else; empty if absent.
+        raw: the adapter_config.json. Raises ModelFileError for anything else.
         """
         value = raw.get(field)
         if not isinstance(value, str) or not value:
@@ -226,8 +225,8 @@ class AdapterConfig:
         return value if value == _ALL_LINEAR else self._expression(field, value)
 
     def _list(self, raw: Mapping[str, Any], field: str) -> frozenset[str]:
-        """Read a field that is a list of names; empty if absent. Raises ModelFileError for anything else, and for too
-        many or too long names.
+        """Return the names in a field that is a list; an empty set if it is absent. Raises ModelFileError for anything
+        else, and for too many or too long names.
         """
         value = raw.get(field) or []
         if not isinstance(value, list) or len(value) > _MAX_NAMES:
@@ -239,8 +238,10 @@ class AdapterConfig:
         return frozenset(value)
 
     def _pattern(self, raw: Mapping[str, Any], field: str, read: Callable[[str, Any], Any]) -> _Patterns:
-        """Read a field of numbers by names or regular expressions. read: checks a number, given the field's name.
-        Raises ModelFileError for anything else, and what `read` raises.
+        """Return the values of a field that maps names or regular expressions to numbers.
+
+        read: function of (field name, number) that returns the checked number. Raises ModelFileError for anything else;
+        errors of `read` are passed on.
         """
         value = raw.get(field) or {}
         if not isinstance(value, dict) or len(value) > _MAX_NAMES:
@@ -253,23 +254,25 @@ class AdapterConfig:
         return _Patterns(numbers, others, partial(self._fits, field))
 
     def _expression(self, field: str, source: str) -> NamePattern:
-        """Compile a regular expression of the file's. Raises ModelFileError, which names the field."""
+        """Return the NamePattern of a regular expression in the file. Raises ModelFileError, which names the field, if
+        it is not supported.
+        """
         try:
             return NamePattern(source)
         except PatternError as error:
             raise ModelFileError(self.path, f"{field} must hold {error}, got {short(source)}", field) from None
 
     def _layers_pattern(self, raw: Mapping[str, Any]) -> list[NamePattern]:
-        """Return expressions that match the names of lists of layers; without the option any name matches. Raises
-        ModelFileError for an invalid one.
+        """Return expressions that match the names of lists of layers, from `layers_pattern`; without that field, one
+        that matches any name. Raises ModelFileError for an invalid field.
         """
         value = raw.get(field := "layers_pattern")
         names = sorted(self._list({field: [value]} if isinstance(value, str) and value else raw, field))
         return [self._expression(field, rf".*\.(?:{name})") for name in names or [r"[^.]*"]]
 
     def _layer_numbers(self, raw: Mapping[str, Any]) -> frozenset[int] | None:
-        """Read layers_to_transform: numbers of layers, None for all. Raises ModelFileError for what is no whole number
-        >= 0 or list of such.
+        """Return the layer numbers in layers_to_transform; None, which means all layers, if it is absent or empty.
+        Raises ModelFileError for anything but an integer >= 0 or a list of them.
         """
         value = raw.get("layers_to_transform")
         if value is None or value == []:
@@ -281,31 +284,35 @@ class AdapterConfig:
         return frozenset(value)
 
     def _rank(self, field: str, value: Any) -> int:
-        """Return a field's value, a LoRA rank of 1 to 2^16. Raises ModelFileError for what is none."""
+        """Return `value`, a LoRA rank from 1 to 2^16. Raises ModelFileError, which names the field, for anything
+        else.
+        """
         if type(value) is not int or not 1 <= value <= 1 << 16:
             raise ModelFileError(self.path, f"{field} must be a whole number of at least 1, got {short(value)}", field)
         return value
 
     def _number(self, field: str, value: Any) -> float:
-        """Return a field's value, a number whose magnitude is below 1e9. Raises ModelFileError for anything else."""
+        """Return `value` as a float; it must be a number whose magnitude is below 1e9. Raises ModelFileError, which
+        names the field, for anything else.
+        """
         if type(value) not in (int, float) or not abs(value) < 1e9:
             raise ModelFileError(self.path, f"{field} must be a number below 1e9, got {short(value)}", field)
         return float(value)
 
 
 def _ends(name: str) -> list[str]:
-    """List a name, and each of its suffixes that follow a dot."""
+    """Return the name itself, and each of its suffixes that follow a dot."""
     return [name, *(name[dot.end() :] for dot in re.finditer(r"\.", name))]
 
 
 class _Patterns:
     """Values by regular expressions, most of which are plain names.
 
-    Attributes:
-      values: all of them.
-
     values: by key, in the file's order. others: expressions by the keys that are not plain names. fits: function that
     returns whether an expression matches a name.
+
+    Attributes:
+      values: list of all values.
     """
 
     def __init__(
@@ -323,8 +330,8 @@ class _Patterns:
     def find(self, name: str, default: Any) -> Any:
         """Return the value of the first pattern, in the file's order, that matches the name; `default` if none does.
 
-        A plain pattern matches the name, or a suffix of it after a dot; an expression must match the whole name. Raises
-        what `fits` raises.
+        A plain pattern matches the name, or a suffix of it after a dot; an expression must match the whole name. Errors
+        of `fits` are passed on.
         """
         found = (self._names[end] for end in _ends(name) if end in self._names)
         first = min(found, key=lambda each: each[0], default=None)
@@ -337,5 +344,7 @@ class _Patterns:
 
 
 def short(value: Any) -> str:
-    """Return at most 100 characters of a value from a file, for an error."""
+    """Return the repr of a value from a file (of its JSON if it is a list, an object or null) for an error, at most 100
+    characters.
+    """
     return repr(value if isinstance(value, (str, int, float)) else json.dumps(value, default=str))[:100]

@@ -36,7 +36,7 @@ class JoinedExperts:
 
     Attributes:
       name: the pair's name in the file.
-      key: its parameter, as the configuration names it.
+      key: the configuration's name of its parameter.
       experts: targets of the layer.
       part: GATE_UP or DOWN.
       size, out: inputs and outputs of the parameter's matrix of one expert.
@@ -59,12 +59,11 @@ class JoinedExperts:
     def read(
         self, tensors: AdapterTensors, rank: int, scale: float, transposed: bool | None
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Read A [r, in] and B [out, r] of each expert's modules, by the model's name of the module.
+        """Return A [r, in] and B [out, r] of each expert's modules, by the model's name of the module.
 
-        rank: of each expert. scale: factor of B. transposed: orientation of the file's matrices where their shapes do
-        not tell it; None where nothing does.
-
-        Raises ModelFileError for other shapes, for numbers that are not finite, and for an unknown orientation.
+        rank: LoRA rank of each expert. scale: factor by which B is multiplied. transposed: orientation of the file's
+        matrices if their shapes do not decide it; None if it is unknown. Raises ModelFileError for other shapes, for
+        numbers that are not finite, and for an unknown orientation.
         """
         shapes, wanted = tensors.shapes(self.name), [self.shapes(rank, each) for each in (False, True)]
         if shapes not in wanted:
@@ -94,9 +93,9 @@ class JoinedExperts:
 def find_joined(
     tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets
 ) -> tuple[list[JoinedExperts], frozenset[str]]:
-    """Find the pairs of a file for all experts of a layer, and the set of their names.
+    """Return the pairs of a file that are for all experts of a layer, and the set of their names in the file.
 
-    Raises ModelFileError unless the file has those that the configuration names, and no others.
+    Raises ModelFileError unless the file has exactly the pairs that the configuration names, with both matrices each.
     """
     by_layer: dict[str, list[str]] = {}
     for name in tensors.modules:
@@ -133,11 +132,11 @@ def find_joined(
 
 
 def is_transposed(tensors: AdapterTensors, joined: Iterable[JoinedExperts], ranks: Mapping[str, int]) -> bool | None:
-    """Whether pairs of a file are for transposed matrices, A [experts * rank, out] in place of [experts * rank, in].
+    """Return whether the pairs of a file are for transposed matrices, A [experts * rank, out] instead of [experts *
+    rank, in].
 
-    Judged by those that are not square; None where there are none, or some say yes and others no.
-
-    joined: the pairs of the file. ranks: of each parameter, by JoinedExperts.key.
+    Only matrices that are not square decide; None if there are none, or if they disagree. joined: the pairs of the
+    file. ranks: LoRA ranks by JoinedExperts.key.
     """
     tells = {
         tensors.shapes(each.name) == each.shapes(ranks[each.key], True)

@@ -49,15 +49,16 @@ class AdapterWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all matrices."""
+        """Size of all matrices in bytes."""
         return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
 
 
 def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_rank: int, dtype: Any) -> AdapterWeights:
-    """Read an adapter for a model with these targets; dtype: of the model, and of the matrices that are returned.
+    """Read the adapter in `folder` for a model with these targets. dtype: that of the model, and of the matrices that
+    are returned.
 
-    Raises ModelFileError for an invalid or unsupported one, for another model's, or a rank above `max_rank`; its
-    `others` are all further faults of tensors.
+    Raises ModelFileError for an invalid or unsupported adapter, for one of another model, or with a rank above
+    `max_rank`; the error's `others` are all further faults of tensors.
     """
     folder = Path(folder)
     raw = read_object(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
@@ -75,8 +76,12 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
 def adapter_of(
     config: AdapterConfig, source: WeightSource, targets: AdapterTargets, max_rank: int, dtype: Any
 ) -> AdapterWeights:
-    """Make an adapter for a model of its configuration and its tensors. Reads all matrices of `source` and does not
-    close it. dtype and ModelFileErrors are those of `read_adapter`.
+    """Return the adapter with this configuration and the tensors of `source`, for a model with these targets. Reads all
+    matrices of `source` and does not close it.
+
+    dtype: that of the model, and of the matrices that are returned. Raises ModelFileError for an adapter that is
+    invalid, unsupported, of another model, or with a rank above `max_rank`; its `others` are all further faults of
+    tensors.
     """
     dtype, faults = jnp.dtype(dtype), Faults()
     tensors = AdapterTensors(source, dtype, faults)
@@ -110,7 +115,7 @@ def adapter_of(
 
 
 def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dtype) -> bytes:
-    """Return the SHA-256 of an adapter's matrices in this dtype, with their modules and shapes."""
+    """Return the SHA-256 of an adapter's matrices, their modules and shapes, and `dtype`."""
     digest = hashlib.sha256()
     for module, (a, b) in sorted(matrices.items()):
         digest.update(f"{module} {a.shape} {b.shape} {dtype}\n".encode())
@@ -120,8 +125,8 @@ def _digest(matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: np.dty
 
 
 def _weights_file(folder: Path) -> Path:
-    """Find the weights of an adapter's folder. Raises ModelFileError where there are none, or only pickle files, and
-    for a link out of the folder.
+    """Return the path of the weights in an adapter's folder. Raises ModelFileError if there are none, or only pickle
+    files, and for a link out of the folder.
     """
     path = inside(folder, WEIGHTS_FILE)
     if path.exists():
@@ -135,11 +140,10 @@ def _stored_modules(
     tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets, faults: Faults
 ) -> tuple[dict[str, str], list[JoinedExperts]]:
     """Return the modules of a file, as a map from the model's names to the file's, and its pairs for all experts of a
-    layer.
+    layer, which are not in the map.
 
-    Single experts and other modules are in the map, pairs for all experts in the list. faults: collects modules that
-    lack one of both matrices, that the model does not have, or that appear twice. Raises ModelFileError if the pairs
-    for all experts are not those of the configuration.
+    Modules that lack one of their two matrices, that the model does not have, or that appear twice are added to
+    `faults` as errors. Raises ModelFileError if the pairs for all experts are not those of the configuration.
     """
     path = tensors.path
     stored: dict[str, str] = {}
@@ -167,9 +171,7 @@ def _stored_modules(
 
 
 def _why_not(module: str, targets: AdapterTargets) -> str:
-    """Return why the model takes no adapter of a module, which an adapter has: no such expert or matrix, not supported,
-    or no such module.
-    """
+    """Return why the model takes no adapter of `module`: no such expert or matrix, not supported, or no such module."""
     layer, _, rest = module.partition(".experts.")
     if rest and (experts := targets.experts.get(f"{layer}.experts")) is not None:
         modules = [*experts.joined[GATE_UP], *experts.joined[DOWN]]

@@ -12,9 +12,10 @@ from jaxengine.models.weights.views.stacked import of_shapes
 
 
 class MergedSource(WrappedSource):
-    """WeightSource of W + B A for each matrix that an adapter changes, in float32, computed per part as it is read.
+    """WeightSource of a checkpoint in which each matrix W that an adapter changes is W + B A, in float32, computed for
+    each part as it is read. Other tensors are unchanged.
 
-    hidden_size: of the model, which determines the orientation of stacks of experts.
+    hidden_size: the model's, which determines the orientation of stacks of experts.
     """
 
     def __init__(self, source: WeightSource, adapter: AdapterWeights, targets: AdapterTargets, hidden_size: int):
@@ -35,6 +36,9 @@ class MergedSource(WrappedSource):
         self._stacked = StackedExperts() if stacked is None else of_shapes(stacked, renamed, hidden_size)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return these rows and columns of a tensor, with the adapter's change added in float32 if it changes the
+        tensor.
+        """
         array = self._source.read(name, rows, columns)
         if name in self._stacks:
             return array.astype(np.float32) + self._of_stack(name, rows, columns)
@@ -45,9 +49,10 @@ class MergedSource(WrappedSource):
         return array.astype(np.float32) + change
 
     def _of_stack(self, name: str, rows: slice, columns: slice) -> np.ndarray:
-        """Return the change of a stack of experts' matrices, f32 [experts, ., .], each [out, in] or [in, out].
+        """Return the adapter's change of a stack of experts' matrices, f32 [experts, ., .], in the stack's orientation,
+        [out, in] or [in, out] each.
 
-        rows: slice of the experts; columns: slice of the stack's second axis.
+        rows: slice of the experts. columns: slice of the stack's second axis.
         """
         experts, modules = self._stacks[name]
         count, first, second = self._source.shape(name)

@@ -30,9 +30,10 @@ class ExpertTargets:
     """Matrices of a layer's experts, which an adapter may have one by one or for all experts together.
 
     Attributes:
+      num_experts: number of experts of the layer.
       joined: for GATE_UP and DOWN (transformers' names of the stacks), the modules in each, with "{expert}" in their
         names.
-      interleaved: rows of gate and up alternate in the stack.
+      interleaved: whether rows of gate and up alternate in the stack.
     """
 
     num_experts: int
@@ -40,7 +41,9 @@ class ExpertTargets:
     interleaved: bool
 
     def rows_of_parts(self, parts: int, rows: int) -> list[slice]:
-        """Return, for each of the stack's `parts` modules, the slice of its rows in a matrix [rows, in]."""
+        """Return, for each of a stack's `parts` modules, the slice of its rows in one expert's matrix of `rows`
+        rows.
+        """
         own = rows // parts
         if self.interleaved:
             return [slice(part, None, parts) for part in range(parts)]
@@ -52,8 +55,8 @@ class AdapterTargets:
     """Modules of a model that an adapter may change.
 
     Attributes:
-      shapes: (inputs, outputs) of each checkpoint module that takes adapters, each expert's by itself.
-      experts: of each layer with experts, by the prefix of their names: "...mlp.experts".
+      shapes: (inputs, outputs) of each checkpoint module that takes adapters; each matrix of an expert is a module.
+      experts: targets of each layer with experts, by the prefix of their names: "...mlp.experts".
       others: modules of the model that take no adapters.
       names: mapping from the checkpoint's names to the model's.
     """
@@ -64,9 +67,9 @@ class AdapterTargets:
     names: CheckpointNames
 
     def module(self, stored: str) -> str:
-        """Map the name of a module, or of a layer's experts, in an adapter's file to the model's.
+        """Return the model's name of a module, or of a layer's experts, given its name in an adapter's file.
 
-        A name that takes no adapters is only renamed as the checkpoint's are.
+        A name that takes no adapters is returned with the renaming of the checkpoint's names.
         """
         name = self.names.renamed(stored)
         if name in self.shapes or name in self.experts:
@@ -77,18 +80,18 @@ class AdapterTargets:
         return name
 
     def is_expert(self, module: str) -> bool:
-        """Whether a module belongs to a single expert."""
+        """Whether `module` is a matrix of a single expert."""
         return module.rsplit(".", 2)[0] in self.experts
 
     def stored_names(self, module: str) -> list[str]:
-        """List the names that an adapter's file may have for a module."""
+        """Return the names that an adapter's file may have for a module of the model, its own name first."""
         names = [module, *(module.replace(own, part) for part, own in self.names.of_adapters)]
         return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
 
 
 def targets_of(models: Iterable[Any]) -> AdapterTargets:
-    """Collect the targets of the stages of one model, abstract or real: modules with pools, and as `others` the modules
-    of all other weights, with lm_head unless the model pools.
+    """Return the targets of one model, given its stages, abstract or real: modules with pools, and as `others` the
+    modules of all other weights, including lm_head unless the model pools.
     """
     shapes: dict[str, tuple[int, int]] = {}
     experts: dict[str, ExpertTargets] = {}
@@ -113,8 +116,8 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
 def _of_experts(
     pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
 ) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the modules of an `a` pool of experts, {} for a `b`; add its layer's ExpertTargets to
-    `found`.
+    """Return (inputs, outputs) of the modules of an `a` pool of experts by name, for each expert; {} for a `b` pool.
+    Adds the ExpertTargets of its layer to `found`.
     """
     count, sources = pool.decl.num_experts, pool.decl.sources
     if pool.decl.part is not None or count is None:
@@ -128,10 +131,10 @@ def _of_experts(
 
 
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """Combine loaded weights with zeroed adapter pools, if the model has any, into its state.
+    """Return the model's state with the loaded weights and, if the model has adapter pools, zeros for them.
 
-    params: result of load_params, with all weights. mesh: where pools lie; None for the default device. Raises KeyError
-    for a weight that params lack.
+    params: result of load_params, with all weights. mesh: where pools are placed; None for the default device. Raises
+    KeyError for a weight that `params` lacks.
     """
     loaded = dict(nnx.to_flat_state(params))
     state = []
@@ -146,8 +149,8 @@ def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
 
 
 def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """Return the name and shape, with sharding and layout, of each leaf of an abstract model's state on the mesh:
-    weights and adapter pools.
+    """Return (name, shape with dtype, sharding and layout) of each leaf of an abstract model's state on the mesh:
+    weights and adapter pools, in the order of the leaves.
     """
     pools, params, leaves = {pool.index: pool for pool in declared_pools(model)}, declared_params(model), []
     for index in range(len(nnx.to_flat_state(nnx.state(model)))):
@@ -163,8 +166,8 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
-    """Return the shape of one adapter's part of a pool: [modules * rank, in] of a, [rank, out] of b; for experts, one
-    slot of the pool.
+    """Return the shape of one adapter's part of a pool: [modules * rank, in] for `a`, [rank, out] for `b`, one slot of
+    the pool for experts.
     """
     if pool.decl.num_experts is not None:
         return pool.shape[0], 1, *pool.shape[2:]
@@ -176,8 +179,8 @@ def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
 def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.ndarray:
     """Return the values of one adapter's part of a pool, in `slot_shape` and the pool's dtype.
 
-    matrices: A [r, in] and B [out, r] by module, r at most spec.max_lora_rank. Zeros fill the rest, and the modules
-    that the adapter does not change.
+    matrices: A [r, in] and B [out, r] by module, r at most spec.max_lora_rank. Unused ranks, and modules that the
+    adapter does not change, are zeros.
     """
     values, rank = np.zeros(slot_shape(pool, spec), pool.dtype), spec.max_lora_rank
     if pool.decl.num_experts is not None:
@@ -197,9 +200,8 @@ def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.nd
 
 
 def _values_of_experts(pool: DeclaredPool, rank: int, matrices: Matrices, values: np.ndarray) -> np.ndarray:
-    """Fill in `values`, zeros of `slot_shape`, for the experts that the adapter changes, and return them.
-
-    rank: that of the pool.
+    """Write the matrices of the experts that the adapter changes to `values`, zeros of `slot_shape`, and return it.
+    rank: the pool's LoRA rank.
     """
     sources = pool.decl.sources if pool.decl.part is None else (pool.decl.sources[pool.decl.part],)
     for expert, own in enumerate(values[:, 0]):

@@ -14,14 +14,18 @@ PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 class AdapterTensors:
     """Tensors of a file, or of a trainer's memory, by module, under the file's names.
 
-    modules: for each module, which of ENDS are present.
+    Attributes:
+      path: path of the checkpoint, for errors.
+      modules: for each module, the set of ENDS that are present.
 
-    Raises ModelFileError for a file that is empty.
+    Raises ModelFileError for a file without such tensors.
     """
 
     def __init__(self, checkpoint: WeightSource, dtype: np.dtype, faults: Faults):
-        """Sort the tensors by module. dtype: of matrices that are read. faults: collects tensors with other names; all
-        are raised as one ModelFileError where no other tensors are left.
+        """Sort the checkpoint's tensors by module, without reading them. dtype: that of the matrices that are returned.
+
+        An error for each tensor with another name is added to `faults`; if no other tensors are left, these are raised
+        as one ModelFileError.
         """
         self.path, self.modules = checkpoint.path, dict[str, set[str]]()
         self._checkpoint, self._dtype = checkpoint, dtype
@@ -38,12 +42,12 @@ class AdapterTensors:
             raise ModelFileError(self.path, "holds no matrices")
 
     def shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of A and B of a module that has both."""
+        """Return the shapes of A and B of a module that has both matrices."""
         a, b = (tuple(self._checkpoint.shape(f"{PREFIX}{module}{end}")) for end in ENDS)
         return a, b
 
     def read(self, module: str, a: tuple[int, ...], b: tuple[int, ...], scale: float) -> tuple[np.ndarray, np.ndarray]:
-        """Read A and B times the scale, in the model's dtype.
+        """Return A, and B multiplied by `scale`, in the model's dtype.
 
         a, b: the shapes that they must have. Raises ModelFileError for others, and for numbers that are not finite.
         """
@@ -52,7 +56,7 @@ class AdapterTensors:
         return self._finite(module, first, 1.0), self._finite(module, second, scale)
 
     def _read(self, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Read a tensor as float32. Raises ModelFileError for another shape, and for integers."""
+        """Return a tensor as float32. Raises ModelFileError for another shape, and for integers."""
         found = tuple(self._checkpoint.shape(tensor))
         if found != shape:
             raise ModelFileError(self.path, f"shape must be {shape}, got {found}", tensor)
@@ -62,8 +66,8 @@ class AdapterTensors:
         return array.astype(np.float32, copy=False)
 
     def _finite(self, name: str, matrix: np.ndarray, scale: float) -> np.ndarray:
-        """Return a matrix of the module `name` times the scale, in the model's dtype. Raises ModelFileError where a
-        number of it is not finite.
+        """Return `matrix` multiplied by `scale`, in the model's dtype. Raises ModelFileError, which names the module
+        `name`, if a number of the result is not finite.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = (matrix * np.float32(scale)).astype(self._dtype, copy=False)

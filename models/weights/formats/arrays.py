@@ -20,14 +20,14 @@ _BEYOND = (2 - 2**-8) * 2.0**127
 
 
 class Taken(NamedTuple):
-    """Shape of a tensor that was read and is no longer held."""
+    """Shape of a tensor that has been read and is no longer in memory."""
 
     shape: tuple[int, ...]
 
 
 class ArraySource:
-    """WeightSource over tensors by name. Each is copied to host memory when it is read, and only the last one read
-    stays there.
+    """WeightSource over tensors by name. Each is copied to host memory when it is read, and only the last one read is
+    cached there.
 
     Of a tensor that is split over devices, only the requested rows and columns are copied.
     """
@@ -35,7 +35,9 @@ class ArraySource:
     path = PATH
 
     def __init__(self, tensors: Mapping[str, Any]):
-        """Wrap tensors: numpy or jax arrays of any sharding, or Taken, which have a shape and cannot be read."""
+        """Store the tensors by name: numpy or jax arrays of any sharding, or Taken, which have a shape and cannot be
+        read.
+        """
         self._tensors = tensors
         self._newest: tuple[str, np.ndarray] | None = None
 
@@ -54,14 +56,20 @@ class ArraySource:
         return array[(rows, columns)[: array.ndim]].copy()  # the given ones are the trainer's
 
     def close(self) -> None:
+        """Drop all tensors, so that no name is known any more."""
         self._newest = None
         self._tensors = {}
 
 
 class FiniteSource(WrappedSource):
-    """View of a source that refuses floating-point numbers which are not finite, or not in bfloat16."""
+    """View of a source whose `read` raises ModelFileError for floating-point numbers that are not finite, or would not
+    be in bfloat16.
+    """
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return these rows and columns of a tensor. Raises ModelFileError if they have floating-point numbers that are
+        not finite, or would not be in bfloat16.
+        """
         array = self._source.read(name, rows, columns)
         if jnp.issubdtype(array.dtype, jnp.floating) and not _is_finite(array):
             raise ModelFileError(self.path, "has numbers that are not finite", name)
@@ -69,17 +77,19 @@ class FiniteSource(WrappedSource):
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Return whether all numbers are finite, those of more than two bytes also once they are rounded."""
+    """Return whether all numbers are finite; those of more than two bytes must also be finite when they are rounded to
+    bfloat16.
+    """
     if array.itemsize <= 2 or array.size == 0:
         return bool(np.isfinite(array).all())
     return bool(array.min() > -_BEYOND and array.max() < _BEYOND)  # false for NaN
 
 
 def as_array(tensor: Any) -> Any:
-    """Return a PyTorch tensor as a numpy array: over its memory, or over a copy of a tensor on another device.
+    """Return a PyTorch tensor as a numpy array, over its memory, or over a copy of a tensor on another device.
 
-    Anything else is returned as it is; so is a tensor without numbers of its own (meta), sparse, or split over
-    processes, in which `fault_of` finds the fault.
+    Any other object is returned unchanged. So is a tensor without numbers (meta), a sparse one, or one split over
+    processes, for which `fault_of` returns an error.
     """
     torch: Any = sys.modules.get("torch")
     if not isinstance(tensor, getattr(torch, "Tensor", ())) or hasattr(tensor, "full_tensor"):
@@ -95,8 +105,8 @@ def as_array(tensor: Any) -> Any:
 
 
 def fault_of(array: Any) -> str | None:
-    """Return what is wrong with an object given as an array; None for nothing. Wrong are what is no array with a numpy
-    dtype, masked arrays, and deleted jax arrays.
+    """Return a text that says what is wrong with an object given as an array, None if nothing is. Objects that are not
+    arrays with a numpy dtype, masked arrays, and deleted jax arrays are wrong.
     """
     is_array = hasattr(array, "__array__") and hasattr(array, "shape")
     if not is_array or not isinstance(getattr(array, "dtype", None), np.dtype):
@@ -114,7 +124,7 @@ def is_in_pieces(array: Any) -> bool:
 
 
 def read_slice(array: jax.Array, index: Sequence[slice]) -> np.ndarray:
-    """Copy a part of an array, all of which this process has, to host memory; compiles nothing.
+    """Return a part of an array in host memory; compiles nothing. This process must have all of the part.
 
     If devices have memory of their own, host memory holds the part and one of the array's pieces at a time. index:
     slices of step 1 along the first axes.
@@ -132,7 +142,9 @@ def read_slice(array: jax.Array, index: Sequence[slice]) -> np.ndarray:
 
 
 def _pieces(array: jax.Array) -> dict[tuple[tuple[int, int], ...], jax.Array]:
-    """Return the pieces of an array on this process's devices by their bounds along each axis, each of them once."""
+    """Return the pieces of an array on this process's devices, by their bounds (begin, end) along each axis, without
+    duplicates.
+    """
     bounds = (
         (tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)), shard.data)
         for shard in array.addressable_shards
@@ -141,7 +153,9 @@ def _pieces(array: jax.Array) -> dict[tuple[tuple[int, int], ...], jax.Array]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Return an array's numbers in host memory, possibly the array itself. A jax array does not keep the copy."""
+    """Return an array's numbers in host memory, possibly the array itself. The copy of a jax array is not cached by
+    that array.
+    """
     if isinstance(array, jax.Array):
         parts = [shard.data for shard in array.addressable_shards]
         array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts, dtype=array.dtype)

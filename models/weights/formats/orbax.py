@@ -60,14 +60,15 @@ def save_checkpoint(
     files: Iterable[Path] = (),
     kv_scales: KVScales | None = None,
 ) -> None:
-    """Write a folder that load_checkpoint reads. Every process of the mesh calls it, with the same folder.
+    """Write a folder that load_checkpoint can read. Every process of the mesh must call it with the same folder.
 
     Args:
       folder: must not exist, or be empty.
       params: result of load_params for this model and mesh.
       model: abstract, of all stages.
-      files: copied into the folder: configuration and tokenizer.
-      kv_scales: the checkpoint's scales of keys and values, of all layers.
+      mesh: the mesh that the weights are split over; None for one device.
+      files: configuration and tokenizer files, copied into the folder.
+      kv_scales: the checkpoint's scales of keys and values, of all layers; None if it has none.
 
     Raises ValueError for a stage, ModelFileError for a folder that is not empty or cannot be written.
     """
@@ -112,11 +113,11 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _reported_once() -> Iterator[None]:
-    """Context that silences secondary reports of an error that is raised as well.
+    """Return a context manager that silences secondary reports of an error that is raised as well.
 
     Orbax's threads log them, asyncio does when their tasks are collected, tensorstore's use an event loop that has been
-    closed, and Python warns of coroutines that were begun for nothing. They may come long after the error, so that the
-    silence ends only if there was none.
+    closed, and Python warns of coroutines that were never awaited. They may come long after the error, so the silence
+    ends with the block only if there was no error.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -141,11 +142,11 @@ def _reported_once() -> Iterator[None]:
 
 
 def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) -> nnx.State:
-    """Load the state of `model` (or of one of its stages) from a folder of save_checkpoint; each process reads its
-    parts. mesh: None for the first device.
+    """Return the state of `model` (or of one of its stages) from a folder of save_checkpoint; each process reads its
+    own parts.
 
-    Raises ModelFileError for an invalid folder, for one of another model or dtype, or one arranged for another
-    mesh, and ValueError for a mesh that does not split a weight evenly.
+    mesh: None for the first device. Raises ModelFileError for an invalid folder, for one of another model or dtype, or
+    one arranged for another mesh, and ValueError for a mesh that does not split a weight evenly.
     """
     import orbax.checkpoint as ocp
 
@@ -182,9 +183,9 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
 
 
 def _check_files(weights: Path) -> None:
-    """Raise ModelFileError unless a folder holds only regular files and folders.
+    """Raise ModelFileError if the folder `weights` holds anything but regular files and folders, at any depth.
 
-    Orbax follows links out of it and hangs on pipes.
+    Orbax follows links out of the folder and hangs on pipes.
     """
     for folder, folders, files in os.walk(weights):
         for name in (*folders, *files):
@@ -194,9 +195,9 @@ def _check_files(weights: Path) -> None:
 
 
 def read_layout(folder: Path) -> dict[str, Any]:
-    """Read the layout.json of a checkpoint folder: format, mesh (axis sizes), weights (name -> arrangement).
+    """Return the layout.json of a checkpoint folder: format, mesh (axis sizes), weights (arrangements by name).
 
-    Raises ModelFileError for a missing or invalid one, and for another version of the format.
+    Raises ModelFileError for a missing or invalid file, and for another version of the format.
     """
     path = folder / LAYOUT_FILE
     layout = read_object(folder, LAYOUT_FILE, MAX_LAYOUT_BYTES)
@@ -212,9 +213,10 @@ def read_layout(folder: Path) -> dict[str, Any]:
 
 
 def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
-    """Load the scales of keys and values that save_checkpoint stored, for codes of STORED_FOR; None if it stored none.
+    """Return the scales of keys and values that save_checkpoint stored, for codes of STORED_FOR; None if it stored
+    none.
 
-    Raises ModelFileError for an invalid folder, and where its file of scales is missing or damaged.
+    Raises ModelFileError for an invalid folder, and if its file of scales is missing or damaged.
     """
     if not read_layout(folder).get(HAS_SCALES, False):
         return None
@@ -229,8 +231,8 @@ def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
 
 
 def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
-    """Return the properties that determine the bytes of a weight, as JSON values. For a weight of a single source, the
-    devices do not matter. Raises ValueError for a mesh that does not split it evenly.
+    """Return the properties that determine the bytes of a weight, as JSON values. The number of parts is 1 for a weight
+    of a single source, for which devices do not matter. Raises ValueError for a mesh that does not split it evenly.
     """
     sources = param.decl.sources
     return {
@@ -242,8 +244,8 @@ def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise ModelFileError unless a weight was saved with the wanted arrangement. saved: the folder's layout; wanted:
-    result of `_arrangement`.
+    """Raise ModelFileError unless the weight `name` was saved with the wanted arrangement. saved: the folder's layout.
+    wanted: a result of `_arrangement`.
     """
     found = saved["weights"].get(name)
     if found is None:
@@ -256,6 +258,6 @@ def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any
 
 
 def _name_in_whole(param: DeclaredParam) -> str:
-    """Return the name in the full model of a stage's weight."""
+    """Return the name that a stage's weight has in the full model."""
     path = param.path if param.layer is None else (param.path[0], param.layer, *param.path[2:])
     return ".".join(map(str, path))

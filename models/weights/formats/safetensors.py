@@ -53,7 +53,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Description of one tensor of a file. start: offset of its bytes from the beginning of the file."""
+    """Description of one tensor of a file. start: offset of its first byte from the beginning of the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -65,8 +65,8 @@ class ByteFile(Protocol):
     """Open file whose bytes are read at any offset.
 
     Attributes:
-      by_row: whether reading a piece of each of many rows costs little; otherwise whole rows are read once, and kept
-        until another tensor is read.
+      by_row: whether reading a piece of each of many rows costs little; otherwise whole rows are read once, and
+        cached until other rows are read.
       size: in bytes.
     """
 
@@ -74,14 +74,16 @@ class ByteFile(Protocol):
     size: int
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Read bytes from `offset` on into `view`; return how many, 0 at the end. Raises OSError where that fails."""
+        """Read bytes from `offset` on into `view`; return the number of bytes read, 0 at the end of the file. Raises
+        OSError if reading fails.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class LocalFile:
-    """ByteFile on this machine. Raises what `open_regular` raises."""
+    """ByteFile of this machine. Its constructor raises the errors of `open_regular`."""
 
     by_row = True
 
@@ -98,11 +100,11 @@ class LocalFile:
 
 
 class SafetensorsCheckpoint:
-    """WeightSource over a checkpoint folder or one .safetensors file; headers are read at once, tensors on demand.
+    """WeightSource over a checkpoint folder or one .safetensors file; headers are read on opening, tensors on demand.
 
-    Only the bytes of the requested rows and columns of a tensor are read, or of its rows (ByteFile.by_row).
-    open_remote: opens a weight file of the folder by its name, where they are elsewhere. Raises ModelFileError for a
-    checkpoint that is missing, invalid or of pickle files, and for a tensor that it does not have.
+    Only the bytes of the requested rows and columns of a tensor are read, or of its whole rows (ByteFile.by_row).
+    open_remote: function that opens a weight file of the folder by its name, if they are stored elsewhere. Raises
+    ModelFileError for a checkpoint that is missing, invalid or of pickle files, and for a tensor that it does not have.
     """
 
     def __init__(self, path: str | os.PathLike[str], open_remote: Callable[[str], ByteFile] | None = None):
@@ -114,7 +116,7 @@ class SafetensorsCheckpoint:
             self._open(Path(path))
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError):  # a folder that may not be looked into
+            if isinstance(error, OSError):  # a folder that cannot be listed
                 raise ModelFileError(self.path, f"cannot be read: {error.strerror}") from None
             raise
 
@@ -130,8 +132,8 @@ class SafetensorsCheckpoint:
         return sum(file.bytes_read for file in self._files)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows and columns in the dtype of the file, in newly allocated memory. Raises ModelFileError for an
-        unknown tensor, and where the file cannot be read.
+        """Return these rows and columns in the dtype of the file, in newly allocated memory. Raises ModelFileError for
+        an unknown tensor, and if the file cannot be read.
         """
         return self._file(name).read(name, rows, columns)
 
@@ -140,14 +142,14 @@ class SafetensorsCheckpoint:
             file.close()
 
     def _file(self, name: str) -> _SafetensorsFile:
-        """Return the file of a tensor. Raises ModelFileError for an unknown one."""
+        """Return the file that has the tensor `name`. Raises ModelFileError if there is no such tensor."""
         if name not in self._where:
             raise ModelFileError(self.path, "there is no such tensor", name)
         return self._where[name]
 
     def _open(self, path: Path) -> None:
-        """Open the checkpoint's files. Raises ModelFileError where there are none that are read, and for an invalid
-        one; OSError for a folder that may not be looked into.
+        """Open the checkpoint's files. Raises ModelFileError if there are none of a supported format, and for an
+        invalid one; OSError for a folder that cannot be listed.
         """
         if path.suffix in PICKLE_SUFFIXES:
             raise ModelFileError(path, "pickle files can run code and are never read: convert to safetensors")
@@ -168,14 +170,16 @@ class SafetensorsCheckpoint:
             raise ModelFileError(path, f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickle weights are never read")
 
     def _add_named(self, folder: Path, name: str) -> _SafetensorsFile:
-        """Open the file `name` of the folder, wherever its files are. Raises ModelFileError for a name outside of the
-        folder, and as `_add`.
+        """Open the file `name` of the folder, locally or by `open_remote`, add its tensors, and return it. Raises
+        ModelFileError for a name outside the folder, and for a file that is missing or invalid.
         """
         path = inside(folder, name)
         return self._add(path, None if self._open_remote is None else partial(self._open_remote, name))
 
     def _add(self, path: Path, open_file: Callable[[], ByteFile] | None = None) -> _SafetensorsFile:
-        """Open a file, by `open_file` or on this machine, and add its tensors, in place of others of the same names.
+        """Open a file, by `open_file` or on this machine, add its tensors, which replace others of the same names, and
+        return it.
+
         Raises ModelFileError for a file that is missing or invalid.
         """
         file = _SafetensorsFile(path, open_file or partial(LocalFile, path))
@@ -184,7 +188,8 @@ class SafetensorsCheckpoint:
         return file
 
     def _open_index(self, folder: Path) -> None:
-        """Open the files that the folder's index lists. Each tensor is then read from the file that `_placed` chooses.
+        """Open the files that the folder's index lists, and set the file of each tensor to the result of `_placed`.
+
         Raises ModelFileError for an invalid index or file.
         """
         index_path = folder / INDEX_FILE
@@ -199,11 +204,11 @@ class SafetensorsCheckpoint:
 def _placed(
     index_path: Path, weight_map: Mapping[str, str], files: Mapping[str, _SafetensorsFile]
 ) -> dict[str, _SafetensorsFile]:
-    """Map each tensor of the files, which are given by name, to the one that it is read from, as the index (weight_map,
-    file names by tensor) says where several have it.
+    """Return, for each tensor of `files` (by file name), the file that it is read from. If several files have a tensor,
+    that is the one in the index (weight_map, file names by tensor).
 
-    An index that is slightly off counts as far as it can, as in transformers, and a warning says where it is off.
-    Raises ModelFileError for a tensor in several files none of which the index names.
+    An index that differs from its files is used as far as possible, as in transformers, and the differences are logged
+    as a warning. Raises ModelFileError for a tensor in several files none of which the index names.
     """
     holders: dict[str, list[str]] = {}
     for file_name, file in files.items():
@@ -251,8 +256,8 @@ class _SafetensorsFile:
             self._file.close()
 
     def read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
-        """Read these rows and columns of a tensor, both ascending without gaps. Raises ModelFileError where the file
-        cannot be read or ends early.
+        """Return these rows and columns of a tensor, slices of step 1. Raises ModelFileError if the file cannot be read
+        or ends early.
         """
         info = self.tensors[name]
         spans = [part.indices(size)[:2] for part, size in zip((rows, columns), info.shape, strict=False)]
@@ -274,13 +279,15 @@ class _SafetensorsFile:
 
     @property
     def _opened(self) -> ByteFile:
-        """Return the file, which is open."""
+        """The file, which must be open."""
         assert self._file is not None
         return self._file
 
     def _whole_rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return rows [first, last) of a tensor, all columns. They are kept, in place of those before, until the next
-        call for others: columns of another device find them. Raises ModelFileError as `read` does.
+        """Return rows `first` to last - 1 of a tensor, all columns. They are cached, in place of the previous ones,
+        until other rows are requested: other devices request other columns of the same rows.
+
+        Raises ModelFileError if the file cannot be read or ends early.
         """
         if self._rows is None or self._rows[0] != (name, first, last):
             self._rows = None
@@ -288,8 +295,8 @@ class _SafetensorsFile:
         return self._rows[1]
 
     def _fill(self, view: memoryview, offset: int) -> None:
-        """Read bytes from `offset` on until `view` is full; they count in `bytes_read`. Raises ModelFileError where
-        reading fails, or the file ends before.
+        """Read bytes from `offset` on until `view` is full, and add their number to `bytes_read`. Raises ModelFileError
+        if reading fails, or the file ends before.
         """
         while len(view):
             try:
@@ -302,8 +309,8 @@ class _SafetensorsFile:
             view, offset = view[count:], offset + count
 
     def _read_header(self, file_bytes: int) -> dict[str, TensorInfo]:
-        """Read and check the tensors' descriptions, for a file of so many bytes. Raises ModelFileError for a header
-        that is too large, cut short or invalid.
+        """Return the descriptions of all tensors, checked, of a file of `file_bytes` bytes. Raises ModelFileError for a
+        header that is too large, cut short or invalid.
         """
         if file_bytes < 8:
             raise ModelFileError(self.path, f"must be at least 8 bytes long, got {file_bytes}")
@@ -324,7 +331,9 @@ class _SafetensorsFile:
         return tensors
 
     def _check_cover(self, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int) -> None:
-        """Raise ModelFileError unless each byte from `data_start` to the end belongs to one tensor."""
+        """Raise ModelFileError unless each byte from `data_start` to the end of the file belongs to exactly one
+        tensor.
+        """
         position = data_start
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
             if info.start != position:
@@ -336,8 +345,8 @@ class _SafetensorsFile:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """Parse a header's entry. data_start: offset of the first byte after the header. Raises ModelFileError for anything
-    but a known dtype, a shape, and offsets that span its bytes.
+    """Return the TensorInfo of a header's entry. data_start: offset of the first byte after the header. Raises
+    ModelFileError unless it has a known dtype, a shape of at most MAX_RANK sizes, and offsets that span its bytes.
     """
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ModelFileError(path, "an entry must hold exactly dtype, shape and data_offsets", name)
@@ -350,7 +359,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         text = f"data_offsets must be [begin, end] with 0 <= begin <= end < 2^63, got {_short(offsets)}"
         raise ModelFileError(path, text, name)
-    if math.prod(max(size, 1) for size in shape) > MAX_SIZE // 8:  # numpy counts so, though a size be 0
+    if math.prod(max(size, 1) for size in shape) > MAX_SIZE // 8:  # numpy counts this way even if a size is 0
         raise ModelFileError(path, f"shape must have sizes with a product of at most 2^60, got {_short(shape)}", name)
     num_bytes = math.prod(shape) * DTYPES[code].itemsize
     if num_bytes != offsets[1] - offsets[0]:
@@ -361,7 +370,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _short(value: Any) -> str:
-    """Shorten a header's value for an error."""
+    """Return the first 100 characters of the repr of a header's value, for an error."""
     return repr(value)[:100]
 
 
@@ -371,7 +380,9 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _without_duplicates(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Make a hook for json that builds dicts and raises ModelFileError for a key that appears twice."""
+    """Return an object_pairs_hook for json that returns dicts and raises ModelFileError for a key that appears
+    twice.
+    """
 
     def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -387,7 +398,7 @@ def _without_duplicates(path: Path) -> Callable[[list[tuple[str, Any]]], dict[st
 
 
 def _parse_unique(path: Path, raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object without keys that appear twice. Raises ModelFileError for anything else."""
+    """Return the JSON object in `raw`, in which no key may appear twice. Raises ModelFileError for anything else."""
     try:
         source = raw.decode("utf-8")
     except UnicodeDecodeError as error:

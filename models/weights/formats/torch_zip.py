@@ -32,15 +32,15 @@ _TENSOR, _DICT = "torch._utils _rebuild_tensor_v2", "collections OrderedDict"
 
 
 class TorchFileError(ValueError):
-    """A file that is not a tensor, or a dict of tensors, as torch.save writes them."""
+    """Error of a file that is not a tensor, or a dict of tensors, written by torch.save."""
 
 
 class _Name(str):
-    """Something that the program names: module and attribute."""
+    """Name that the program refers to: module and attribute, separated by a space."""
 
 
 class _Storage(NamedTuple):
-    """Storage of `size` numbers, in the archive's file data/`key`."""
+    """Storage of `size` numbers of `dtype`, in the archive's file data/`key`."""
 
     dtype: np.dtype
     key: str
@@ -48,7 +48,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """Tensor in a storage. offset, strides: counted in numbers."""
+    """Tensor in a storage. offset, strides: counted in numbers, not bytes."""
 
     storage: _Storage
     offset: int
@@ -57,11 +57,11 @@ class _Tensor(NamedTuple):
 
 
 def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
-    """Read the tensors of a file by name; a tensor that is not in a dict has the name "".
+    """Return the tensors of a file by name; a tensor that is not in a dict has the name "".
 
-    limit: most bytes of all tensors together, and of all their storages. Raises TorchFileError for more bytes, and for
-    any file but those that torch.save writes, uncompressed and little-endian, for dense tensors of f16, bf16, f32 or
-    f64.
+    limit: the most bytes of all tensors together, and of all their storages together. Raises TorchFileError for more
+    bytes, and for any file that torch.save would not write, uncompressed and little-endian, for dense tensors of f16,
+    bf16, f32 or f64.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -90,8 +90,8 @@ def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
 
 
 def _numbers(archive: zipfile.ZipFile, folder: str, storage: _Storage) -> np.ndarray:
-    """Read a storage, a file of the archive's `folder`: [size]. Raises TorchFileError for one of another size, KeyError
-    for one that is missing.
+    """Return the numbers [size] of a storage, a file of the archive's `folder`. Raises TorchFileError if the file has
+    another size, KeyError if it is missing.
     """
     dtype, key, size = storage
     entry = archive.getinfo(folder + key)
@@ -101,7 +101,7 @@ def _numbers(archive: zipfile.ZipFile, folder: str, storage: _Storage) -> np.nda
 
 
 def _array(numbers: np.ndarray, tensor: _Tensor) -> np.ndarray:
-    """Return a tensor, an array of its own, given its storage's numbers. Raises TorchFileError if it reaches past their
+    """Return a tensor as a new array, given its storage's numbers. Raises TorchFileError if it extends past their
     end.
     """
     last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.strides, strict=True))
@@ -112,7 +112,9 @@ def _array(numbers: np.ndarray, tensor: _Tensor) -> np.ndarray:
 
 
 def _named(found: Any) -> dict[str, _Tensor]:
-    """Return the program's result by name. Raises TorchFileError unless it is a tensor or a dict of tensors."""
+    """Return `found`, the program's result, as tensors by name; a single tensor has the name "". Raises TorchFileError
+    unless it is a tensor or a dict of tensors with names.
+    """
     named = {"": found} if isinstance(found, _Tensor) else found
     if not isinstance(named, dict) or not all(
         isinstance(name, str) and isinstance(each, _Tensor) for name, each in named.items()
@@ -122,8 +124,8 @@ def _named(found: Any) -> dict[str, _Tensor]:
 
 
 class _Program:
-    """Run of a pickle's program, as far as it makes tensors. Methods but `run` carry out instructions of _CODES, or
-    read what follows one.
+    """Interpreter of a pickle's program, restricted to the instructions that create tensors. All methods but `run`
+    carry out instructions of _CODES, or read their operands.
     """
 
     def __init__(self, data: bytes):
@@ -134,8 +136,8 @@ class _Program:
         self._num_steps = 0
 
     def run(self) -> Any:
-        """Return what the program makes. Raises TorchFileError for an instruction or a name that no tensor needs, and
-        for a damaged program.
+        """Run the program and return the only value left on its stack. Raises TorchFileError for an instruction or a
+        name that no tensor needs, for more than _MAX_OBJECTS instructions, and for a damaged program.
         """
         try:
             while (code := self._take(1)) != b".":
@@ -151,6 +153,7 @@ class _Program:
             raise TorchFileError("its list of tensors is damaged") from error
 
     def _take(self, count: int) -> bytes:
+        """Return the next `count` bytes of the program and move past them. Raises TorchFileError if fewer are left."""
         taken = self._data[self._at : self._at + count]
         if len(taken) < count:
             raise TorchFileError("its list of tensors ends early")
@@ -158,45 +161,64 @@ class _Program:
         return taken
 
     def _number(self, form: str) -> int:
+        """Return the next number, of struct format `form`, and move past it. Raises TorchFileError if the program ends
+        before.
+        """
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _push(self, value: Any) -> None:
+        """Push a value on the stack."""
         self._stack.append(value)
 
     def _marked(self) -> list[Any]:
-        """Pop all values since the last mark, and the mark. Raises IndexError without one."""
+        """Pop all values above the last mark, in order, and the mark; return the values. Raises IndexError if there is
+        no mark.
+        """
         mark = self._marks.pop()
         values, self._stack[mark:] = self._stack[mark:], []
         return values
 
     def _line(self) -> str:
+        """Return the ASCII text up to the next line feed and move past it. Raises ValueError if there is none."""
         end = self._data.index(b"\n", self._at)
         return self._take(end - self._at + 1)[:-1].decode("ascii")
 
     def _name(self) -> None:
+        """Read two lines, a module and an attribute, and push them as a _Name. Raises TorchFileError for any name but
+        _TENSOR, _DICT and those of _DTYPES.
+        """
         name = _Name(f"{self._line()} {self._line()}")
         if name not in (_TENSOR, _DICT, *_DTYPES):
             raise TorchFileError(f"names {name[:100]!r}; allowed are dense tensors of {', '.join(_DTYPES)}")
         self._push(name)
 
     def _text(self) -> None:
+        """Read a string with a length of 32 bits, in UTF-8, and push it."""
         self._push(self._take(self._number("<I")).decode())
 
     def _long(self) -> None:
+        """Read a signed integer with a length of one byte, little-endian, and push it."""
         self._push(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
 
     def _tuple_of(self, count: int) -> None:
+        """Replace the top `count` values of the stack by a tuple of them."""
         values = tuple(self._stack[len(self._stack) - count :])
         del self._stack[len(self._stack) - count :]
         self._push(values)
 
     def _storage(self) -> None:
+        """Pop a tuple that identifies a storage and push its _Storage. Raises TorchFileError for a tuple of another
+        form.
+        """
         kind, name, key, _, size = self._stack.pop()
         if kind != "storage" or not isinstance(name, _Name) or not isinstance(key, str) or not key.isdecimal():
             raise TorchFileError("names a storage in an unknown way")
         self._push(_Storage(_DTYPES[name], key, _count(size)))
 
     def _make(self) -> None:
+        """Pop arguments and the name of a function below them, and push an empty dict or a _Tensor. Raises
+        TorchFileError for any other call.
+        """
         arguments, name = self._stack.pop(), self._stack.pop()
         if not isinstance(name, _Name) or not isinstance(arguments, tuple):
             raise TorchFileError("calls what is no tensor")
@@ -209,22 +231,26 @@ class _Program:
         self._push(_Tensor(storage, _count(offset), tuple(map(_count, shape)), tuple(map(_count, strides))))
 
     def _set_items(self) -> None:
+        """Pop the keys and values above the last mark, in turns, and add them to the dict below."""
         values = self._marked()
         self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
     def _set_item(self) -> None:
+        """Pop a value and its key, and add them to the dict below."""
         value, key = self._stack.pop(), self._stack.pop()
         self._stack[-1].update({key: value})
 
 
 def _count(value: Any) -> int:
-    """Return a size or an offset of the program's. Raises TorchFileError for anything but integers of 0 to 2^48 - 1."""
+    """Return `value`, a size or an offset of the program. Raises TorchFileError for anything but an integer from 0 to
+    2^48 - 1.
+    """
     if type(value) is not int or not 0 <= value < 1 << 48:
         raise TorchFileError("has a size that is none")
     return value
 
 
-# Instructions by opcode. What `b` sets is torch's note on versions.
+# Instructions by opcode. `b` would set torch's note on versions, which is dropped.
 _CODES: dict[bytes, Callable[[_Program], Any]] = {
     b"\x80": lambda run: run._take(1),
     b"}": lambda run: run._push({}),
@@ -256,7 +282,9 @@ _CODES: dict[bytes, Callable[[_Program], Any]] = {
 
 
 class TorchCheckpoint:
-    """WeightSource of a small file of torch.save, which is read at once. Raises ModelFileError."""
+    """WeightSource of a file of torch.save with at most 1 GiB of tensors, which is read completely on opening. Raises
+    ModelFileError.
+    """
 
     _LIMIT = 1 << 30
 
@@ -275,6 +303,7 @@ class TorchCheckpoint:
         return self._tensors[name].shape
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """Return a copy of these rows and columns of a tensor."""
         whole = self._tensors[name]
         return (whole[rows] if whole.ndim == 1 else whole[rows, columns]).copy()
 

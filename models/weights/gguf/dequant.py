@@ -21,10 +21,14 @@ from jaxengine.models.weights.gguf.parts import Parts, fields, half, nibbles, on
 class BlockFormat(NamedTuple):
     """One GGML tensor type.
 
-    name: ggml's name. values, nbytes: per block. dtype: dtype of the array that a reader returns.
-    parts: u8[B, nbytes] -> Parts; None for plain types, whose bytes are the array.
-    group: values that share a scale. four_bits: codes are four bits wide, from 0 where there are zeros, else from -8.
-    has_zeros: whether Parts has zeros.
+    Attributes:
+      name: ggml's name.
+      values, nbytes: number of values, and of bytes, of a block.
+      dtype: dtype of the array that a reader returns.
+      parts: function from blocks u8[B, nbytes] to Parts; None for plain types, whose bytes are the array.
+      group: number of values that share a scale.
+      four_bits: whether codes are four bits wide, from 0 on if there are zeros, otherwise from -8 on.
+      has_zeros: whether Parts has zeros.
     """
 
     name: str
@@ -38,32 +42,41 @@ class BlockFormat(NamedTuple):
 
 
 def _fifth_bits(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Move the 32 bits of the little-endian word at byte `start` to bit 4: u8[B, n] -> i8[B, 32]."""
+    """Return the 32 bits of the little-endian word at byte `start` of each block, each moved to bit 4 of its own
+    element: u8[B, n] -> i8[B, 32].
+    """
     return (np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little") << 4).view(np.int8)
 
 
 def _q8_0(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q8_0 blocks: a float16 scale and 32 signed bytes."""
     return one_group(blocks[:, 2:].view(np.int8), half(blocks, 0))
 
 
 def _q4_0(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q4_0 blocks: a float16 scale and 32 nibbles, from which 8 is subtracted."""
     return one_group(nibbles(blocks[:, 2:]) - np.int8(8), half(blocks, 0))
 
 
 def _q4_1(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q4_1 blocks: a float16 scale, a float16 minimum and 32 nibbles."""
     return one_group(nibbles(blocks[:, 4:]), half(blocks, 0), half(blocks, 2))
 
 
 def _q5_0(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q5_0 blocks: a float16 scale, 32 fifth bits and 32 nibbles; 16 is subtracted from the
+    codes.
+    """
     return one_group((nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) - np.int8(16), half(blocks, 0))
 
 
 def _q5_1(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q5_1 blocks: a float16 scale, a float16 minimum, 32 fifth bits and 32 nibbles."""
     return one_group(nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), half(blocks, 0), half(blocks, 2))
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decode scale and minimum of the eight groups of a Q4_K/Q5_K block, each f32[B, 8, 1].
+    """Return scale and minimum of the eight groups of a Q4_K/Q5_K block, each f32[B, 8, 1].
 
     Bytes 4..15 hold eight 6-bit scales and eight 6-bit minima: groups 0-3 in the low six bits of bytes 0-3 and 4-7,
     groups 4-7 as nibbles of bytes 8-11, their two top bits in the top bits of bytes 0-7.
@@ -75,12 +88,15 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _k_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Unpack u8[B, 128] -> i8[B, 8, 32]: a run of 32 bytes holds one group in low nibbles, the next in high ones."""
+    """Return the nibbles of u8[B, 128] as i8[B, 8, 32]: each run of 32 bytes has one group in its low nibbles and the
+    next group in its high ones.
+    """
     runs = packed.reshape(-1, 4, 1, 32)
     return np.concatenate([runs & 0x0F, runs >> 4], axis=2).reshape(-1, 8, 32).view(np.int8)
 
 
 def _q2_k(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q2_K blocks: codes of two bits in 16 groups with a scale and a minimum each."""
     # Sixteen bytes with a scale and a minimum; in a half of 128 values, two bits of 32 bytes are 32 values.
     scales, minima = blocks[:, :16] & 0x0F, blocks[:, :16] >> 4
     codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).swapaxes(2, 3).reshape(-1, 16, 16)
@@ -88,6 +104,7 @@ def _q2_k(blocks: np.ndarray) -> Parts:
 
 
 def _q3_k(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q3_K blocks: signed codes of three bits in 16 groups with a scale each."""
     # Codes as in Q2_K, less four unless the bit of their own in the first 32 bytes is set. Scales of six bits: nibbles
     # of bytes 96 to 103, the low ones first, and two bits of bytes 104 to 107 in the same way.
     low = fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).swapaxes(2, 3).reshape(-1, 16, 16)
@@ -99,10 +116,12 @@ def _q3_k(blocks: np.ndarray) -> Parts:
 
 
 def _q4_k(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q4_K blocks: codes of four bits in eight groups with a scale and a minimum each."""
     return Parts(_k_nibbles(blocks[:, 16:]), *_k_scales(blocks))
 
 
 def _q5_k(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q5_K blocks: codes of five bits in eight groups with a scale and a minimum each."""
     # Bit g of byte i is the fifth bit of value i of group g.
     group = np.arange(8, dtype=np.uint8)[:, None]
     fifth = ((blocks[:, None, 16:48] >> group) & 1) << 4
@@ -110,6 +129,7 @@ def _q5_k(blocks: np.ndarray) -> Parts:
 
 
 def _q6_k(blocks: np.ndarray) -> Parts:
+    """Return the Parts of Q6_K blocks: signed codes of six bits in 16 groups with a scale each."""
     # Two halves of 128 values; in a half, groups of 32: low nibbles of bytes 0-31 and 32-63, then their high nibbles.
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 0x0F, low >> 4], axis=2).reshape(-1, 2, 4, 32)
@@ -125,6 +145,7 @@ _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.in
 
 
 def _mxfp4(blocks: np.ndarray) -> Parts:
+    """Return the Parts of MXFP4 blocks: an exponent and 32 nibbles, whose doubled e2m1 values are the codes."""
     # The first byte is the block's exponent, for values that are not doubled.
     scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
     return one_group(_FP4[nibbles(blocks[:, 1:])], scale)
@@ -135,10 +156,14 @@ _NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 
 
 def _iq4_nl(blocks: np.ndarray) -> Parts:
+    """Return the Parts of IQ4_NL blocks: a float16 scale and 32 nibbles, indices into _NONLINEAR."""
     return one_group(_NONLINEAR[nibbles(blocks[:, 2:])], half(blocks, 0))
 
 
 def _iq4_xs(blocks: np.ndarray) -> Parts:
+    """Return the Parts of IQ4_XS blocks: nibbles, indices into _NONLINEAR, in eight groups with a scale of six bits
+    each.
+    """
     # Eight groups of 32, each sixteen bytes; their scales have two bits in a word and four in nibbles.
     high = (words(blocks, 2, 4, "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & 3
     scales = (fields(blocks[:, 4:8], 4).reshape(-1, 8) | (high << 4)).view(np.int8) - np.int8(32)
@@ -147,8 +172,8 @@ def _iq4_xs(blocks: np.ndarray) -> Parts:
 
 
 def _nvfp4_scales() -> np.ndarray:
-    """Return the values of all 256 bytes as scales of doubled codes: four bits of exponent and three of mantissa, no
-    sign.
+    """Return, for each of the 256 bytes, its value as a scale of doubled codes, f32[256]: four bits of exponent and
+    three of mantissa without a sign, halved; 0 for the code of NaN.
     """
     byte = np.arange(256)
     exponent, mantissa = (byte >> 3) & 15, byte & 7
@@ -160,17 +185,23 @@ _NVFP4_SCALES = _nvfp4_scales()
 
 
 def _nvfp4(blocks: np.ndarray) -> Parts:
+    """Return the Parts of NVFP4 blocks: nibbles, whose doubled e2m1 values are the codes, in four groups with an e4m3
+    scale each.
+    """
     # Four scales, then four groups of eight bytes.
     codes = fields(blocks[:, 4:].reshape(-1, 4, 8), 4).swapaxes(2, 3).reshape(-1, 4, 16)
     return Parts(_FP4[codes], _NVFP4_SCALES[blocks[:, :4]][:, :, None])
 
 
 def _ternary(codes: np.ndarray, scale: np.ndarray) -> Parts:
-    """Make Parts of codes 0 to 2, u8[B, 256], with one scale, f32[B, 1]."""
+    """Return the Parts of codes 0 to 2, u8[B, 256], which stand for -1 to 1, with one scale for each block, f32[B,
+    1].
+    """
     return Parts(codes.reshape(-1, 8, 32).view(np.int8) - np.int8(1), np.repeat(scale, 8, axis=1)[:, :, None])
 
 
 def _tq1_0(blocks: np.ndarray) -> Parts:
+    """Return the Parts of TQ1_0 blocks: 256 ternary digits, five in most bytes, and a float16 scale."""
     # A byte is a fraction of 256 with five digits to the base of three; the last four bytes have four of them.
     digits = [
         (packed[:, None] * np.array([1, 3, 9, 27, 81][:count], np.uint8)[:, None]).reshape(-1, count * packed.shape[1])
@@ -181,6 +212,7 @@ def _tq1_0(blocks: np.ndarray) -> Parts:
 
 
 def _tq2_0(blocks: np.ndarray) -> Parts:
+    """Return the Parts of TQ2_0 blocks: 256 codes of two bits, from 0 to 2, and a float16 scale."""
     return _ternary(fields(blocks[:, :64].reshape(-1, 2, 32), 2).swapaxes(2, 3).reshape(-1, 256), half(blocks, 64))
 
 
@@ -218,9 +250,9 @@ FORMATS: dict[int, BlockFormat] = {
 
 
 def split_blocks(block_format: BlockFormat, data: bytes) -> Parts:
-    """Split complete blocks of a quantised type into codes, scales and zeros.
+    """Return the codes, scales and zeros of complete blocks of a quantised type.
 
-    Raises ValueError for a part of a block.
+    Raises ValueError if the data ends within a block.
     """
     assert block_format.parts is not None
     with np.errstate(all="ignore"):
@@ -228,10 +260,10 @@ def split_blocks(block_format: BlockFormat, data: bytes) -> Parts:
 
 
 def dequantize(block_format: BlockFormat, data: bytes) -> np.ndarray:
-    """Dequantise complete blocks to flat values of dtype `block_format.dtype`; plain types are copied unchanged.
+    """Return the values of complete blocks, flat, in `block_format.dtype`; those of plain types are copied unchanged.
 
-    Infinite or NaN scales give infinite or NaN values, as in ggml, without a warning. Raises ValueError for a part of a
-    block.
+    Infinite or NaN scales give infinite or NaN values, as in ggml, without a warning. Raises ValueError if the data
+    ends within a block.
     """
     if block_format.parts is None:
         return np.frombuffer(data, block_format.dtype).copy()

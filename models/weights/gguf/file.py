@@ -31,15 +31,15 @@ CHUNK_BYTES = 1 << 18
 # A stacked tensor stands for as many names as it has experts: a few times what the largest models have.
 MAX_EXPERTS = 4096
 
-# A factor of a whole matrix, beside the scales of its blocks (NVFP4).
+# Ends of the names of factors of a whole matrix, in addition to the scales of its blocks (NVFP4).
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 
 
 def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Convert query or key rows of a llama file to Hugging Face order: [num_heads * H, ...], any number of dimensions.
+    """Return query or key rows of a llama file in Hugging Face order: [num_heads * H, ...], any number of dimensions.
 
-    llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are H/2 apart; llama.cpp's converter
+    llama.cpp rotates neighbouring rows of a head, Hugging Face rows that are H/2 apart. llama.cpp's converter
     interleaves the two halves of every head, and this undoes it.
     """
     head_dim = array.shape[0] // num_heads
@@ -52,13 +52,12 @@ class GGUFFile:
     read on demand.
 
     Attributes:
-      path: as given, as text.
+      path: the given path, as text; of a split model, that of the first file.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
       architecture: one of jaxengine.models.weights.gguf.layout.LAYOUTS.
 
-    path names the first file of a split model. Raises ModelFileError for a file that is missing, not a regular file,
-    inconsistent, or of another architecture. Reading is safe from several threads. A context manager; `close` may be
-    called twice.
+    Raises ModelFileError for a file that is missing, not a regular file, inconsistent, or of another architecture.
+    Several threads may read at once. It is a context manager, and `close` may be called twice.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -99,8 +98,9 @@ class GGUFFile:
             file.close()
 
     def _open(self, path: str) -> tuple[dict[str, Any], tuple[TensorInfo, ...]]:
-        """Open one more file; returns its metadata, and its tensors as of that part. Raises as `open_regular` and
-        `read_header`.
+        """Open one more file; return its metadata, and its tensors, marked with the number of the file. Raises
+        FileNotFoundError or NotADirectoryError for a missing file, ModelFileError for an invalid one, and OSError if it
+        cannot be mapped.
         """
         descriptor, size = open_regular(path)
         self._files.append(FileIO(descriptor))
@@ -109,20 +109,21 @@ class GGUFFile:
         return header.metadata, tuple(replace(info, part=part) for info in header.tensors)
 
     def names(self) -> Iterable[str]:
-        """List canonical names in the order of the file; tensors of kept matrices come last."""
+        """Return the canonical names of all tensors in the order of the file; those of kept matrices come last."""
         kept = {weight for weight, _ in self._kept.values()}
         return (*(name for name in self._tensors if name not in kept), *self._kept)
 
     def formats(self) -> dict[str, BlockFormat]:
-        """Map each quantised matrix, by its module (the name without `.weight`), to its block format."""
+        """Return the block format of each quantised matrix, by its module (the name without `.weight`)."""
         matrices = (item for item in self._tensors.items() if item[0].endswith(".weight") and len(item[1].shape) == 2)
         return {name.removesuffix(".weight"): info.format for name, info in matrices if info.format.parts is not None}
 
     def keep(self, modules: Iterable[str]) -> None:
-        """Serve these matrices, modules of `formats`, as codes, scales and zeros instead of dequantised.
+        """Serve the matrices of these modules, a subset of `formats`, as codes, scales and zeros instead of
+        dequantised.
 
-        MODULE.weight [out, in] becomes MODULE.codes i8[out, in], MODULE.scales f32[out, n] and, where the format has
-        them, MODULE.zeros f32[out, n]: a weight is codes * scales - zeros. Calls add up. Raises KeyError for another
+        MODULE.weight [out, in] becomes MODULE.codes i8[out, in], MODULE.scales f32[out, n] and, if the format has them,
+        MODULE.zeros f32[out, n]: a weight is codes * scales - zeros. Several calls add up. Raises KeyError for another
         module.
         """
         formats = self.formats()
@@ -135,11 +136,11 @@ class GGUFFile:
         return _shape(self._info(weight), kind)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read these rows and columns of [out, in]: float16 or bfloat16 where the file stores it, int8 for kept codes,
-        else float32.
+        """Return these rows and columns of [out, in]: float16 or bfloat16 if the file stores them, int8 for kept codes,
+        otherwise float32.
 
-        What the file's converter has added to the weights of norms is taken off. Raises ModelFileError for a tensor
-        that the file does not have, and where it cannot be read.
+        The offset that the file's converter has added to the weights of norms is subtracted, and factors of whole
+        matrices are applied. Raises ModelFileError for a tensor that the file does not have, and if it cannot be read.
         """
         name, kind = self._kept.get(name, (name, None))
         values = self._read(name, kind, rows, columns)
@@ -151,8 +152,9 @@ class GGUFFile:
         return values
 
     def _read(self, name: str, kind: str | None, rows: slice, columns: slice) -> np.ndarray:
-        """Read rows and columns, in Hugging Face order, without factors. kind: as for `_shape`. Raises ModelFileError
-        as `read` does.
+        """Return rows and columns of a tensor in Hugging Face order, without factors. kind: None for values, or a part
+        (codes, scales or zeros) of a kept matrix. Raises ModelFileError for an unknown tensor, and if it cannot be
+        read.
         """
         info, num_heads = self._info(name), self._permuted_heads(name)
         first, last, _ = rows.indices(info.shape[0])
@@ -165,8 +167,8 @@ class GGUFFile:
         return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
 
     def _read_rows(self, info: TensorInfo, kind: str | None, first: int, last: int, columns: slice) -> np.ndarray:
-        """Read rows [first, last) in the order of the file, some complete rows at a time; kind: as for `_shape`. Raises
-        ModelFileError as `_bytes` does.
+        """Return rows `first` to last - 1 in the order of the file, reading CHUNK_BYTES of complete rows at a time.
+        kind: None for values, or a part of a kept matrix. Raises ModelFileError if the file cannot be read.
         """
         if len(info.shape) == 1:  # blocks may cross entries, so this is one row
             return _decoded(info, kind, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
@@ -182,14 +184,14 @@ class GGUFFile:
         return values
 
     def _info(self, name: str) -> TensorInfo:
-        """Return the location of a tensor. Raises ModelFileError for an unknown one."""
+        """Return the location of the tensor with this canonical name. Raises ModelFileError if there is none."""
         if name not in self._tensors:
             raise ModelFileError(self.path, "no such tensor in the file", name)
         return self._tensors[name]
 
     def _bytes(self, info: TensorInfo, start: int, num_bytes: int) -> bytes:
-        """Read bytes of a tensor, counted from its first. Raises ModelFileError if the file is closed, cannot be read
-        or became shorter.
+        """Return `num_bytes` bytes of a tensor from its byte `start` on. Raises ModelFileError if the file is closed,
+        cannot be read or became shorter.
         """
         if not self._files or self._files[info.part].closed:
             raise ModelFileError(self.path, "the file has been closed", info.name)
@@ -202,9 +204,10 @@ class GGUFFile:
         return data
 
     def _named(self, tensors: tuple[TensorInfo, ...]) -> dict[str, TensorInfo]:
-        """Return the tensors by their canonical names, and put factors of matrices into `_factors`. Raises
-        ModelFileError for a name that two tensors have, for shapes that are not possible, and for a factor without its
-        matrix.
+        """Return the tensors by their canonical names, and add factors of whole matrices to `_factors`.
+
+        Raises ModelFileError for a name that two tensors have, for shapes that are not possible, and for a factor
+        without its matrix.
         """
         named: dict[str, TensorInfo] = {}
         scaled: dict[str, TensorInfo] = {}
@@ -236,9 +239,8 @@ class GGUFFile:
         return named
 
     def _parts(self, info: TensorInfo) -> Iterable[tuple[str, TensorInfo]]:
-        """List (name, location) of the tensors that a tensor of the file represents: itself, or one for each expert.
-
-        Raises ModelFileError for experts that are too many or no stack.
+        """Return (canonical name, location) of the tensors that a tensor of the file represents: itself, or one for
+        each expert. Raises ModelFileError for too many experts, and for a tensor that is not a stack of experts.
         """
         names = self._layout.canonical_names(info.name)
         if "{expert}" not in names[0]:
@@ -257,7 +259,7 @@ class GGUFFile:
         return [(name, replace(each, start=info.start + at * size)) for at, name in enumerate(named)]
 
     def _permuted_heads(self, name: str) -> int | None:
-        """Return the number of heads whose rows are permuted in this tensor; None if its rows are in Hugging Face
+        """Return the number of heads whose rows are permuted in the tensor `name`; None if its rows are in Hugging Face
         order.
         """
         if not self._layout.permuted or not name.startswith("model.layers."):
@@ -268,8 +270,8 @@ class GGUFFile:
         return None
 
     def _head_count(self, key: str) -> int:
-        """Read a number of heads from the metadata; that of queries if it is absent. Raises ModelFileError for anything
-        but an integer >= 1.
+        """Return the number of heads in the metadata's field `key`, without its architecture; that of queries if it is
+        absent. Raises ModelFileError for anything but an integer >= 1.
         """
         key = f"{self.architecture}.{key}"
         heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY[Q]}"))
@@ -279,17 +281,23 @@ class GGUFFile:
 
 
 def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
-    """Return the shape of a tensor (kind None), or of one part (codes, scales or zeros) of a kept matrix."""
+    """Return the shape of a tensor if `kind` is None, otherwise of that part (codes, scales or zeros) of a kept
+    matrix.
+    """
     return info.shape if kind in (None, CODES) else (info.shape[0], info.shape[1] // info.format.group)
 
 
 def _decoded(info: TensorInfo, kind: str | None, data: bytes) -> np.ndarray:
-    """Decode complete blocks to the tensor's values, or to one of their parts. kind: as for `_shape`."""
+    """Return complete blocks decoded to the tensor's values if `kind` is None, otherwise to that part (codes, scales or
+    zeros).
+    """
     return dequantize(info.format, data) if kind is None else getattr(split_blocks(info.format, data), kind)
 
 
 def _architecture(path: str, metadata: Mapping[str, Any]) -> str:
-    """Read the file's architecture, one of LAYOUTS. Raises ModelFileError, which names the nearest one."""
+    """Return the file's architecture, one of LAYOUTS. Raises ModelFileError for any other, with the nearest one if any
+    is similar.
+    """
     key = "general.architecture"
     architecture = metadata.get(key)
     if not isinstance(architecture, str) or architecture not in LAYOUTS:

@@ -16,7 +16,7 @@ from jaxengine.models.weights.gguf.parts import Parts, fields, half, words
 
 VALUES = 256  # of a block
 GRIDS = Path(__file__).with_name("grids.npz")
-# Values of the digits by which grids.npz writes points.
+# Values of the digits with which grids.npz stores points.
 DIGITS = {
     "IQ2": np.array([8, 25, 43], np.int8),
     "IQ3_XXS": np.array([4, 12, 20, 28, 36, 44, 52, 62], np.int8),
@@ -27,7 +27,7 @@ DIGITS = {
 
 @cache
 def _grid(name: str) -> np.ndarray:
-    """Read the points of a type: i8[points, 4 or 8]."""
+    """Return the points of the grid of type `name`: i8[points, 4 or 8]. Results are cached."""
     with np.load(GRIDS) as grids:
         points = grids[name]
     kind = name if name in DIGITS else name[:3]
@@ -35,33 +35,36 @@ def _grid(name: str) -> np.ndarray:
 
 
 def _signs(bits: np.ndarray) -> np.ndarray:
-    """Read the signs of eight values from each byte, the lowest bit first: u8[B, n] -> i8[B, n, 8]."""
+    """Return the signs (1 or -1) of eight values in each byte, the lowest bit first: u8[B, n] -> i8[B, n, 8]."""
     return 1 - 2 * fields(bits, 1).view(np.int8)
 
 
 def _even_signs(seven: np.ndarray) -> np.ndarray:
-    """Read signs of eight values from the low seven bits of each element, [B, n] -> i8[B, n, 8]: the eighth makes the
-    number of negative ones even.
+    """Return the signs (1 or -1) of eight values from the low seven bits of each element, [B, n] -> i8[B, n, 8]; the
+    eighth sign makes the number of negative ones even.
     """
     low = seven.astype(np.uint8) & np.uint8(0x7F)
     return _signs(low | ((fields(low, 1).sum(axis=-1, dtype=np.uint8) & 1) << 7))
 
 
 def _sevens(fours: np.ndarray) -> np.ndarray:
-    """Unpack the four lowest fields of seven bits of each word: u32[B, n] -> u32[B, 4n]."""
+    """Return the four lowest fields of seven bits of each word: u32[B, n] -> u32[B, 4n]."""
     return (fours[..., None] >> np.arange(0, 28, 7, dtype=np.uint32)).reshape(len(fours), 4 * fours.shape[1])
 
 
 def _signed(points: np.ndarray, signs: np.ndarray, scales: np.ndarray) -> Parts:
-    """Make Parts of points, i8[B, n, 4 or 8], and of as many signs. scales: f32[B, groups]."""
+    """Return the Parts of points, i8[B, n, 4 or 8], multiplied by signs, i8 of as many elements. scales: f32[B,
+    groups].
+    """
     shape = (*scales.shape, VALUES // scales.shape[1])
     codes = points.reshape(shape) * signs.reshape(shape)
     return Parts(codes, scales[:, :, None])
 
 
 def iq2_xxs(blocks: np.ndarray) -> Parts:
-    """Return the parts of IQ2_XXS blocks: eight groups of 32: bytes of four points, then a word with their signs and
-    the scale.
+    """Return the parts of IQ2_XXS blocks.
+
+    A block has eight groups of 32 values: bytes of four points, then a word with their signs and the scale.
     """
     pairs = words(blocks, 2, 66, "<u4").reshape(-1, 8, 2)
     points = _grid("IQ2_XXS")[blocks[:, 2:66].reshape(-1, 8, 8)[:, :, :4]]
@@ -70,7 +73,10 @@ def iq2_xxs(blocks: np.ndarray) -> Parts:
 
 
 def iq2_xs(blocks: np.ndarray) -> Parts:
-    """Return the parts of IQ2_XS blocks: 32 words with a point and its signs, then scales of 16 groups in nibbles."""
+    """Return the parts of IQ2_XS blocks.
+
+    A block has 32 words with a point and its signs each, then scales of 16 groups in nibbles.
+    """
     named = words(blocks, 2, 66, "<u2")
     scales = fields(blocks[:, 66:74], 4).reshape(-1, 16).astype(np.float32)
     scales = half(blocks, 0) * (np.float32(0.5) + scales) * np.float32(0.25)
@@ -78,8 +84,9 @@ def iq2_xs(blocks: np.ndarray) -> Parts:
 
 
 def iq2_s(blocks: np.ndarray) -> Parts:
-    """Return the parts of IQ2_S blocks: low bytes of 32 points, their signs, their two high bits, then scales of 16
-    groups in nibbles.
+    """Return the parts of IQ2_S blocks.
+
+    A block has low bytes of 32 points, their signs, their two high bits, then scales of 16 groups in nibbles.
     """
     named = blocks[:, 2:34] | (fields(blocks[:, 66:74], 2).reshape(-1, 32).astype(np.uint16) << 8)
     scales = fields(blocks[:, 74:82], 4).reshape(-1, 16).astype(np.float32)
@@ -88,8 +95,9 @@ def iq2_s(blocks: np.ndarray) -> Parts:
 
 
 def iq3_xxs(blocks: np.ndarray) -> Parts:
-    """Return the parts of IQ3_XXS blocks: bytes of 64 points of four values, then eight words with signs and the scale
-    of 32 values.
+    """Return the parts of IQ3_XXS blocks.
+
+    A block has bytes of 64 points of four values, then eight words with the signs and the scale of 32 values each.
     """
     held = words(blocks, 66, 98, "<u4")
     scales = half(blocks, 0) * (np.float32(0.5) + (held >> 28).astype(np.float32)) * np.float32(0.5)
@@ -97,8 +105,9 @@ def iq3_xxs(blocks: np.ndarray) -> Parts:
 
 
 def iq3_s(blocks: np.ndarray) -> Parts:
-    """Return the parts of IQ3_S blocks: low bytes of 64 points of four values, their high bits, signs, then scales of
-    eight groups in nibbles.
+    """Return the parts of IQ3_S blocks.
+
+    A block has low bytes of 64 points of four values, their high bits, signs, then scales of eight groups in nibbles.
     """
     named = blocks[:, 2:66] | (fields(blocks[:, 66:74], 1).reshape(-1, 64).astype(np.uint16) << 8)
     scales = half(blocks, 0) * (1 + 2 * fields(blocks[:, 106:110], 4).reshape(-1, 8)).astype(np.float32)
@@ -106,14 +115,18 @@ def iq3_s(blocks: np.ndarray) -> Parts:
 
 
 def _shifted(points: np.ndarray, is_lower: np.ndarray, scales: np.ndarray) -> Parts:
-    """Make Parts of points i8[B, n, 8] moved by an eighth, down where `is_lower` [B, n] says so; f32[B, groups]."""
+    """Return the Parts of points i8[B, n, 8] moved by an eighth: down where `is_lower` [B, n] is nonzero, otherwise up.
+    scales: f32[B, groups].
+    """
     codes = 8 * points + np.where(is_lower, -1, 1)[..., None].astype(np.int8)
     return Parts(codes.reshape(*scales.shape, VALUES // scales.shape[1]), (scales * np.float32(0.125))[:, :, None])
 
 
 def iq1_s(blocks: np.ndarray) -> Parts:
-    """Return the parts of IQ1_S blocks: low bytes of 32 points, then eight words: three high bits of four points, the
-    scale, whether they are shifted down.
+    """Return the parts of IQ1_S blocks.
+
+    A block has low bytes of 32 points, then eight words, each with three high bits of four points, their scale, and
+    whether they are shifted down.
     """
     held = words(blocks, 34, 50, "<u2")
     high = (held[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)) & 7
@@ -123,8 +136,10 @@ def iq1_s(blocks: np.ndarray) -> Parts:
 
 
 def iq1_m(blocks: np.ndarray) -> Parts:
-    """Return the parts of IQ1_M blocks: low bytes of 32 points, nibbles with their high bits and whether they are
-    shifted down, then four words: of each four scales of three bits, and a nibble of the float16 that multiplies all.
+    """Return the parts of IQ1_M blocks.
+
+    A block has low bytes of 32 points, nibbles with their high bits and whether they are shifted down, then four words,
+    each with four scales of three bits and a nibble of the float16 that multiplies all scales.
     """
     high = fields(blocks[:, 32:48], 4).reshape(-1, 32)
     named = blocks[:, :32] | ((high & 7).astype(np.uint16) << 8)

@@ -71,7 +71,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata as Python scalars, strings, lists and numpy arrays; tensors in the order of the file."""
+    """Content of a header.
+
+    metadata: Python scalars, strings, lists and numpy arrays by key. tensors: in the order of the file.
+    """
 
     version: int
     metadata: dict[str, Any]
@@ -79,9 +82,9 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str], descriptor: int, size: int) -> Header:
-    """Read the header of an open regular file of `size` bytes; raises ModelFileError for an invalid one.
+    """Return the header of an open regular file of `size` bytes, checked. path: for errors.
 
-    path: for errors. Raises OSError where the file cannot be mapped.
+    Raises ModelFileError for an invalid file, OSError if it cannot be mapped.
     """
     if size == 0:
         raise ModelFileError(path, "the file is empty")
@@ -100,7 +103,7 @@ def read_header(path: str | os.PathLike[str], descriptor: int, size: int) -> Hea
 
 
 class _Cursor:
-    """Read position in the file that never passes its end."""
+    """Read position in the file, which never passes its end."""
 
     def __init__(self, path: str | os.PathLike[str], view: mmap.mmap, size: int):
         self.path, self.size, self.position = path, size, 0
@@ -108,14 +111,14 @@ class _Cursor:
         self._items_left = MAX_ITEMS
 
     def fail(self, what: str, where: str | None = None) -> ModelFileError:
-        """Return the error, for the caller to raise, that the file has the fault `what`; where: key, name or place of
-        it, None for the present offset.
+        """Return, for the caller to raise, the error that the file has the fault `what`. where: the key, name or
+        position of the fault; None for the present offset.
         """
         return ModelFileError(self.path, what, where or f"byte {self.position}")
 
     def take(self, num_bytes: int, where: str) -> bytes:
-        """Read bytes and move on. where: for the error, as in all methods. Raises ModelFileError where fewer bytes are
-        left.
+        """Return the next `num_bytes` bytes and move past them. where: key or name for the error, here and in the other
+        methods. Raises ModelFileError if fewer bytes are left.
         """
         left = self.size - self.position
         if num_bytes > left:
@@ -125,14 +128,14 @@ class _Cursor:
         return self._view[start : self.position]
 
     def integer(self, num_bytes: int, where: str) -> int:
-        """Read an unsigned integer of this size, little-endian, and move on. Raises ModelFileError at the end of the
-        file.
+        """Return the next unsigned little-endian integer of `num_bytes` bytes and move past it. Raises ModelFileError
+        if fewer bytes are left.
         """
         return int.from_bytes(self.take(num_bytes, where), "little")
 
     def count(self, where: str, *, least_bytes: int) -> int:
-        """Read a 64-bit count of items that take at least `least_bytes` bytes each. Raises ModelFileError where the
-        rest of the file is too short for them.
+        """Return the next 64-bit number, a count of items of at least `least_bytes` bytes each, and move past it.
+        Raises ModelFileError if the rest of the file is too short for them.
         """
         count = self.integer(8, where)
         left = self.size - self.position
@@ -141,8 +144,8 @@ class _Cursor:
         return count
 
     def text(self, where: str, limit: int | None = None) -> str:
-        """Read a string of at most `limit` bytes; None for any length. Raises ModelFileError for a longer one, for one
-        that passes the file's end, and unless it is UTF-8.
+        """Return the next string and move past it. limit: its most bytes; None for any length. Raises ModelFileError
+        for a longer one, for one that passes the file's end, and unless it is UTF-8.
         """
         length = self.integer(8, where)
         if limit is not None and length > limit:
@@ -153,15 +156,15 @@ class _Cursor:
             raise self.fail(f"text is not UTF-8: {error.reason}", where) from None
 
     def spend(self, items: int, where: str) -> None:
-        """Deduct `items` Python objects from the file's budget. Raises ModelFileError where it is used up."""
+        """Deduct `items` Python objects from the file's budget. Raises ModelFileError if the budget is exceeded."""
         self._items_left -= items
         if self._items_left < 0:
             raise self.fail(f"metadata holds more than {MAX_ITEMS} strings and lists", where)
 
 
 def _read_version(cursor: _Cursor) -> int:
-    """Read the file's first bytes; return its version, one of VERSIONS. Raises ModelFileError for another version,
-    big-endian files, and what is no GGUF file.
+    """Read the file's first eight bytes and return its version, one of VERSIONS. Raises ModelFileError for another
+    version, for big-endian files, and for files that are not GGUF.
     """
     magic = cursor.take(4, "magic")
     if magic != MAGIC:
@@ -175,7 +178,9 @@ def _read_version(cursor: _Cursor) -> int:
 
 
 def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
-    """Read so many keys and values. Raises ModelFileError for a key that is given twice, and for invalid values."""
+    """Read `num_keys` keys and values and return them. Raises ModelFileError for a key that is given twice, and for
+    invalid values.
+    """
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         cursor.spend(1, "metadata")
@@ -187,8 +192,8 @@ def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
 
 
 def _read_value(cursor: _Cursor, kind: int, where: str, depth: int) -> Any:
-    """Read a value of GGUF's type `kind`. depth: number of arrays around it. Raises ModelFileError for an unknown type,
-    and an invalid value.
+    """Read and return a value of GGUF's type `kind`. depth: number of arrays around it. Raises ModelFileError for an
+    unknown type, and an invalid value.
     """
     if kind == STRING:
         return cursor.text(where)
@@ -198,8 +203,11 @@ def _read_value(cursor: _Cursor, kind: int, where: str, depth: int) -> Any:
 
 
 def _read_array(cursor: _Cursor, where: str, depth: int) -> np.ndarray | list[Any]:
-    """Read an array: of numbers and bools a numpy array, of strings and arrays a list. depth: 1 for the outermost.
-    Raises ModelFileError for deeper nesting than MAX_NESTING, an unknown type, and more entries than fit.
+    """Read and return an array: a numpy array of numbers or bools, a list of strings or arrays. depth: 1 for the
+    outermost array.
+
+    Raises ModelFileError for deeper nesting than MAX_NESTING, an unknown type, and more entries than the file or the
+    budget has.
     """
     if depth > MAX_NESTING:
         raise cursor.fail(f"arrays nested deeper than {MAX_NESTING}", where)
@@ -215,8 +223,8 @@ def _read_array(cursor: _Cursor, where: str, depth: int) -> np.ndarray | list[An
 
 
 def _read_scalars(cursor: _Cursor, kind: int, count: int, where: str) -> np.ndarray:
-    """Read `count` values of GGUF's type `kind`, one of SCALARS. Raises ModelFileError for another type, for a bool
-    that is neither 0 nor 1, and at the end of the file.
+    """Read and return `count` values of GGUF's type `kind`, one of SCALARS. Raises ModelFileError for another type, for
+    a bool that is neither 0 nor 1, and if too few bytes are left.
     """
     if kind not in SCALARS:
         raise cursor.fail(f"unknown value type {kind}", where)
@@ -227,7 +235,8 @@ def _read_scalars(cursor: _Cursor, kind: int, count: int, where: str) -> np.ndar
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
-    """Return the number of which offsets of tensors must be multiples; DEFAULT_ALIGNMENT if the metadata name none.
+    """Return the number of bytes to which tensors are aligned; DEFAULT_ALIGNMENT if the metadata has none.
+
     Raises ModelFileError unless it is a power of two from 8 to MAX_ALIGNMENT.
     """
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
@@ -239,9 +248,9 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
 
 
 def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
-    """Read one row of the tensor table, with `start` relative to the data section and not checked yet.
+    """Read and return one row of the tensor table, with `start` relative to the data section and not yet checked.
 
-    Raises ModelFileError for an invalid one, or a format that is not supported.
+    Raises ModelFileError for an invalid row, or a format that is not supported.
     """
     name = cursor.text("tensor name", MAX_TENSOR_NAME_BYTES)
     num_dims = cursor.integer(4, name)
@@ -267,9 +276,9 @@ def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
 def _locate_tensors(
     path: str | os.PathLike[str], entries: list[TensorInfo], data_start: int, alignment: int, size: int
 ) -> tuple[TensorInfo, ...]:
-    """Convert `start` of entries to offsets from the beginning of the file, of `size` bytes.
+    """Return the entries with `start` converted to offsets from the beginning of the file, of `size` bytes.
 
-    data_start: offset of the first tensor's data. Raises ModelFileError for a name given twice, for data out of bounds,
+    data_start: offset of the data section. Raises ModelFileError for a name given twice, for data out of bounds,
     unaligned or overlapping, and for bytes after the last tensor's, other than those that align the file's end.
     """
     seen: set[str] = set()
@@ -296,5 +305,5 @@ def _locate_tensors(
 
 
 def _round_up(value: int, multiple: int) -> int:
-    """Round up to a multiple."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

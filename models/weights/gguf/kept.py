@@ -26,15 +26,15 @@ _MARKED = Everywhere(Plain(_MARK[1:]), with_tables=True)
 def read_formats(
     formats: Mapping[str, BlockFormat], build: Callable[[Build], CausalLM], *, keep_tables: bool
 ) -> tuple[Quantization, frozenset[str]]:
-    """Return the quantization of a file's matrices, and the names of the modules that are kept (see GGUFFile.formats
-    and `keep`).
+    """Return the quantization of a file's matrices, and the names of the modules that stay quantised (arguments of
+    GGUFFile.keep).
 
-    A product is kept if all of its matrices are quantised in the file, except for matrices of heads in a stack.
+    A product stays quantised if all of its matrices are quantised in the file, except for matrices of heads in a stack.
 
     Args:
       formats: block format of each quantised matrix, by its module.
-      build: builds the file's abstract model for a Build.
-      keep_tables: keep token tables, too.
+      build: function that returns the file's abstract model for a Build.
+      keep_tables: whether token tables stay quantised, too.
     """
     products: dict[tuple[str, ...], tuple[str, ...]] = {}
     tables: set[str] = set()
@@ -58,7 +58,7 @@ def read_formats(
 
 def _common(formats: Sequence[BlockFormat]) -> Blocks:
     """Return the storage format that fits matrices of all of these block formats: int4 codes if all have four bits,
-    else int8; the greatest common divisor of their groups; zeros if any has them.
+    otherwise int8; the greatest common divisor of their groups; zeros if any has them.
     """
     dtype = "int4" if all(form.four_bits for form in formats) else "int8"
     has_zeros = any(form.has_zeros for form in formats)

@@ -88,13 +88,14 @@ class GGUFLayout(NamedTuple):
     """Storage of the tensors of one architecture.
 
     Attributes:
-      parts: modules of a layer's tensors where they differ from _LAYER. "{expert}" in a module: the tensor's first
-        axis is that of the experts.
-      permuted: rows of q and k are in the order in which llama.cpp rotates neighbours (gguf/file.py, unpermute_rows).
+      parts: checkpoint modules of a layer's tensors, by llama.cpp's name, where they differ from _LAYER. "{expert}"
+        in a module: the tensor's first axis is that of the experts.
+      permuted: whether rows of q and k are in the order in which llama.cpp rotates neighbours (gguf/file.py,
+        unpermute_rows).
       norm_offset: number that the converter has added to the weights of norms.
-      bare: a layer's tensors whose checkpoint names have no `.weight` or `.bias`.
-      rows: a layer's vectors that represent a matrix of one row.
-      factors: checkpoint names of a layer's `.scale` tensors, by the tensors' names, that are weights of their own.
+      bare: checkpoint names, without `.weight` or `.bias`, of a layer's tensors, by llama.cpp's name.
+      rows: llama.cpp's names of a layer's vectors that represent a matrix of one row.
+      factors: checkpoint names of a layer's `.scale` tensors that are weights of their own, by llama.cpp's name.
     """
 
     parts: Mapping[str, str] = _NONE
@@ -105,8 +106,9 @@ class GGUFLayout(NamedTuple):
     factors: Mapping[str, str] = _NONE
 
     def canonical_name(self, name: str) -> str:
-        """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; an unknown name is returned
-        unchanged."""
+        """Return the checkpoint's name of a file's tensor: `blk.3.attn_q.weight` becomes
+        `model.layers.3.self_attn.q_proj.weight`. An unknown name is returned unchanged.
+        """
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
             if kind == "scale" and part in self.factors:
@@ -121,8 +123,8 @@ class GGUFLayout(NamedTuple):
         return name
 
     def canonical_names(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors that a tensor's rows consist of, in equal parts; with "{expert}" if there is
-        one for each expert.
+        """Return the checkpoint's names of the tensors that the rows of a file's tensor consist of, in equal parts and
+        in order; with "{expert}" if there is one for each expert.
         """
         if match := _ONE_EXPERT.fullmatch(name):
             stem, expert, kind = match.groups()
@@ -132,7 +134,7 @@ class GGUFLayout(NamedTuple):
         return (self.canonical_name(name),)
 
     def is_row(self, name: str) -> bool:
-        """Whether a vector of this name is the single row of a matrix."""
+        """Whether the file's vector `name` is the single row of a matrix."""
         match = _LAYER_TENSOR.fullmatch(name)
         return match is not None and match[2] in self.rows
 

@@ -17,9 +17,10 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gg
 
 
 def other_parts(path: str, metadata: Mapping[str, Any]) -> list[str]:
-    """Return the paths of the files that belong to the first one at `path`; empty for a model in one file.
+    """Return the paths of the files that belong to the first one at `path`, in order; [] for a model in one file.
 
-    Raises ModelFileError for a file that is not the first, is not named as one, or whose others are not all there.
+    Raises ModelFileError for a file that is not the first, is not named as the first, or whose other files do not all
+    exist.
     """
     count, number = metadata.get(COUNT, 1), metadata.get(NUMBER, 0)
     if type(count) is not int or type(number) is not int or count < 0 or not 0 <= number < max(count, 1):
@@ -43,7 +44,9 @@ def other_parts(path: str, metadata: Mapping[str, Any]) -> list[str]:
 
 
 def check_part(path: str, metadata: Mapping[str, Any], number: int, count: int) -> None:
-    """Raise ModelFileError unless the file's metadata says that it is part `number` (from 0) of `count`."""
+    """Raise ModelFileError unless the metadata of the file at `path` states that it is part `number` (from 0) of
+    `count`.
+    """
     own = metadata.get(NUMBER), metadata.get(COUNT)
     if any(type(each) is not int for each in own) or own != (number, count):
         what = f"must be file {number + 1} of {count} by its {NUMBER} and {COUNT}, got {repr(own)[:100]}"
@@ -51,7 +54,9 @@ def check_part(path: str, metadata: Mapping[str, Any], number: int, count: int) 
 
 
 def check_tensors(path: str, metadata: Mapping[str, Any], found: int) -> None:
-    """Raise ModelFileError if the files have more or fewer tensors than the first one, at `path`, says."""
+    """Raise ModelFileError if all files together have another number of tensors, `found`, than the metadata of the
+    first one, at `path`, states.
+    """
     total = metadata.get(TENSORS, found)
     if type(total) is not int or total != found:
         raise ModelFileError(path, f"announces {repr(total)[:50]} tensors, but all files have {found}", TENSORS)

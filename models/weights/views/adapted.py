@@ -22,10 +22,10 @@ _ORIGINAL, _A, _B = (f"{_MIDDLE}{end}" for end in ("original", "0.lora_A", "0.lo
 
 
 class AdaptedSource(WrappedSource):
-    """WeightSource of such a checkpoint as one without adapters.
+    """WeightSource of a checkpoint with adapters of several tasks as one without adapters.
 
-    adaptation: number of a task and factor of its product, which is added to each matrix; None to add none. Raises
-    ModelFileError for adapters that do not fit their matrix, or the number.
+    adaptation: (number of a task, factor of its product), which is added to each matrix; None to add none. Raises
+    ModelFileError for adapters that do not fit their matrix, or lack the task.
     """
 
     def __init__(self, source: WeightSource, adaptation: tuple[int, float] | None):
@@ -38,7 +38,7 @@ class AdaptedSource(WrappedSource):
                 self._check(name.removesuffix(_ORIGINAL), names, adaptation[0])
 
     def _check(self, module: str, names: set[str], task: int) -> None:
-        """Raise ModelFileError unless a module's adapters fit its matrix and have the task."""
+        """Raise ModelFileError unless `module` has adapters in `names` that fit its matrix and include `task`."""
         if missing := {module + _A, module + _B} - names:
             raise ModelFileError(self.path, "is missing", min(missing))
         first, second = (self._source.shape(name) for name in self._factors(module))
@@ -49,12 +49,15 @@ class AdaptedSource(WrappedSource):
             raise ModelFileError(self.path, text, module + _A)
 
     def _factors(self, module: str) -> tuple[str, str]:
-        """Return the names of the two factors of a module's adapters, [tasks, out, rank] and [tasks, rank, in]."""
+        """Return the checkpoint's names of the two factors of a module's adapters, first [tasks, out, rank], then
+        [tasks, rank, in].
+        """
         is_table = module.endswith("_embeddings")
         return (module + _A, module + _B) if is_table else (module + _B, module + _A)
 
     @staticmethod
     def _plain(name: str) -> str:
+        """Return the name that the stored tensor `name` has without adapters."""
         return name.removesuffix(_ORIGINAL) + ".weight" if name.endswith(_ORIGINAL) else name
 
     def names(self) -> Iterable[str]:

@@ -17,13 +17,13 @@ _MODULE = ".experts.mlp."
 
 
 class ExpertRowsSource(WrappedSource):
-    """WeightSource of such a checkpoint as one with tensors per expert. Raises ModelFileError for a matrix whose rows
-    are not those of so many experts.
+    """WeightSource of a checkpoint with experts in the rows of one matrix as one with tensors per expert. Raises
+    ModelFileError for a matrix whose rows `num_experts` experts cannot share equally.
     """
 
     def __init__(self, source: WeightSource, names: ExpertRows, num_experts: int):
         super().__init__(source)
-        self._parts: dict[str, tuple[str, int, int, bool]] = {}  # matrix, first row and end, turned
+        self._parts: dict[str, tuple[str, int, int, bool]] = {}  # matrix, first row and end, whether transposed
         for name in source.names():
             module, _, part = name.rpartition(_MODULE)
             if part not in names.rows + names.turned:

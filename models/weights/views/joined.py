@@ -10,10 +10,10 @@ from jaxengine.models.params.source import WHOLE, WeightSource, WrappedSource
 
 
 class JoinedSource(WrappedSource):
-    """WeightSource of a checkpoint and of further ones, whose tensors have names that begin with their prefixes."""
+    """WeightSource of a checkpoint and of further ones, whose tensors' names get a prefix for each checkpoint."""
 
     def __init__(self, source: WeightSource, others: Mapping[str, WeightSource]):
-        """Wrap the sources. others: further checkpoints by prefix."""
+        """Wrap the sources. others: further checkpoints by prefix. `close` closes all of them."""
         super().__init__(source)
         self._others = dict(others)
         self._where = {f"{prefix}{name}": (prefix, name) for prefix, other in others.items() for name in other.names()}
@@ -30,11 +30,12 @@ class JoinedSource(WrappedSource):
         return source.read(own, rows, columns)
 
     def close(self) -> None:
+        """Close all checkpoints."""
         for source in (self._source, *self._others.values()):
             source.close()
 
     def _of(self, name: str) -> tuple[WeightSource, str]:
-        """Return the checkpoint that has a tensor, and its name there."""
+        """Return the checkpoint that has the tensor `name`, and its name there."""
         if name not in self._where:
             return self._source, name
         prefix, own = self._where[name]

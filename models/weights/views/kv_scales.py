@@ -34,7 +34,7 @@ _LARGEST_KEYS, _LARGEST_VALUES = "largest_keys", "largest_values"
 
 
 class KVScales(NamedTuple):
-    """Scales of cached keys and values of all layers of a model, f32[layers, K]; rows of layers without pages are
+    """Scales of cached keys and values of all layers of a model, f32[layers, K] each; rows of layers without pages are
     meaningless.
 
     v: None if values lie in keys.
@@ -44,25 +44,29 @@ class KVScales(NamedTuple):
     v: np.ndarray | None
 
     def of_layers(self, layers: list[int]) -> KVScales:
-        """Return the scales of some layers, by number."""
+        """Return the scales of the layers with these numbers, in this order."""
         return self.each(lambda kind: kind[layers])
 
     def each(self, made: Callable[[np.ndarray], np.ndarray]) -> KVScales:
-        """Apply a function to the scales of keys, and to those of values where there are any."""
+        """Return the KVScales after applying a function to the scales of keys, and to those of values if there are
+        any.
+        """
         return KVScales(made(self.k), None if self.v is None else made(self.v))
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Return scales f32 with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of _HEADROOM.
+    """Return scales, f32, with which magnitudes up to `largest` [layers, K] fit into codes of `dtype`, one of
+    _HEADROOM.
 
-    They are 1 where all numbers were zero, or so small that devices would flush their scale to 0 and divide by it.
+    A scale is 1 if all numbers were zero, or so small that devices would flush the scale to 0 and divide by it.
     """
     scales = (largest.astype(np.float64) / _codes(dtype)).astype(np.float32)
     return np.where(scales >= _TINY, scales, np.float32(1))
 
 
 def largest_for(scales: np.ndarray, dtype: str) -> np.ndarray:
-    """Return magnitudes, f64, from which `scales_for` computes these scales, bit for bit, if they are normal numbers.
+    """Return magnitudes, f64, from which `scales_for` computes `scales`, bit for bit, if these are normal numbers.
+
     float32 would round them.
     """
     return scales.astype(np.float64) * _codes(dtype)
@@ -78,8 +82,9 @@ class KVShape(NamedTuple):
     """Layers and heads of a model that have scales.
 
     Attributes:
-      num_layers: layers of the full model. paged: the layers with pages among them.
-      num_heads: kv heads of a layer.
+      num_layers: number of layers of the full model.
+      paged: numbers of the layers with pages.
+      num_heads: number of kv heads of a layer.
       values_in_keys: whether values are parts of keys, and have no scales of their own.
     """
 
@@ -90,15 +95,16 @@ class KVShape(NamedTuple):
 
 
 def to_object(largest: KVScales) -> dict[str, Any]:
-    """Convert largest magnitudes to JSON: for keys and for values a list of heads for each layer."""
+    """Return the largest magnitudes as a JSON object: for keys and for values a list of heads for each layer."""
     values = {} if largest.v is None else {_LARGEST_VALUES: largest.v.tolist()}
     return {_LARGEST_KEYS: largest.k.tolist()} | values
 
 
 def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
-    """Parse the result of `to_object` to largest magnitudes, f64.
+    """Return the largest magnitudes, f64, from a result of `to_object`.
 
-    shape: of the model. Raises ValueError for anything else, whose text says what a file of this model must hold.
+    shape: the model's. Raises ValueError for anything else, with a text that states what a file of this model must
+    have.
     """
     names = [_LARGEST_KEYS, *([] if shape.values_in_keys else [_LARGEST_VALUES])]
     kinds = [_numbers(content.get(name), shape) for name in names]
@@ -109,7 +115,7 @@ def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
 
 
 def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
-    """Parse magnitudes, numbers from 0 to BEYOND, to f64[layers, K]; None for anything else."""
+    """Return magnitudes, numbers from 0 to below BEYOND, as f64[layers, K]; None for anything else."""
     if not isinstance(rows, list) or len(rows) != shape.num_layers:
         return None
     for row in rows:
@@ -120,9 +126,10 @@ def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
 
 
 def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
-    """Read the checkpoint's scales, for codes of STORED_FOR, by the model's names; None where no layer has any.
+    """Return the checkpoint's scales, for codes of STORED_FOR; None if no layer has any. `source` has the model's
+    names.
 
-    Raises ModelFileError where it has scales of some layers only, or invalid ones.
+    Raises ModelFileError if only some layers have scales, or only keys or values, and for invalid ones.
     """
     names = set(source.names())
     kinds = [_OF_KEYS, *([] if shape.values_in_keys else [_OF_VALUES])]
@@ -138,8 +145,8 @@ def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
 
 
 def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], shape: KVShape) -> np.ndarray | None:
-    """Read the scales of keys or of values, f32[layers, K]; None where no layer has any. Raises ModelFileError where
-    some layers alone have one, and for invalid ones.
+    """Return the scales of keys or of values, f32[layers, K]; None if no layer has any. Raises ModelFileError if only
+    some layers have one, and for invalid ones.
 
     names: the source's. kind: names of a layer's scale, _OF_KEYS or _OF_VALUES.
     """
@@ -166,10 +173,10 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
 
 
 def _name(layer: int, end: str) -> str:
-    """Return the full name of a layer's scale."""
+    """Return the full name of a layer's scale with the last part `end`."""
     return f"model.layers.{layer}.self_attn.{end}"
 
 
 def _paired(layer: int, end: str) -> str:
-    """Return the same where a checkpoint numbers pairs of layers."""
+    """Return the full name of a layer's scale with the last part `end` in a checkpoint that numbers pairs of layers."""
     return numbered(f"model.layers.{{pair}}.self_attn.{{half}}.{end}", layer)

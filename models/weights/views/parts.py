@@ -27,7 +27,7 @@ class Block(NamedTuple):
       experts: slice of the first axis; slice(0, 1) for a weight without experts.
       part: index of the part of the joined axis.
       columns: slice of the tensors' second axis; () for tensors without one.
-      devices: each with its columns, counted from the block's first. None stands for the default device.
+      devices: (device, its columns, counted from the block's first) of each device. None stands for the default device.
     """
 
     experts: slice
@@ -37,9 +37,9 @@ class Block(NamedTuple):
 
 
 def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
-    """Return the number of parts of each axis of the weight on the mesh; ones without a mesh.
+    """Return the number of parts of each axis of the weight on the mesh; 1 for all axes without a mesh.
 
-    Raises ValueError, naming the weight, for an axis that this many devices cannot split evenly.
+    Raises ValueError, which names the weight, for an axis that this many devices cannot split evenly.
     """
     sizes = {} if mesh is None else dict(mesh.shape)
     decl = param.decl
@@ -58,23 +58,25 @@ def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
 
 
 def sharding_of(param: DeclaredParam, mesh: Mesh | None) -> NamedSharding | None:
-    """Return the sharding of a weight; None (no mesh) stands for the default device."""
+    """Return the sharding of a weight on the mesh; None if there is no mesh, which stands for the default device."""
     return None if mesh is None else named_sharding(mesh, param.decl.axes)
 
 
 def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
-    """Return the sharding of a weight with, unless the compiler chooses it, its memory layout."""
+    """Return the sharding of a weight together with its memory layout; the sharding alone if the compiler chooses the
+    layout.
+    """
     order = order_of(decl, sharding)
     return sharding if order is None else Format(Layout(order), sharding)
 
 
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     """Return the axes of a weight from the outermost in memory to the innermost; None if the compiler chooses, and for
-    devices that are not there.
+    abstract devices.
     """
     axes = tuple(range(len(decl.axes)))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return None  # sizes alone are known of devices that are not there
+        return None  # of abstract devices only the sizes are known
     if decl.transposed_on_gpu:
         platform = product_platform_of(next(iter(sharding.device_set)))
         if platform == "gpu" or (platform == "gpu_triton" and decl.num_experts is None):
@@ -83,8 +85,8 @@ def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
 
 
 def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | None) -> jax.Array:
-    """Put a weight's values, or a device's part of them, on devices in the declared layout. sharding: None for the
-    default device.
+    """Return a weight's values, or a device's part of them, on devices in the declared layout. sharding: None for the
+    default device. The transfer may not be complete on return.
     """
     placed = jax.device_put(array, sharding)
     layout, order = placed.format.layout, order_of(decl, placed.sharding)
@@ -95,8 +97,9 @@ def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | Non
 
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
-    """Iterate over the blocks that the devices of this process need, each part read once for all devices that share it.
-    Raises ValueError as `num_parts` does.
+    """Yield the blocks that the devices of this process need; each part is read once for all devices that share it.
+
+    Raises ValueError, which names the weight, for an axis that the mesh does not split evenly.
     """
     decl, sharding = param.decl, sharding_of(param, mesh)
     parts = num_parts(param, mesh)[decl.joined_axis]
@@ -120,7 +123,7 @@ def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
 
 
 def _runs(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Group sorted spans into runs where each begins at the end of the one before."""
+    """Yield sorted spans in runs in which each span begins at the end of the one before."""
     run = spans[:1]
     for span in spans[1:]:
         if span[0] != run[-1][1]:
@@ -131,15 +134,16 @@ def _runs(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
 
 
 def column_axis(decl: ParamDecl) -> int | None:
-    """Return the axis of the weight that is the tensors' second axis; None for tensors with one axis."""
+    """Return the index of the weight's axis that is the tensors' second axis; None for tensors with one axis."""
     first = int(decl.num_experts is not None)
     return next((axis for axis in range(first, len(decl.axes)) if axis != decl.joined_axis), None)
 
 
 def source_row(source: Source, contributed: Any) -> Any:
-    """Return the row of the tensor for a contributed row number; both are numbers or integer arrays.
+    """Return the row of the tensor that is the source's contributed row number `contributed`; both are integers or
+    integer arrays.
 
-    Meaningful below source.rows * source.repeat: padding follows.
+    The result is meaningful below source.rows * source.repeat: padding follows.
     """
     run = source.run or source.group
     row = contributed // (source.group * source.repeat) * source.group + contributed % source.group
@@ -147,5 +151,5 @@ def source_row(source: Source, contributed: Any) -> Any:
 
 
 def tensor_name(source: Source, expert: int) -> str:
-    """Return the name of a source's tensor for one expert; unchanged for weights without experts."""
+    """Return the name of a source's tensor for one expert; the source's name for weights without experts."""
     return source.name.replace("{expert}", str(expert))

@@ -37,8 +37,8 @@ class QuantizedSource(WrappedSource):
     Attributes:
       modules: by name, the scheme and StoredModule of each quantised module.
 
-    Raises ModelFileError for a tensor that is missing, has another shape or holds numbers of another kind than its
-    format requires, and for scales that are not finite.
+    Raises ModelFileError for a tensor that is missing, has another shape or numbers of another kind than its format
+    requires, and for scales that are not finite.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class QuantizedSource(WrappedSource):
         *,
         partial: bool = False,
     ):
-        """Check the checkpoint, and raise ModelFileError for what is wrong with it. params: the weights whose tensors
-        it has, all stages' for a full checkpoint. scheme: of the model's Build. partial: weights none of whose tensors
-        are there are left out.
+        """Check the checkpoint; raise ModelFileError for its first fault.
+
+        params: the weights whose tensors it has; for a full checkpoint, those of all stages. scheme: that of the
+        model's Build. partial: whether weights none of whose tensors exist are left out.
         """
         super().__init__(source)
         params = list(params)
@@ -93,8 +94,10 @@ class QuantizedSource(WrappedSource):
         return spread(held, scheme.stored.group, module.shape[1], self._shapes[name][1])[:, columns]
 
     def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
-        """Exchange a weight's tensors for those that the model declares, if it is quantised, and add its modules to
-        `modules`. Raises ModelFileError as `_exchange` does.
+        """Replace a weight's tensors in `names` by those that the model declares, if it is quantised, and add its
+        modules to `modules`.
+
+        Raises ModelFileError for tensors that do not fit the format, and for scales that are not finite.
         """
         if self._begun is not None and self._begun.isdisjoint(_modules_of(param)):
             return
@@ -117,7 +120,7 @@ class QuantizedSource(WrappedSource):
                 self._shapes[name] = tuple(shape)
 
     def _exchange(self, scheme: Quantized, module: StoredModule) -> None:
-        """Check a module's tensors and take their names out of `names`. Raises ModelFileError for a tensor that is
+        """Check a module's tensors and remove their names from `names`. Raises ModelFileError for a tensor that is
         missing, of another shape or kind, or not allowed by the format, and for scales or zeros that are not finite.
         """
         stored = scheme.stored
@@ -142,9 +145,8 @@ class QuantizedSource(WrappedSource):
                 raise ModelFileError(self.path, f"{bad} of {held.size} {what} are not finite numbers", module.name)
 
     def _check_alike(self, param: DeclaredParam) -> None:
-        """Raise ModelFileError unless the modules of one product agree on what is read from the first only.
-
-        That is the order of inputs and their static scale, which must also be finite and above 0.
+        """Raise ModelFileError unless the modules of one product agree on the values that are read from the first
+        module only: the order of inputs, and their static scale, which must also be finite and above 0.
         """
         kinds = {declared.name.rpartition(".")[2] for declared in param.decl.sources}
         if not kinds <= {CODES, PAIRS}:
@@ -166,7 +168,9 @@ class QuantizedSource(WrappedSource):
                         raise ModelFileError(self.path, text, name)
 
     def _of_inputs(self, name: str) -> np.ndarray:
-        """Return the order of a module's inputs or their static scale. name: MODULE.ORDER or MODULE.INPUT_SCALE."""
+        """Return the order of a module's inputs, i32[in], or their static scale, f32[1]. name: MODULE.ORDER or
+        MODULE.INPUT_SCALE.
+        """
         module_name, _, kind = name.rpartition(".")
         scheme, module = self.modules[module_name]
         if kind == ORDER:
@@ -174,8 +178,8 @@ class QuantizedSource(WrappedSource):
         return scheme.stored.input_scale(module)
 
     def _dequantized(self, scheme: Quantized, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """Dequantise f32 [rows, columns] of a module, inputs in the model's order. Raises ModelFileError for tensors of
-        another dtype.
+        """Return the weights f32 [rows, columns] of a module, with inputs in the model's order. Raises ModelFileError
+        for tensors of another dtype.
         """
         stored = scheme.stored
         values = dequantized(stored.codes(module, rows, WHOLE), *stored.scales(module, rows), stored.group)
@@ -185,12 +189,12 @@ class QuantizedSource(WrappedSource):
 
 
 def _modules_of(param: DeclaredParam) -> Iterator[str]:
-    """Yield the names of the modules whose tensors a weight is made of, those of all experts."""
+    """Yield the names of the modules whose tensors a weight is made of, for all experts."""
     for declared, expert in product(param.decl.sources, range(param.decl.num_experts or 1)):
         yield tensor_name(declared, expert).rpartition(".")[0]
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield the names of the modules around a tensor, the innermost first: "a.b.weight" gives "a.b" and "a"."""
+    """Yield the names of the modules that contain a tensor, the innermost first: "a.b" and "a" for "a.b.weight"."""
     while name := name.rpartition(".")[0]:
         yield name

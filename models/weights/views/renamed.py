@@ -13,7 +13,8 @@ from jaxengine.models.params.source import MODEL, WHOLE, CheckpointNames, Weight
 
 
 class RenamedSource(WrappedSource):
-    """WeightSource of a checkpoint under the names of its CheckpointNames.
+    """WeightSource of a checkpoint under the model's names and shapes, as its CheckpointNames define them. Unused
+    tensors and known constants are left out.
 
     Raises ModelFileError if two tensors get one name, or if a constant has another value.
     """
@@ -32,8 +33,8 @@ class RenamedSource(WrappedSource):
             self._stored[name] = stored
 
     def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
-        """Whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError for
-        another value.
+        """Whether a tensor is a known constant, which no model reads. Reads it to compare. Raises ModelFileError if it
+        has another value.
         """
         value = next((value for end, value in names.constants.items() if stored.endswith(end)), None)
         if value is None:
@@ -47,7 +48,9 @@ class RenamedSource(WrappedSource):
         return self._stored.keys()
 
     def stored_name(self, name: str) -> str:
-        """Return the checkpoint's name of a tensor that is given by the model's. Raises KeyError for an unknown one."""
+        """Return the checkpoint's name of the tensor with the model's name `name`. Raises KeyError for an unknown
+        one.
+        """
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -73,24 +76,28 @@ class RenamedSource(WrappedSource):
             return self._source.read(stored, columns, rows).T
         return self._source.read(stored, rows, columns)
 
-    # How CheckpointNames says that a tensor of this shape is read.
+    # Whether CheckpointNames requires this conversion for a tensor of this name and shape.
 
     def _is_raveled(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor is returned with one axis although it is stored with another number of axes."""
         return len(shape) != 1 and name.endswith(self._raveled)
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor's second axis, of one entry, is left out."""
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
 
     def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the matrix is returned transposed."""
         return len(shape) == 2 and name.endswith(self._transposed)
 
     def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor's axes after the first are joined to one."""
         return len(shape) > 2 and name.endswith(self._flattened)
 
 
 def with_prefix(source: WeightSource, names: CheckpointNames) -> WeightSource:
-    """Return a pooling model's checkpoint under names that `names` knows: those of a file without a head, saved as
-    *Model, lack `names.base`, and get it.
+    """Return a pooling model's checkpoint under names with the common beginning `names.base`, which files without a
+    head, saved as *Model, lack. A checkpoint whose names have it is returned unchanged.
     """
     if any(name.startswith(MODEL) for name in source.names()):
         return source

@@ -18,7 +18,8 @@ _KEYS, _VALUES, _BOTH = ".k_b_proj.weight", ".v_b_proj.weight", ".kv_b_proj.weig
 
 
 class SplitLatentSource(WrappedSource):
-    """WeightSource of such a checkpoint; one without such tensors is unchanged.
+    """WeightSource of a checkpoint with split latent projections as one with joined projections; a checkpoint without
+    such tensors is unchanged.
 
     Raises ModelFileError for keys without values, and for shapes that do not match.
     """

@@ -28,7 +28,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.models.params.source import WHOLE, StackedExperts, WeightSource, WrappedSource
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
-# Beginnings of the last part of a stack's name, and what of an expert it has.
+# Beginnings of the last part of a stack's name, and the modules of an expert that it has.
 MODULES = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,), "gate_proj": ("gate_proj",), "up_proj": ("up_proj",)}
 SCALE_INV, INPUT_SCALE = "_scale_inv", "_activation_scale"
 # Suffixes of supported stacks: number of axes, and name of an expert's tensor.
@@ -46,9 +46,9 @@ _PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=1)
 
 
 class _Part(NamedTuple):
-    """One expert's tensor: rows `first`, `first + step`, ... of its part of the stack, [out, in] or [out].
+    """One expert's tensor: rows `first`, `first + step`, ... of its part of the stack.
 
-    stack: name of the tensor, without the suffix BLOCKS.
+    stack: name of the stack, without the suffix BLOCKS. shape: [out, in] or [out].
     """
 
     stack: str
@@ -60,15 +60,15 @@ class _Part(NamedTuple):
 
 
 def stem_of(end: str) -> str:
-    """Return the one of MODULES with which the last part of a stack's name begins."""
+    """Return the key of MODULES with which `end`, the last part of a stack's name, begins. Raises StopIteration if none
+    does.
+    """
     return next(each for each in MODULES if end.startswith(each))
 
 
 def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -> StackedExperts:
-    """Determine the orientation of a checkpoint's experts from shapes if it is not fixed: `down_proj` has hidden_size
-    outputs.
-
-    Returns `stacked` with `out_first`; False where no such tensor tells.
+    """Return `stacked` with its orientation `out_first` determined by shapes, if it is None: True if the outputs of
+    `down_proj`, hidden_size, are the second axis. Without such a tensor it is False.
     """
     if stacked.out_first is not None:
         return stacked
@@ -77,12 +77,13 @@ def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -
 
 
 class StackedSource(WrappedSource):
-    """WeightSource of a checkpoint whose experts are stacked; one without such tensors is unchanged.
+    """WeightSource of a checkpoint whose experts are stacked as one with tensors per expert; a checkpoint without such
+    tensors is unchanged.
 
     scheme: storage of modules, for a model that stays quantised: MXFP4 is then returned undecoded, as
-    experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] instead of .weight, and the same for the others.
-
-    Raises ModelFileError for stacks of other shapes than `num_experts` experts have, and of other kinds.
+    experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] instead of .weight, and the same for gate_proj and
+    up_proj; None to decode it. Raises ModelFileError for stacks of other shapes than `num_experts` experts have, and of
+    other kinds.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class StackedSource(WrappedSource):
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
 
     def _add(self, name: str, prefix: str, end: str) -> None:
-        """Add the parts of one stack. Raises ModelFileError for another kind, shape or number of experts, for scales
-        that do not fit, and where gate and up cannot be told apart.
+        """Add the experts' tensors of one stack. Raises ModelFileError for another kind, shape or number of experts,
+        for scales that do not fit, and if gate and up cannot be told apart.
 
         prefix, end: its name up to the last dot, and after it.
         """
@@ -179,15 +180,17 @@ class StackedSource(WrappedSource):
                     self._parts[f"{tensor}.{called}"] = part
 
     def _matrix(self, stack: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape [out, in] of an expert, for a stack [E, ...] of matrices or of scales of their blocks."""
+        """Return the shape [out, in] of one expert, given the shape [E, ...] of a stack of matrices or of scales of
+        their blocks.
+        """
         return stack[1:] if self._stacked.out_first else stack[:0:-1]
 
     def _check_border(self, name: str, module: str, num_blocks: int) -> None:
-        """Raise ModelFileError for blocks that may contain rows of both gate and up: a stack may be cut into blocks as
-        one, or gate and up each.
+        """Raise ModelFileError for blocks that may contain rows of both gate and up: either the whole stack may be
+        divided into blocks, or gate and up separately.
 
-        name: of the stack of scales. module: of an expert, whose storage says how large blocks are. num_blocks: along
-        the rows.
+        name: the stack of scales. module: a module of an expert, whose storage format has the size of blocks.
+        num_blocks: number of blocks along the rows.
         """
         stack = name.removesuffix(SCALE_INV)
         stored = getattr(None if self._scheme is None else self._scheme(module), "stored", None)
@@ -199,8 +202,8 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
 
     def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
-        """Raise ModelFileError unless the scales `name` and the blocks of this shape belong together: [E, rows, n] and
-        [E, rows, n, 16].
+        """Raise ModelFileError unless the scales `name` exist and fit the blocks of this shape: [E, rows, n] and [E,
+        rows, n, 16].
         """
         scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None
         if blocks[3] != 16 or scales != blocks[:3]:
@@ -208,8 +211,8 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
 
     def _read_matrix(self, part: _Part, columns: slice) -> np.ndarray:
-        """Read these columns of an expert's [out, in] in the stack's orientation, [columns, all rows of the stack]; the
-        last ones read are kept for the next call.
+        """Return columns `columns` of an expert's [out, in] in the stack's orientation, [columns, all rows of the
+        stack]. The last result is cached.
         """
         first, last, _ = columns.indices(part.shape[1])
         key = part.stack, part.expert, first, last
@@ -219,8 +222,8 @@ class StackedSource(WrappedSource):
         return self._last[1]
 
     def _read_blocks(self, part: _Part, rows: slice) -> np.ndarray:
-        """Decode rows of an expert's MXFP4 matrix, bfloat16 [rows, in]; the last ones are kept. Raises ModelFileError
-        for tensors of another dtype.
+        """Return rows of an expert's MXFP4 matrix decoded, bfloat16 [rows, in]. The last result is cached. Raises
+        ModelFileError for tensors of another dtype.
         """
         key = part.stack, part.expert, rows.start, rows.stop
         if self._last is None or self._last[0] != key:
@@ -235,8 +238,9 @@ class StackedSource(WrappedSource):
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Decode u8[..., n, 16] blocks of 32 numbers and their exponents plus 127, u8[..., n], to bfloat16[..., 32 n],
-    which is exact."""
+    """Return bfloat16[..., 32 n], which is exact: blocks u8[..., n, 16] of 32 numbers, decoded and scaled by the
+    exponents in scales u8[..., n], which are stored plus 127.
+    """
     values = _PAIRS[blocks].reshape(*scales.shape, 32)
     return (
         np.ldexp(values, scales[..., None].astype(np.int32) - 127)

@@ -18,13 +18,16 @@ COMPUTING = hopper.Computing(decode=attend, prefill=body, prefill_rows=256, late
 
 
 def attention_schedule(*arguments: Any, **options: Any) -> Any:
-    """Build the kernels' items of the step, or the XLA work list: see `hopper.attention_schedule`."""
+    """Return the kernels' items of the step, or the XLA work list, by `hopper.attention_schedule` for Blackwell's
+    kernels.
+    """
     return hopper.attention_schedule(*arguments, **options, computing=COMPUTING)
 
 
 def ragged_paged_attention(*arguments: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """Attend queries to the pages of their sequences on a Blackwell GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
+    """Return the attention of queries to the pages of their sequences on a Blackwell GPU: o [T, N, Hv] in q's dtype and
+    lse f32 [T, N].
 
-    Arguments, errors and what XLA computes instead are those of `hopper.ragged_paged_attention`.
+    Arguments, errors and the cases that XLA computes instead are those of `hopper.ragged_paged_attention`.
     """
     return hopper.ragged_paged_attention(*arguments, **options, computing=COMPUTING)

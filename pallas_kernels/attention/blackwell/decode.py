@@ -33,8 +33,8 @@ from jaxengine.pallas_kernels.attention.hopper.schedule import (
 
 
 def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
-    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a
-    CTA, each over its blocks.
+    """Compute and store the attention of items `first` to end - 1 of a CTA, each over its blocks, by an online softmax
+    (Milakov & Gimelshein 2018, arXiv 1805.02867).
 
     Waits for each item's queries and blocks, releases their buffers, and returns once the stores are complete.
     """
@@ -42,6 +42,7 @@ def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
     nothing = jnp.full((shape.product_rows,), NOTHING, jnp.float32), jnp.zeros((shape.product_rows,), jnp.float32)
 
     def attend_item(item, step):
+        """Compute and store the attention of one item; return `step` plus its number of blocks."""
         q_slot = lax.rem(item - first, jnp.int32(queries))
         first_block, end_block = refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK]
         plgpu.barrier_wait(refs.q_full.at[q_slot])
@@ -60,12 +61,12 @@ def attend(shape: DecodeShape, refs: Refs, first, end) -> None:
 
 
 def _attend_block(shape: DecodeShape, refs: Refs, item, q_slot, step, block, carry):
-    """Add a block of an item to the running softmax; return the new (largest, total), `largest` in base 2. The sums of
-    values, in refs.o_tmem, are scaled by the decay of the maximum, and the block's products are being added on return
-    (refs.added); the scores of the item's next block have been started.
+    """Add a block of an item to the running softmax; return the new (largest, total), `largest` in base 2.
 
-    q_slot: of the item's queries in shared memory. step: blocks that the CTA has done before the item, less the number
-    of the item's first block. carry: (largest, total), f32 [128] each.
+    The sums of values, in refs.o_tmem, are scaled by the decay of the maximum. On return the block's products are being
+    added (refs.added), and the scores of the item's next block have been started. q_slot: slot of the item's queries in
+    shared memory. step: number of blocks that the CTA has done before the item, minus the number of the item's first
+    block. carry: (largest, total), f32 [128] each.
     """
     largest, total = carry
     first_block, end_block = refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK]
@@ -77,7 +78,7 @@ def _attend_block(shape: DecodeShape, refs: Refs, item, q_slot, step, block, car
         return lax.rem(step + block, jnp.int32(blocks)), lax.rem(step + block, jnp.int32(2))
 
     def score(block):
-        """Start the products of the queries and a block's keys."""
+        """Wait for a block's keys and start their products with the queries."""
         slot, bank = buffers(block)
         plgpu.barrier_wait(refs.kv_full.at[slot])
         begin, stop, _ = (edge - block * DECODE_KEYS for edge in bounds)
@@ -86,14 +87,14 @@ def _attend_block(shape: DecodeShape, refs: Refs, item, q_slot, step, block, car
         plgpu.tcgen05_commit_arrive(refs.scored)
 
     def wait_added():
-        """Wait for the products of weights and values of the block before."""
+        """Wait for the products of weights and values of the block before, unless this block is the item's first."""
         pl.when(block > first_block)(lambda: plgpu.barrier_wait(refs.added))
 
     pl.when(block == first_block)(lambda: score(block))
     plgpu.barrier_wait(refs.scored)
     products = load_sums(refs.sums_tmem)
     plgpu.wait_load_tmem()
-    if shape.converts:  # the next block is widened where that one was
+    if shape.converts:  # the next block is widened in the buffer of the block before
         wait_added()
     pl.when(block + 1 < end_block)(lambda: score(block + 1))
     edges = (edge - block * DECODE_KEYS for edge in bounds)

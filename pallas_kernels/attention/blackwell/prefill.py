@@ -23,8 +23,8 @@ from jaxengine.pallas_kernels.attention.hopper.prefill_load import Refs, Shape, 
 
 
 def body(shape: Shape, refs: Refs) -> None:
-    """Run one warpgroup of a CTA over all of the CTA's tiles: the last one loads their data, the others compute and
-    store 128 rows of each. Registers move from the first to the others if two compute.
+    """Run one warpgroup of a CTA over all of the CTA's tiles: the last warpgroup loads their data, the others compute
+    and store 128 rows of each. If two compute, registers are moved from the loading warpgroup to them.
     """
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     producer, compute = registers(shape)
@@ -53,8 +53,9 @@ def body(shape: Shape, refs: Refs) -> None:
 
 
 def _own(shape: Shape, refs: Refs, warpgroup) -> Refs:
-    """Return `refs` with the rows of queries and weights, columns of tensor memory and barriers of a computing
-    warpgroup alone: q_smem, weight_smem, sums_tmem, o_tmem, scored and added; other fields are unchanged.
+    """Return `refs` with the fields q_smem, weight_smem, sums_tmem, o_tmem, scored and added restricted to one
+    computing warpgroup: its rows of queries and weights, columns of tensor memory and barriers. Other fields are
+    unchanged.
     """
     rows = pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows)
 
@@ -76,14 +77,13 @@ def _attend_block(shape: Shape, own: Refs, step, tile: Tile, block, carry, scale
 
     The sums of values stay in own.o_tmem. Waits for the block's keys and values, releases their stages when its
     products are complete, and starts the scores of the tile's next block; after the last block it waits for the sums.
-
-    own: of `_own`. step: blocks done before the tile; block: index within it. carry: ((), largest and total f32 [128]).
-    scale, mask: as of `attention.hopper.prefill._attend_block`.
+    own: a result of `_own`. step: number of blocks done before the tile. block: index within the tile. carry: ((),
+    largest and total, f32 [128] each). scale, mask: arguments of `attention.hopper.prefill._attend_block`.
     """
     _, largest, total = carry
 
     def score(block):
-        """Start the products of the queries and a block's keys."""
+        """Wait for a block's keys and start their products with the queries."""
         slot = lax.rem(step + block, jnp.int32(shape.stages))
         plgpu.barrier_wait(own.k_full.at[slot])
         keys = own.k_smem.at[slot].transpose((1, 0))

@@ -12,19 +12,25 @@ PIECE = 32  # columns of sums that are in registers at a time
 
 
 def load_sums(sums: Any) -> Any:
-    """Start loading sums f32 [128, columns], a lane for each row; `wait_load_tmem` waits for it."""
+    """Start loading sums f32 [128, columns] from tensor memory to registers, a lane for each row, and return them;
+    `wait_load_tmem` waits for the load.
+    """
     return plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
 
 
 def columns_of(sums: Any, first: int, end: int) -> Any:
-    """Load columns [first, end) of sums, f32 [128, end - first]."""
+    """Return columns `first` to end - 1 of sums in tensor memory, f32 [128, end - first], after waiting for the
+    load.
+    """
     piece = load_sums(sums.at[:, pl.ds(first, end - first)])
     plgpu.wait_load_tmem()
     return piece
 
 
 def scale_sums(sums: Any, factor: Any) -> None:
-    """Multiply sums f32 [128, columns] by factor f32 [128] of their rows, for products that follow."""
+    """Multiply sums f32 [128, columns] in tensor memory by the factor f32 [128] of their rows, in place, so that later
+    products see the result.
+    """
     for first in range(0, sums.shape[1], PIECE):
         end = min(first + PIECE, sums.shape[1])
         piece = columns_of(sums, first, end)

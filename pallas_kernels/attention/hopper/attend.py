@@ -37,7 +37,14 @@ MAX_ONE_BYTE_HEAD_DIM = 192
 
 
 class Computing(NamedTuple):
-    """Functions of the computing warpgroups of a card's kernels; None for Hopper's."""
+    """Functions of the computing warpgroups of a card's kernels; None for Hopper's.
+
+    Attributes:
+      decode: argument `attend` of `decode_partials`.
+      prefill: argument `body` of `prefill_attention`.
+      prefill_rows: the most rows of a prefill tile.
+      latents: whether there is a kernel for latents.
+    """
 
     decode: Callable[..., None] | None = None  # see `decode_partials`
     prefill: Callable[..., None] | None = None  # see `prefill_attention`
@@ -57,15 +64,15 @@ def why_not(
     tree_mask: bool = False,
     latents: bool = True,
 ) -> str | None:
-    """Return the reason why the kernels do not support an attention, which XLA then serves; None if they support it.
+    """Return the reason why the kernels do not support an attention, so that XLA computes it; None if they support it.
 
-    Not supported: unequal head dims of keys and values, head dims that are no multiple of 16 (32 for a pool of one
-    byte) or above MAX_HEAD_DIM (MAX_ONE_BYTE_HEAD_DIM), more than 64 query heads per kv head, page sizes but 8, 16, 32
-    and multiples of 64, tree masks, slopes, chunks, a window without `causal`, queries not of two bytes, a pool not of
-    KV_DTYPES or of two bytes and another dtype than the queries. For latents see `why_not_latent`.
-
-    q_dtype, kv_dtype: None if not known yet (a schedule is built before them); what depends on them is then not
-    checked. tree_mask: whether there is one. latents: whether there is a kernel for values that lie in keys.
+    Not supported: unequal head dims of keys and values, head dims that are not a multiple of 16 (32 for a pool of one
+    byte) or are above MAX_HEAD_DIM (MAX_ONE_BYTE_HEAD_DIM), more than 64 query heads per kv head, page sizes other than
+    8, 16, 32 and multiples of 64, tree masks, slopes, chunks, a window without `causal`, queries not of two bytes, a
+    pool of a dtype not in KV_DTYPES, or of two bytes and another dtype than the queries. For latents see
+    `why_not_latent`. q_dtype, kv_dtype: None if not known yet (a schedule is built before them); conditions that depend
+    on them are then not checked. tree_mask: whether there is one. latents: whether there is a kernel for values that
+    lie in keys.
     """
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
     if spec.values_in_keys:
@@ -112,9 +119,10 @@ def attention_schedule(
     kv_limits: jax.Array | None = None,
     computing: Computing = HOPPER,
 ) -> kernel_schedule.Schedule | xla_schedule.Schedule:
-    """Build the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
-    `kv_limits` is given. Arguments are those of attention.op.attention_schedule, which has checked them. computing: of
-    the card.
+    """Return the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
+    `kv_limits` is given.
+
+    Arguments are those of attention.op.attention_schedule, which has checked them. computing: the card's.
     """
     sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
     if kv_limits is not None:
@@ -138,13 +146,14 @@ def ragged_paged_attention(
     interpret: Any = False,
     computing: Computing = HOPPER,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
+    """Return the attention of queries to the pages of their sequences on a Hopper GPU: o [T, N, Hv] in q's dtype and
+    lse f32 [T, N].
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none); schedule: of this module. XLA computes what no kernel supports, and a batch whose schedule
-    is XLA's because of `kv_limits`; a warning says why, once per reason. interpret: False, or True or the Mosaic GPU
-    interpreter's parameters to run the kernels on the CPU. computing: of the card. Raises ValueError if `spec` does not
-    count the heads that the pool's shard holds, and for a pool of another layout.
+    slopes: None for none). schedule: from this module. XLA computes attention that no kernel supports, and a batch
+    whose schedule is XLA's because of `kv_limits`; a warning states the reason, once per reason. interpret: False, or
+    True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU. computing: the card's. Raises
+    ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another layout.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)
@@ -182,10 +191,11 @@ def decode_attention(
     interpret: Any,
     attend: Callable[..., None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend the tokens in rows of `items`: o [T, N, Hv] and lse f32 [T, N], 0 and -inf for all other tokens.
+    """Return the attention of the tokens in rows of `items`: o [T, N, Hv] and lse f32 [T, N], 0 and -inf for all other
+    tokens.
 
-    q, q_rest, kv, batch: as in the public operation; q_rest is None unless values lie in keys. spec: of the shard's
-    heads. sinks: f32 [N] or None. sizes: of the tuning. interpret: as of `mosaic_gpu.launch`. attend: of
+    q, q_rest, kv, batch: arguments of the public operation; q_rest is None unless values lie in keys. spec: with the
+    shard's heads. sinks: f32 [N] or None. sizes: the tuning's. interpret: argument of `mosaic_gpu.launch`. attend:
     `Computing.decode`. Raises ValueError if shared memory does not hold two blocks.
     """
     num_tokens, num_q_heads, _ = q.shape
@@ -202,7 +212,7 @@ def decode_attention(
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
 
     def by_row(x):
-        """Gather queries x [T, N, columns] as rows of the kernel, [R * K * M, columns], zeros in its padding."""
+        """Return x [T, N, columns] gathered as rows of the kernel, [R * K * M, columns], with zeros in its padding."""
         rows = x if is_identity else x[jnp.minimum(items.row_tokens, num_tokens - 1)]
         rows = rows.reshape(num_rows, width, num_kv_heads, group, -1).swapaxes(1, 2)
         rows = rows.reshape(num_rows, num_kv_heads, width * group, -1)
@@ -226,7 +236,7 @@ def decode_attention(
         o, lse = merge_partials(*partials, items.pair_items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 
     def by_token(x, fill):
-        """Gather results x [R * K, M, ...] of the kernel by token, [T, N, ...]; `fill` for tokens in no row."""
+        """Return results x [R * K, M, ...] of the kernel by token, [T, N, ...]; `fill` for tokens in no row."""
         x = x.reshape(num_rows, num_kv_heads, shape.rows, *x.shape[2:])[:, :, : width * group]
         x = x.reshape(num_rows, num_kv_heads, width, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(num_rows * width, num_q_heads, *x.shape[4:])
