@@ -25,14 +25,14 @@ HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tile
 
 @dataclass(frozen=True)
 class KernelPlatform:
-    """Kernels that devices of one kind run.
+    """Kernels that one kind of device runs.
 
     Attributes:
       kinds: kinds of implementations, the best first: an operation runs as the first one that has a row.
       backend: jax's lowering platform, "cpu", "cuda" or "tpu".
       layout: how its kernels store keys and values.
       option: value that chooses its kernels in options, `check --kernels` and those of `replay`.
-      reads_token_scales: whether its attention reads codes with a scale per token and kv head.
+      reads_token_scales: whether its attention supports codes with a scale per token and kv head.
     """
 
     kinds: tuple[str, ...]
@@ -168,7 +168,9 @@ _OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls
 
 @contextmanager
 def rows_of(platform: str) -> Iterator[None]:
-    """Context manager in which operations that are chosen at compilation use a platform's row, whatever the device."""
+    """Return a context manager in which operations that are chosen at compilation use the row of `platform`, whatever
+    the device is.
+    """
     token = _ONLY.set(platform)
     try:
         yield
@@ -177,8 +179,8 @@ def rows_of(platform: str) -> Iterator[None]:
 
 
 def platform_rows() -> dict[str, str]:
-    """Return the registry rows of an operation that is chosen at compilation, by the keyword of
-    `jax.lax.platform_dependent`.
+    """Return the platform whose row an operation chosen at compilation uses, by the keyword of
+    `jax.lax.platform_dependent`: {"default": platform} within `rows_of`, else one entry per jax platform.
     """
     if (only := _ONLY.get()) is not None:
         return {"default": only}
@@ -188,10 +190,10 @@ def platform_rows() -> dict[str, str]:
 
 @contextmanager
 def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
-    """Context manager in which the rows (operation, kind) are not used: an operation runs as the next kind of its
-    platform that has a row.
+    """Return a context manager in which the rows (operation, kind) are not used: an operation runs as the next kind of
+    its platform that has a row.
 
-    Adds to the rows of a context around it. Operations that share a work list are left out together.
+    The rows of an enclosing context stay unused, too. An operation and the schedule that it uses are left out together.
     """
     left_out = {*_UNUSED.get(), *rows}
     for op, kind in tuple(left_out):
@@ -205,10 +207,11 @@ def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
 
 @contextmanager
 def observed(observer: Callable[..., Any]) -> Iterator[None]:
-    """Context manager in which `kernel` returns functions that call observer(op, platform, function, *arguments,
-    **options) in place of `function`, the implementation.
+    """Return a context manager in which `kernel` returns functions that call observer(op, platform, function,
+    *arguments, **options) in place of `function`, the implementation.
 
-    The observer returns what the operation does, as a rule by calling `function`. For code that lists a trace's calls.
+    The observer must return the operation's result, as a rule by calling `function`. For code that lists a trace's
+    calls.
     """
     token = _OBSERVER.set(observer)
     try:
@@ -218,7 +221,9 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
 
 
 def layout_of(platform: str) -> str:
-    """Return how `platform`, one of PLATFORMS or UNPAGED, stores keys and values. Raises ValueError for another."""
+    """Return the layout in which `platform`, one of PLATFORMS or UNPAGED, stores keys and values. Raises ValueError for
+    another platform.
+    """
     if platform == UNPAGED:
         return SEQUENCES
     if platform not in PLATFORMS:
@@ -227,20 +232,25 @@ def layout_of(platform: str) -> str:
 
 
 def backend_of(platform: str) -> str:
-    """Return jax's lowering platform of the devices of `platform`; "" for UNPAGED and EXACT, which no device is."""
+    """Return jax's lowering platform of the devices of `platform`; "" for a name outside PLATFORMS, such as UNPAGED and
+    EXACT.
+    """
     return PLATFORMS[platform].backend if platform in PLATFORMS else ""
 
 
 def kernel_kind(op: str, platform: str) -> str | None:
-    """Return the kind as which `op` runs on `platform`; None if it has no row there."""
+    """Return the kind as which `op` runs on `platform`: the first of the platform's kinds that has a row for it and is
+    not excluded (`without_rows`, NATIVE before `native_code`). None if there is none.
+    """
     unused = _UNUSED.get()
     kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or kind in _MADE)
     return next((kind for kind in kinds if (op, kind) in _ROWS and (op, kind) not in unused), None)
 
 
 def native_code() -> str:
-    """Make the machine code of NATIVE kernels, once a process, and return a text about what made it, on which programs
-    depend; "" where they run as plain XLA. Programs with such kernels can be loaded only afterwards.
+    """Build the machine code of NATIVE kernels, once per process, and return a description of it, on which programs
+    depend; "" if it cannot be built and these operations run as plain XLA. Programs with such kernels can be loaded
+    only afterwards.
     """
     module = importlib.import_module("jaxengine.pallas_kernels.matmul.native.library")
     if about := module.load():
@@ -265,9 +275,10 @@ def adds_bias(op: str, platform: str) -> bool:
 
 
 def kernel_module(op: str, platform: str) -> str:
-    """Return the name, under pallas_kernels, of the module that implements `op` on `platform`.
+    """Return the name, under pallas_kernels, of the module that implements `op` on `platform`. That is plain XLA's for
+    an operation whose only rows are excluded, if it has one (_STAND_INS).
 
-    Raises ValueError naming the platforms that have one.
+    Raises ValueError naming the platforms that have the operation.
     """
     if (kind := kernel_kind(op, platform)) is not None:
         return _ROWS[op, kind]
@@ -278,16 +289,16 @@ def kernel_module(op: str, platform: str) -> str:
 
 
 def kernel(op: str, platform: str) -> Callable:
-    """Return the function that implements `op` on `platform`. Raises as `kernel_module` does."""
+    """Return the function that implements `op` on `platform`, wrapped within `observed`. Raises ValueError if the
+    platform does not have the operation.
+    """
     function = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
     observer = _OBSERVER.get()
     return function if observer is None else partial(observer, op, platform, function)
 
 
 def kernel_rows(platform: str) -> dict[str, str]:
-    """Return the name of the module, under pallas_kernels, of each operation that `platform` implements, by
-    operation.
-    """
+    """Return, for each operation that `platform` implements, the name of its module under pallas_kernels."""
     return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
 
@@ -295,34 +306,34 @@ def block_profile(platform: str) -> Callable | None:
     """Return the function that builds one block of `platform`'s attention by itself, to be compiled
     (`attention.tpu.profile`).
 
-    None if the compiler reports no cost.
+    None for platforms whose compiler reports no cost.
     """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile
 
 
 def product_candidates(platform: str) -> Callable | None:
-    """Return the function from a `matmul.candidates.Problem` to its `Candidate`s on `platform`; None if there is
-    nothing to choose.
+    """Return the function that takes a `matmul.candidates.Problem` and yields its `Candidate`s on `platform`; None if
+    there is nothing to choose.
     """
     module = _CANDIDATES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").candidates
 
 
 def group_kernel(platform: str) -> Any:
-    """Return the module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None if XLA multiplies
-    groups.
+    """Return the module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None if XLA computes
+    grouped products there.
     """
     module = _GROUPS.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}")
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:
-    """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, those in
-    place of kernels that fail their proof included.
+    """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, including
+    those that replace kernels which fail their proof.
 
-    Platforms of one backend count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a
-    row. "cpu" includes the rows of EXACT.
+    Platforms of one backend count as one: if an operation is chosen by what jax compiles for, all CUDA cards share a
+    row. "cpu" includes the rows of EXACT. Raises KeyError for a name outside PLATFORMS.
     """
     backend = PLATFORMS[platform].backend
     rows = [(op, row) for op, row in KERNELS if PLATFORMS[row].backend == backend]
@@ -354,8 +365,8 @@ def platform_of(device: Any) -> str:
 
 
 def product_platform_of(device: Any) -> str:
-    """Return the platform whose matrix products a jax device runs: "gpu" also for Blackwell cards, whose kernels share
-    its rows, else as `platform_of`.
+    """Return the platform whose matrix products a jax device runs: `platform_of` the device, but "gpu" for Blackwell
+    cards, whose kernels share its rows. Raises ValueError for a kind of device that has no rows.
     """
     platform = platform_of(device)
     return "gpu" if platform == "gpu_blackwell" else platform
