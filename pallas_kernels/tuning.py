@@ -34,15 +34,15 @@ class XlaAttention(_Sizes):
     block_bytes: int = 1 << 30  # most keys and values that a tile of several sequences gathers at a time
 
     def block_kv_of(self, page_size: int, num_rows: int) -> int:
-        """Return the number of keys per block: as many full pages as fit `block_kv`, at least one; for a tile of
-        num_rows = 1, whose work on a block costs less than starting the block, twice `block_kv`.
+        """Return the number of keys per block: as many full pages as fit `block_kv`, at least one page. For a tile of
+        num_rows = 1 it is twice `block_kv`, because the work on a block costs less than starting the block.
         """
         wanted = self.block_kv if num_rows > 1 else 2 * self.block_kv
         return max(wanted // page_size, 1) * page_size
 
     def block_seqs_of(self, num_bytes: int) -> int:
-        """Return the most sequences of a tile of single tokens: `block_seqs`, or if they are fewer as many, two at
-        least, as have blocks of `num_bytes` each within `block_bytes`.
+        """Return the most sequences of a tile of single tokens: `block_seqs`, or fewer so that their blocks of
+        `num_bytes` each fit into `block_bytes`, but at least two.
         """
         return min(self.block_seqs, max(2, self.block_bytes // num_bytes))
 
@@ -142,7 +142,9 @@ class TpuUpdate(_Sizes):
     vmem_limit_bytes: int = 40 << 20  # the default does not hold the groups of very wide rows
 
     def __post_init__(self) -> None:
-        """Raise ValueError as _Sizes does, and unless reads_ahead is less than groups_in_flight."""
+        """Raise ValueError for a value that is not an int of at least 1, and unless reads_ahead is less than
+        groups_in_flight.
+        """
         super().__post_init__()
         if self.reads_ahead >= self.groups_in_flight:
             raise ValueError(

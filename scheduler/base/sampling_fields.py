@@ -45,8 +45,8 @@ class Row:
 
 
 def _row(default: Any, **fields: Any) -> Any:
-    """Make a dataclass field with this default and a Row of `fields` in its metadata; `neutral` is the default unless
-    it is among them.
+    """Return a dataclass field with this default and a Row of `fields` in its metadata. `neutral` is the default unless
+    it is among `fields`.
     """
     return field(default=default, metadata={"row": Row(neutral=fields.pop("neutral", default), **fields)})
 

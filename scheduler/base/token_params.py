@@ -43,8 +43,8 @@ class ThinkingBudget:
     """Limit on the reasoning of an output.
 
     Attributes:
-      num_tokens: tokens of reasoning after which `closing` is written, whatever the model would write.
-      ends: token sequences that end reasoning, as Grammar.reasoning_end.
+      num_tokens: number of reasoning tokens after which `closing` is written, whatever the model would write.
+      ends: token sequences that end reasoning, see Grammar.reasoning_end.
       closing: token ids, at least one.
     """
 
@@ -55,7 +55,7 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """Grammar of an output, to be compiled by jaxengine.grammars.
+    """Grammar of an output, compiled by jaxengine.grammars.
 
     Attributes:
       kind: "json", "regex", "choice", "grammar" or FREE (no constraint).
@@ -63,7 +63,7 @@ class Grammar:
       options: llguidance's options for reading a JSON schema.
       reasoning_end: token sequences, any of which ends the unconstrained reasoning before the constrained part. Empty:
         the output is constrained from the start.
-      reasoning_begin: tokens with which the output must begin to have reasoning; empty: it always has.
+      reasoning_begin: tokens with which an output with reasoning begins; empty if every output has reasoning.
       budget: limit of the reasoning; None for none. Only with reasoning_end, or kind FREE.
     """
 
@@ -138,13 +138,15 @@ class TokenParams(SamplingFields):
 
     @cached_property
     def has_long_bad_words(self) -> bool:
-        """Whether some bad word has several tokens, so that earlier tokens decide whether its last one is forbidden."""
+        """Whether some bad word has several tokens, so that earlier tokens determine whether its last one is
+        forbidden.
+        """
         return any(len(word) > 1 for word in self.bad_words)
 
     @cached_property
     def steer_digest(self) -> bytes:
-        """Return the SHA-256 of `steer`. It may cover megabytes, and is computed once for the n outputs that share
-        these params.
+        """SHA-256 of `steer`. It may cover megabytes, and is computed once for the n outputs that share these
+        params.
         """
         digest = hashlib.sha256()
         for at, values in self.steer:
@@ -153,22 +155,20 @@ class TokenParams(SamplingFields):
 
     @property
     def given_token_ids(self) -> tuple[int, ...]:
-        """Return the token ids whose logprobs are reported in addition: those for output tokens, then those for prompt
-        tokens.
-        """
+        """Token ids whose logprobs are reported in addition: those for output tokens, then those for prompt tokens."""
         return (*self.logprob_token_ids, *self.prompt_logprob_token_ids)
 
     @property
     def most_cached(self) -> int | None:
-        """Return how many leading prompt tokens may come from the prefix cache; None for all."""
+        """Number of leading prompt tokens that may come from the prefix cache; None for no limit."""
         if self.reads_prompt:
             return 0
         return None if self.prompt_logprobs is None else self.prompt_logprob_start
 
     @cached_property
     def features(self) -> int:
-        """Return the optional parts of a step that a request with these parameters needs: bits of this module (BIAS,
-        MASK, ...) and of sampling_fields, 0 for none. ADAPTER is not among them.
+        """Optional parts of a step that a request with these parameters needs: bits of this module (BIAS, MASK, ...)
+        and of sampling_fields, 0 for none. ADAPTER is not among them.
         """
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
         wanted = (
@@ -185,8 +185,8 @@ class TokenParams(SamplingFields):
 
 
 def row_words(params: SamplingFields, seed: int) -> tuple[int, ...]:
-    """Return the values of COLUMNS for a request, the 32 bits of each as an int32; one below its Row.least becomes
-    that.
+    """Return the values of COLUMNS for a request, in order, with the 32 bits of each as an int32. A value below its
+    Row.least is replaced by that.
 
     seed: any 64-bit integer, signed or not; its low half comes first. Raises struct.error or OverflowError for a value
     beyond 32 bits.

@@ -12,8 +12,8 @@ MAX_VERSION_LENGTH = 256  # of texts, which every answer may repeat
 
 
 def check_version(version: Any) -> None:
-    """Raise RequestError unless `version` may be a version of weights: a signed 64-bit integer (no bool), a text of at
-    most MAX_VERSION_LENGTH characters without lone surrogates, or None, which means the last number plus one.
+    """Raise RequestError unless `version` may be a version of weights: a signed 64-bit integer (not a bool), a text of
+    at most MAX_VERSION_LENGTH characters without lone surrogates, or None, which means the last number plus one.
     """
     if isinstance(version, str):
         if len(version) > MAX_VERSION_LENGTH:

@@ -61,7 +61,9 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
-        """Make all buckets. Raises ValueError for a size of decode_sizes or mixed_sizes beyond its limit or below 1."""
+        """Create all buckets. Raises ValueError for a size of decode_sizes or mixed_sizes beyond its limit or below
+        1.
+        """
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
             ("mixed_sizes", mixed_sizes := list(mixed_sizes), max_num_batched_tokens),
@@ -124,8 +126,8 @@ class Buckets:
         With one token per sequence and no flag set it is a decode-only bucket, else a mixed one:
           mixed: some sequence has more than one token although the counts, each the largest of any replica, do not show
             it.
-          prompt: PROMPT_FEATURES act on its prompt tokens; changes nothing if there are no mixed buckets.
-          sections: it has the message sections that `Buckets` was given, of which there must be some.
+          prompt: PROMPT_FEATURES act on its prompt tokens. Without mixed buckets the flag has no effect.
+          sections: the step has the message sections that `Buckets` was given, which must not be empty.
 
         Raises ValueError for counts that no step may have, IndexError if a mixed bucket is needed and there is none.
         """

@@ -40,8 +40,9 @@ class DraftOptions:
     Attributes:
       guesses: whether there are proposed drafts, in addition to grammar drafts.
       draft: proposer on the host; None if the device proposes.
-      forced: grammar drafts of requests with MASK; None if these have no drafts.
-      guided: requests with MASK may have drafts of the device where `forced` finds none, each under a mask of its own.
+      forced: function that returns grammar drafts of requests with MASK; None if these have no drafts.
+      guided: whether requests with MASK may have drafts proposed by the device, each under its own grammar mask, where
+        `forced` returns None.
     """
 
     guesses: bool = True
@@ -50,7 +51,7 @@ class DraftOptions:
     guided: bool = False
 
     def extension(self) -> Drafts:
-        """Make the scheduler extension with these options."""
+        """Return a new scheduler extension with these options."""
         return Drafts(self)
 
 
@@ -74,7 +75,7 @@ class DecodeDrafts:
     `widen`.
 
     Attributes:
-      widths: i32[n], tokens of each decode, its last one and drafts; None: one each.
+      widths: i32 [n], number of tokens of each decode, its last one and drafts; None if each has one.
     """
 
     def __init__(self, options: DraftOptions, slots: Slots):
@@ -90,12 +91,14 @@ class DecodeDrafts:
 
     @property
     def is_forced(self) -> np.ndarray:
-        """Return bool[n], the decodes without proposed drafts, in a step with drafts; empty in another step."""
+        """Whether each decode is without proposed drafts, bool [n], in a step with drafts; an empty array in another
+        step.
+        """
         return _NONE if self.widths is None else self._runs >= 0
 
     @property
     def is_guided(self) -> np.ndarray:
-        """Return bool[n], the decodes with masked drafts, in a step with drafts; empty in another step."""
+        """Whether each decode has masked drafts, bool [n], in a step with drafts; an empty array in another step."""
         return _NONE if self.widths is None else self._masked & (self._runs < 0) & (self.widths > 1)
 
     def begin(self) -> None:
@@ -103,11 +106,11 @@ class DecodeDrafts:
         self.widths = None
 
     def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
-        """Return i32[n]: for each of the slots `decodes` i64[n] its number of grammar drafts, at most `most`; -1 if its
-        drafts would be proposed.
+        """Return i32 [n], for each of the slots `decodes` i64 [n] its number of grammar drafts, at most `most`; -1 if
+        its drafts would be proposed.
 
         A request whose next choice the host must prepare (a grammar, long bad words, min_tokens) has 0, or as many as
-        its grammar fixes; if that is unknown and DraftOptions.guided is set, -1. Without DraftOptions.guesses all
+        its grammar fixes; if that is unknown and DraftOptions.guided is set, -1. If DraftOptions.guesses is False, all
         others have 0.
         """
         s = self._slots
@@ -129,9 +132,9 @@ class DecodeDrafts:
         return self._runs
 
     def widen(self, decodes: np.ndarray, width: int) -> np.ndarray:
-        """Give each decode up to `width` tokens, its last one and drafts; return `widths`, at least 1 each.
+        """Give each decode up to `width` tokens, its last one and drafts. Set and return `widths`, at least 1 each.
 
-        decodes: i64[n], the slots for which `look_ahead` was called last. No decode gets more than its request's limit
+        decodes: i64 [n], the slots for which `look_ahead` was called last. No decode gets more than its request's limit
         leaves, or than the host proposes if it is the proposer (DraftOptions.draft).
         """
         s = self._slots
@@ -171,11 +174,11 @@ class Drafts(SchedulerExtension):
     ranks: Sequence[RankDrafts]
 
     def __init__(self, options: DraftOptions):
-        """Keep the options; `start` makes the rest."""
+        """Store the options. `start` creates everything else."""
         self._options = options
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, and `width` for the widths of the replicas' common configuration."""
+        """Create `ranks`, and `width` for the widths in the replicas' common configuration."""
         config = ranks[0].config
         limits = config.max_num_seqs, config.max_num_batched_tokens
         self.width = DraftWidth({width: most_wide(width, *limits) for width in config.widths})
@@ -183,12 +186,12 @@ class Drafts(SchedulerExtension):
         self.ranks = [RankDrafts(self._options, rank) for rank in ranks]
 
     def decode_width(self) -> int:
-        """Give the decodes of the step being scheduled their drafts; return the width of its bucket, one of
+        """Give the decodes of the step being scheduled their drafts, and return the width of its bucket: 1 or one of
         SchedulerConfig.widths.
 
-        Returns 1, without drafts, if the step has other rows than decodes, which is counted as a prefill, no width
-        pays, no decode has drafts, or a replica lacks pages for its own. A choice of `width` counts as a trial, and
-        pages are allocated for the drafts.
+        Returns 1, without drafts, if the step has rows other than decodes (which counts as a prefill), if no width
+        pays, if no decode has drafts, or if a replica lacks pages for its drafts. The choice of `width` may count as a
+        trial. Pages are allocated for the drafts.
         """
         counts = [each.rank.num_decodes for each in self.ranks]
         rows = [count for count in counts if count is not None]
@@ -224,10 +227,11 @@ class RankDrafts(RankExtension):
         return self._drafts.look_ahead(self.rank.decodes, most)
 
     def widen(self, width: int) -> int:
-        """Give decodes, the step's only rows, up to `width` tokens: the last one and drafts. Returns the most that one
-        got.
+        """Give the decodes, which must be the step's only rows, up to `width` tokens each: the last one and drafts.
+        Allocate their pages, and return the most tokens that one got.
 
-        Returns 0 if pages do not suffice: nobody is preempted for a draft. `look_ahead` must have been called before.
+        Returns 0 if pages do not suffice: no request is preempted for a draft. `look_ahead` must have been called
+        before.
         """
         slots, pages = self.rank.decodes, self.rank.pages
         widths = self._drafts.widen(slots, width)
@@ -238,10 +242,12 @@ class RankDrafts(RankExtension):
         return int(widths.max(initial=0))
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Write the drafts into the batch: its num_scheduled, tokens, section and choice; nothing without drafts.
+        """Write the drafts into the batch: its num_scheduled, num_tokens, decode_token_ids, section and choice. Does
+        nothing in a step without drafts.
 
-        Drafts count as accepted until the step's results come; `Results.take` takes back rejected ones. With several
-        micro-batches the batch contains `start` of every decode.
+        Drafts count as accepted until the step's results come; `Results.take` then uncounts rejected ones. With several
+        micro-batches, `start` of every decode is written in any case, because stages do not learn which drafts were
+        accepted.
         """
         if self.rank.config.num_micro_batches > 1:  # stages do not hear which drafts were right
             batch.start = batch.start.copy()
