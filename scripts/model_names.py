@@ -27,5 +27,5 @@ class NamedModels(NamedTuple):
 
 
 def read_names() -> list[NamedModels]:
-    """Read all rows."""
+    """Return all rows of model_names.json."""
     return [NamedModels(tuple(row["names"]), row["params"], row["config"]) for row in json.loads(FILE.read_text())]

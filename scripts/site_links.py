@@ -20,7 +20,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def with_repository_links(markdown: str, repository: str) -> str:
-    """Replace the target of each link out of docs/ by its address under `repository`, branch main."""
+    """Return the Markdown with the target of each link out of docs/ replaced by its address under `repository`, branch
+    main.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         path, mark, anchor = match[1].partition("#")
