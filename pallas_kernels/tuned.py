@@ -65,10 +65,10 @@ def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int
 
 
 def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -> Entry | None:
-    """Return the chip's entry for a product's shape, or the one at the least distance; None if it has no entry for such
-    codes.
+    """Return the chip's entry with the least distance to a product's shape, among those for such codes; None if there
+    is none.
 
-    rows, size, out, group: see Entry.distance. codes: dtype of the codes.
+    rows, size, out, group: see Entry.distance. codes: name of the codes' dtype.
     """
     entries = (Entry(*row) for row in TABLE.get(chip, ()) if row[4] == codes)
     return min(entries, key=lambda entry: entry.distance(rows, size, out, group), default=None)

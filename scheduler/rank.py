@@ -91,7 +91,9 @@ class Rank:
         return int(self.slots.num_tokens[self.slots.active].sum())
 
     def count_token_slots(self) -> tuple[int, int]:
-        """Return the number of token slots in pages held by running requests, and how many of them are empty."""
+        """Return the number of token slots in pages held by running requests, over all cache groups, and how many of
+        them hold no computed token.
+        """
         s, pages, page_size = self.slots, self.pages, self.config.page_size
         active = np.flatnonzero(s.active)
         empty = page_size * int(pages.num_columns[active].sum()) - int(s.num_computed[active].sum())
@@ -99,7 +101,7 @@ class Rank:
 
     @property
     def is_open(self) -> bool:
-        """Whether the step being scheduled has tokens and a slot left."""
+        """Whether the step being scheduled has tokens left and the replica has a free slot."""
         return self.budget > 0 and self.slots.num_free > 0
 
     def begin(self, num_in_flight: int) -> None:

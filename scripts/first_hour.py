@@ -159,7 +159,7 @@ def _happens(row: str, llm: LLM) -> str:
 
 
 class _Quiet:
-    """Wraps the engine and hides its progress bars."""
+    """Wrapper of an engine whose `generate` shows no progress bars."""
 
     def __init__(self, llm: LLM):
         self._llm = llm

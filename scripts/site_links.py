@@ -15,7 +15,9 @@ NOT_PAGES = ("kubernetes", "grafana.json")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Return the page's Markdown with links out of docs/ rewritten; mkdocs calls this for each page."""
+    """Return a page's Markdown with links out of docs/ replaced by links to the repository. mkdocs calls this for each
+    page.
+    """
     return with_repository_links(markdown, config.repo_url)
 
 

@@ -76,7 +76,9 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
-    """Yield (module, name or None) of each import from vllm, wherever it stands in the script."""
+    """Yield (module, name) of each name imported from vllm, anywhere in the script; name is None for `import
+    module`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_vllm(node.module or ""):
             yield from ((str(node.module), alias.name) for alias in node.names)
@@ -129,7 +131,9 @@ def run_here() -> None:
 
 
 def _use_model(model: str) -> None:
-    """Make every engine of this process load this model, whatever the script names."""
+    """Replace EngineConfig.from_options, so that every engine of this process loads this model, whatever the script
+    names.
+    """
     from jaxengine.config.engine_config import EngineConfig
 
     from_options = EngineConfig.from_options.__func__
@@ -141,7 +145,7 @@ def _use_model(model: str) -> None:
 
 
 class _AsVllm(MetaPathFinder, Loader):
-    """Import finder and loader that gives jaxengine's modules under vllm's names."""
+    """Import finder and loader that returns jaxengine's modules under vllm's names."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if _is_vllm(fullname) else None

@@ -353,7 +353,7 @@ def package_rows(root: Path) -> Iterator[str]:
 
 
 def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Iterator[str]:
-    """Yield a table row for each parser."""
+    """Yield a table row for each parser: its name, its models and the words of the chat template that select it."""
     for name, row in rows.items():
         words = " ".join(f"`` {_cell(word)} ``" if "`" in word else f"`{_cell(word)}`" for word in row.template)
         yield f"| `{name}` | {row.models} | {words} |"
@@ -385,7 +385,7 @@ def _models() -> Iterator[str]:
 
 
 def _model_names() -> str:
-    """Return the page of models by name."""
+    """Return the content of model_names.md, the page of models by name."""
     rows, count = [], 0
     for names, parameters, config in read_names():
         model = read_hf(config)
@@ -430,7 +430,7 @@ def _allowed(name: str) -> str:
 
 
 def _where(name: str) -> str:
-    """Return the letters of the interfaces that have a field of SamplingParams."""
+    """Return the letters of the interfaces that have a field of SamplingParams, separated by spaces."""
     requests = {"C": CompletionRequest, "H": ChatRequest, "R": ResponsesRequest}
     letters = ["P", *(letter for letter, model in requests.items() if name in model.model_fields)]
     return " ".join([*letters, "L"] if name in (*SAMPLING_OPTIONS, *OUTPUT_OPTIONS) else letters)

@@ -76,13 +76,15 @@ def sum_same_tokens(x: jax.Array, axis: str) -> jax.Array:
 
 def reduce_tokens(x: jax.Array, axis: str) -> jax.Array:
     """Sum partial results x [n * T, ...] of gathered tokens (`gather_tokens`) over all devices that hold parts of
-    `axis`, and return the rows of this replica's own tokens, [T, ...].
+    `axis`, and return the rows of this replica's own tokens, [T, ...]: `scatter_tokens`, then `sum_same_tokens`.
     """
     return sum_same_tokens(scatter_tokens(x, axis), axis)
 
 
 def largest_of_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Return the elementwise maximum of x over the devices that hold parts of `axis`, which have the same tokens."""
+    """Return the elementwise maximum of x over the devices that hold parts of `axis`, which must have the same
+    tokens.
+    """
     over = split_over(axis)
     return lax.pmax(x, over) if over else x
 

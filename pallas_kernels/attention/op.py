@@ -147,7 +147,9 @@ def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: Atte
 
 
 def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:
-    """Raise ValueError unless tree_mask is u32 [T, words] and `spec` causal, without window and chunk."""
+    """Raise ValueError unless tree_mask is u32 [num_tokens, words], and `spec` is causal and has neither window nor
+    chunk.
+    """
     if tree_mask.ndim != 2 or tree_mask.shape[0] != num_tokens or tree_mask.dtype != jnp.uint32:
         raise ValueError(f"tree_mask must be uint32[{num_tokens}, words], got {tree_mask.dtype}{list(tree_mask.shape)}")
     if not spec.causal or spec.window is not None or spec.chunk is not None:

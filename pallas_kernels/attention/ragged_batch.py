@@ -60,8 +60,8 @@ class AttentionSpec:
         return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.v_head_dim))
 
     def __post_init__(self) -> None:
-        """Raise ValueError, with the field's name, for sizes below 1, query heads that are no multiple of the kv heads,
-        a scale that is not finite, a soft cap that is not positive, or values that contradict each other.
+        """Raise ValueError, with the field's name, for sizes below 1, query heads that are not a multiple of the kv
+        heads, a scale that is not finite, a soft cap that is not positive, or values that contradict each other.
         """
         for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, field) < 1:
@@ -91,12 +91,12 @@ class AttentionSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads per kv head."""
+        """Number of query heads per kv head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def query_dims(self) -> tuple[int, int]:
-        """Columns of queries `q` and `q_rest`: (H, 0), or (Hv, H - Hv) where values lie in keys."""
+        """Numbers of columns of the queries `q` and `q_rest`: (H, 0), or (Hv, H - Hv) if values lie in keys."""
         dim = self.v_head_dim if self.values_in_keys else self.head_dim
         return dim, self.head_dim - dim
 

@@ -40,10 +40,11 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Return the runs of B rows of T = page_size tokens, for attention without pages; see
-    attention.op.attention_schedule.
+    """Return the run of each token and its index in it, for attention without pages over B rows of T = page_size
+    tokens; see attention.op.attention_schedule.
 
-    num_tokens: B * T. spec and tuning are not used. Raises ValueError for `kv_limits`.
+    batch: its cu_q_lens are the first tokens of runs. num_tokens: B * T. spec and tuning are not used. Raises
+    ValueError for `kv_limits`.
     """
     del spec, tuning
     if kv_limits is not None:

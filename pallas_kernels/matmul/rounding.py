@@ -63,7 +63,7 @@ def largest_values(x: jax.Array, group: int) -> jax.Array:
 
 
 def largest_of(values: jax.Array) -> jax.Array:
-    """Return the largest magnitude per group of values shaped by `by_group`, with the last dimension 1."""
+    """Return the largest magnitude per group of values shaped by `by_group`; the last dimension becomes 1."""
     return jnp.max(jnp.abs(values), axis=3, keepdims=True)
 
 
@@ -177,8 +177,8 @@ def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
 
 
 def by_group(x: jax.Array, num_groups: int) -> jax.Array:
-    """Reshape rows x [M, in] to [M / rows, n, rows, in / n], n = num_groups; rows is the largest of 8, 4, 2 and 1 that
-    divides M if in / n is a multiple of 128, else 1.
+    """Return rows x [M, in] reshaped to [M / rows, n, rows, in / n], n = num_groups. If in / n is a multiple of 128,
+    rows is the largest of 8, 4, 2 and 1 that divides M, else 1.
 
     Where these are full tiles of a TPU's memory no data moves, and XLA rounds in one pass; with groups before rows it
     would reorder everything first.
@@ -189,7 +189,7 @@ def by_group(x: jax.Array, num_groups: int) -> jax.Array:
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """Return the rows [M, in] of values x shaped by `by_group`, its inverse."""
+    """Return values x shaped by `by_group` as rows [M, in] again."""
     blocks, groups, rows, size = x.shape
     return x.swapaxes(1, 2).reshape(blocks * rows, groups * size)
 

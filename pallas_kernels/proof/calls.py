@@ -19,10 +19,10 @@ _WORK_LISTS = {"ragged_paged_attention": 3, "lora_product": 4}
 
 
 class Call(NamedTuple):
-    """Call of an implementation, with shapes in place of arrays.
+    """Recorded call of an implementation, with shapes in place of arrays.
 
     Attributes:
-      op, platform: as `registry.kernel` takes them; kind: as which it ran.
+      op, platform: arguments of `registry.kernel`. kind: the kind of implementation as which it ran.
       arguments, options: those of the implementation; an array is a ShapeDtypeStruct. A pool has one page, as kernels
         do not depend on their number.
     """

@@ -195,7 +195,7 @@ def _kernel_rows(call: Call) -> list[tuple[str, str]]:
 
 
 def _not_run(error: Exception) -> str:
-    """Return the note of a call whose plain XLA cannot be run because of an error."""
+    """Return a note that says that a call's plain XLA cannot be run, with the error."""
     return f"plain XLA cannot be run: {_first_line(error)}"
 
 
@@ -230,6 +230,6 @@ def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message, at most 300 characters."""
+    """Return "TYPE: LINE", the type of an error and the first line of its message, at most 300 characters of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"

@@ -20,15 +20,15 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Facts about a parameter; its type, f32 or i32 on the devices, is that of `neutral`.
+    """Facts about a sampling parameter. Its type on the devices, f32 or i32, follows from that of `neutral`.
 
     Attributes:
       neutral: the value that changes nothing.
-      feature: what a request with another value needs of the sampler.
-      low, high: limits, both allowed.
+      feature: the feature bit of a request with another value.
+      low, high: smallest and largest allowed value.
       allowed: the values that are allowed, in words.
-      off: another way to write `neutral`.
-      least: the least value that the devices get, instead of smaller ones.
+      off: another way to write `neutral`; None for none.
+      least: smaller values are replaced by this one on the devices.
       grpc: the field of a GenerateRequest.
       reads_prompt: whether its effect depends on the tokens of the prompt.
     """

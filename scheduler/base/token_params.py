@@ -84,33 +84,33 @@ _WORDS = struct.Struct(f"<{len(COLUMNS)}i")
 
 @dataclass(kw_only=True)
 class TokenParams(SamplingFields):
-    """Parameters of one request, as the scheduler and the devices use them. Never changed once made.
+    """Parameters of one request, as the scheduler and the devices use them. They never change after construction.
 
     Names are those of SamplingParams; fields of SamplingFields are described there.
 
     Attributes:
-      min_tokens: no stop token ends the request before it has so many.
-      logprobs, prompt_logprobs: entries to report for each token, None for none.
+      min_tokens: number of output tokens before which no stop token ends the request.
+      logprobs, prompt_logprobs: number of entries to report for each token, None for none.
       prompt_logprob_start: prompt tokens up to this one, counted from 0, have no entries; only with prompt_logprobs.
       logprob_token_ids: tokens to report in addition, only with logprobs.
-      prompt_logprob_token_ids: likewise for prompt tokens, only with prompt_logprobs.
-      return_sampling_mass: report what sampling made of each token, only with logprobs.
-      trace_decode_token_ids: the tokens that it gets, whatever it would choose; empty: it chooses.
+      prompt_logprob_token_ids: tokens to report in addition for prompt tokens, only with prompt_logprobs.
+      return_sampling_mass: whether to report what sampling made of each token, only with logprobs.
+      trace_decode_token_ids: the output tokens, whatever the model would choose; empty: the model chooses.
       routed_experts_prompt_start: prompt tokens up to this one, counted from 0, are returned without their experts.
-      logit_bias: what is added to the logits of tokens, by id.
+      logit_bias: values added to the logits of tokens, by id.
       allowed_token_ids: the only tokens that the request may sample; None for all.
       bad_words: token sequences that the request must not complete.
-      grammar: what its output must keep to.
-      capture: names of what it is to get of the activations that the engine captures.
-      steer: what its tokens add to activations: names of taps, each with f32[hidden size] as bytes.
-      processors: values of all columns of each logits processor that the request uses, by its number.
-      uses_counts: one of these counts tokens.
-      reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache.
-      alignment: (first, positions): its prompt's tokens from number `first` on are aligned with the first `positions`
+      grammar: grammar that its output must follow; None for none.
+      capture: names of the captured activations that the request gets.
+      steer: steering vectors added to activations: names of taps, each with f32 [hidden size] as bytes.
+      processors: values of all columns of each logits processor that the request uses, by the processor's index.
+      uses_counts: whether one of these processors needs token counts.
+      reads_prompt: whether every token of the prompt has to be computed, none taken from the prefix cache.
+      alignment: (first, positions): its prompt's tokens from index `first` on are aligned with the first `positions`
         positions of its sound; None for none.
-      token_results: each prompt token's own row of results is returned.
-      kv_transfer: what it says of pages that another engine gets or has; None for nothing.
-      capabilities: features that no other field asks for.
+      token_results: whether each prompt token's row of results is returned.
+      kv_transfer: parameters for pages that another engine gets or has; None for none.
+      capabilities: feature bits that follow from no other field.
     """
 
     min_tokens: int = 0

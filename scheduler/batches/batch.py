@@ -11,7 +11,7 @@ from jaxengine.scheduler.base.request import Request
 
 
 class PageDeltas(NamedTuple):
-    """Page-table entries written since the last step: rows (group * max_num_seqs + slot), columns and page ids, i32[n]
+    """Page-table entries written since the last step: rows (group * max_num_seqs + slot), columns and page ids, i32 [n]
     each.
     """
 
@@ -81,11 +81,12 @@ class ScheduledStep:
     """One step: a batch for each replica, possibly empty. It is dispatched if any replica has rows.
 
     Attributes:
+      batches: the batch of each replica.
       expired: requests that ended in this step because their deadline had passed or their values fit no column.
-      num_rows, num_tokens: of all replicas.
+      num_rows, num_tokens: sums over all replicas.
       features: union over the replicas, which all take the same branches.
-      has_sections: some replica fills message sections of extensions.
-      width: the most tokens of any decode, over all replicas; a step with more than 1 has no rows but decodes.
+      has_sections: whether some replica fills message sections of extensions.
+      width: the most tokens of any decode, over all replicas; a step with more than 1 has only decodes.
     """
 
     batches: list[ScheduledBatch]

@@ -41,10 +41,10 @@ class Packer:
     Attributes:
       buckets: the closed set of step shapes.
       page_size: tokens of a page; bounds the page-table entries that a step can bring.
-      num_ranks: replicas, each with a message of its own.
-      num_groups: page tables of a slot: one for each cache group, and further ones of extensions.
-      sections: function from a bucket to the shapes of further fields of its messages, by name; None for no such
-        fields.
+      num_ranks: number of replicas, each of which has its own message.
+      num_groups: number of page tables of a slot: one for each cache group, and further ones of extensions.
+      sections: by name of a further message field, a function from a bucket to the field's shape, or None if the
+        bucket's messages do not have it.
     """
 
     buckets: Buckets

@@ -250,8 +250,8 @@ def _order(request: Request) -> tuple[int, int]:
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests use few of the `num_slots` adapter slots, as jaxengine.models.adapters.are_few defines
-    it. columns: for each replica, the adapter slot of each of its slots, -1 for none.
+    """Whether running requests use so few of the `num_slots` adapter slots that jaxengine.models.adapters.are_few
+    holds. columns: for each replica, the adapter slot of each of its slots, -1 for none.
     """
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 

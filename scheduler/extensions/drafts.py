@@ -211,7 +211,9 @@ class Drafts(SchedulerExtension):
 
 
 class RankDrafts(RankExtension):
-    """Drafts of one replica's decodes."""
+    """Drafts in one replica's schedule: the number of drafts of its decodes, their pages, and their data in the
+    batch.
+    """
 
     def __init__(self, options: DraftOptions, rank: Rank):
         """Start without drafts, for the decodes of this replica."""
@@ -223,7 +225,9 @@ class RankDrafts(RankExtension):
         self._drafts.begin()
 
     def look_ahead(self, most: int) -> np.ndarray:
-        """Return i32[n]: number of grammar drafts of each decode, at most `most`; -1 if its drafts are proposed."""
+        """Return i32 [n], the number of grammar drafts of each of the replica's decodes, at most `most`; -1 for a
+        decode whose drafts would be proposed (DecodeDrafts.look_ahead).
+        """
         return self._drafts.look_ahead(self.rank.decodes, most)
 
     def widen(self, width: int) -> int:

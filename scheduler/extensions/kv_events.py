@@ -92,12 +92,14 @@ class RankEvents(RankExtension):
         self._new[digest] = None
 
     def dropped(self, digest: bytes) -> None:
-        """Append a Removed event for the page with the key `digest`, unless its own event has not been made yet."""
+        """Append a Removed event for the page with the key `digest`. If the page has no Stored event yet, it will not
+        get one, and no event is appended.
+        """
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Append a Removed event for each group with pages among the keys `digests`; a page without an event yet gets
-        none. `pages` is not used.
+        """Append a Removed event for each cache group that has pages among the keys `digests`. A page without a Stored
+        event yet is left out and will not get one. `pages` is not used.
         """
         by_group: dict[int, list[bytes]] = {}
         for key in digests:

@@ -40,7 +40,7 @@ class _RankStates(RankExtension):
         self._snapshots = snapshots
 
     def begin(self) -> None:
-        """Make snapshots saved by the previous step available."""
+        """Start a step: snapshots saved by the previous step can be found from now on."""
         self._snapshots.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:

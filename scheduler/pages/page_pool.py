@@ -161,7 +161,7 @@ class PagePool:
         return self._page_of.keys()
 
     def find(self, digest: bytes) -> int | None:
-        """Return the page with a digest, None if there is none."""
+        """Return the page registered under a digest; None if there is none."""
         return self._page_of.get(digest)
 
     def forget(self, digest: bytes) -> None:

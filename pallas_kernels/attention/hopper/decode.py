@@ -79,7 +79,9 @@ class DecodeShape:
 
     @property
     def converts(self) -> bool:
-        """Whether keys and values are widened in shared memory before they are multiplied."""
+        """Whether keys and values have to be widened in shared memory before they are multiplied, because the pool's
+        dtype is another than the queries'.
+        """
         return self.kv_dtype != self.dtype
 
     @property
@@ -114,7 +116,9 @@ class DecodeShape:
 
 
 class Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the decode kernel gets, in launch order: operands and results in global memory, then shared
+    memory, barriers and, on Blackwell, tensor memory. None for what the shape does not need.
+    """
 
     q: Any  # [R * K * M, H]
     pool: Any  # rows [P * K * 2 * page, H]
@@ -302,10 +306,10 @@ def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, 
 
 
 def _attend(shape: DecodeShape, refs: Refs, first, end) -> None:
-    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a
-    CTA, each over its blocks, with wgmma.
+    """Compute the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a CTA, each
+    over its blocks, with wgmma, and store the partial results (`store`).
 
-    Waits for each item's queries and blocks, releases their buffers, and returns once the stores are complete.
+    Waits for each item's queries and blocks, frees their buffers, and returns once the stores are complete.
     """
     blocks, queries = shape.stages()
     head_dim = shape.spec.head_dim

@@ -117,7 +117,9 @@ def why_not_latent(spec: AttentionSpec) -> str | None:
 
 
 class _Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the latent attention kernel gets, in launch order: operands and results in global memory, then
+    shared memory and barriers.
+    """
 
     q: Any  # [R * K * M, Hv]
     q_rest: Any  # [R * K * M, H - Hv]
@@ -291,7 +293,9 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
 
 
 def _meet(barrier) -> None:
-    """Wait at `barrier` for the other computing warpgroup; each then sees the other's writes to shared memory."""
+    """Make this warpgroup's writes to shared memory visible, and wait at `barrier` until the other computing warpgroup
+    has done so, too.
+    """
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)

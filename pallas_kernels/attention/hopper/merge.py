@@ -24,7 +24,9 @@ NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an a
 
 
 class _Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the merge kernel gets, in launch order: operands and results in global memory, then shared memory
+    and barriers.
+    """
 
     o: Any  # [I, M, H]
     largest: Any  # f32 [I, M]

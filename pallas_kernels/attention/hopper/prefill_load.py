@@ -84,7 +84,9 @@ class Shape(NamedTuple):
 
     @property
     def widens(self) -> bool:
-        """Whether keys and values are widened to `dtype` in shared memory before they are multiplied."""
+        """Whether keys and values have to be widened to `dtype` in shared memory before they are multiplied, because
+        the pool has another dtype.
+        """
         return self.kv_dtype != self.dtype
 
     @property
@@ -139,7 +141,9 @@ class Shape(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the prefill kernel gets, in launch order: operands and results in global memory, then shared
+    memory, barriers and, on Blackwell, tensor memory. None for what the shape does not need.
+    """
 
     q: Any  # [T, N, H]
     pool: Any  # rows [P * K * 2 * page, H]
@@ -236,7 +240,9 @@ def load_row(shape: Shape, token):
 
 
 def tile_count(shape: Shape, refs: Refs, cta):
-    """Return the number of tiles that CTA `cta` computes, i32 []: its share of num_items * num_groups."""
+    """Return the number of tiles that CTA `cta` computes, i32 []: its share of the num_items * num_groups tiles, which
+    are dealt out to the CTAs in rounds of one each.
+    """
     total, num_ctas = refs.num_items[0] * shape.num_groups, shape.num_ctas
     rounds = lax.div(total, jnp.int32(num_ctas))
     return rounds + (_index_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)

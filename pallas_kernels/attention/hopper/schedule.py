@@ -120,8 +120,8 @@ def prefill_rows(spec: AttentionSpec, most: int) -> int:
 
 
 def prefill_block_q(spec: AttentionSpec, rows: int = 2 * WARPGROUP_ROWS) -> int:
-    """Return the number of tokens of a prefill tile: its rows of queries (`prefill_rows` of `spec` and `rows`) divided
-    by the largest power of two that divides the query heads of a kv head, at least 16.
+    """Return the number of tokens of a prefill tile: the number of its query rows (`prefill_rows` of `spec` and `rows`)
+    divided by the largest power of two that divides the query heads of a kv head; at least 16.
     """
     heads = spec.group_size & -spec.group_size
     return max(prefill_rows(spec, rows) // heads, 2 * BOX_ROWS)

@@ -352,10 +352,10 @@ def _call_kernel(
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Append zeros to x [n, ...] until it has `rows` rows."""
+    """Return x [n, ...] with zeros appended to its first axis until it has `rows` rows."""
     return _pad_axis(x, 0, rows)
 
 
 def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Append zeros to `axis` of x until it has `size` elements."""
+    """Return x with zeros appended to `axis` until that has `size` elements."""
     return jnp.pad(x, [(0, size - x.shape[axis] if index == axis else 0) for index in range(x.ndim)])

@@ -301,7 +301,9 @@ def _ones_in_first_lane(values: jax.Array) -> jax.Array:
 
 
 def _precision(plan: Plan) -> lax.Precision:
-    """Return the precision of both products: the highest for float32 operands, else the default."""
+    """Return the precision for products of queries with keys and of weights with values: HIGHEST for float32 operands,
+    else the default.
+    """
     # The matrix unit rounds float32 operands to bfloat16 by default.
     return lax.Precision.HIGHEST if plan.operand_dtype == jnp.float32 else lax.Precision.DEFAULT
 

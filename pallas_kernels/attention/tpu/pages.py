@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Static parameters of one kernel call."""
+    """Compile-time parameters of one call of the attention kernel, and the sizes that follow from them."""
 
     spec: AttentionSpec  # of this device's heads
     block_q: int  # tokens per tile
@@ -114,7 +114,9 @@ class Plan:
 
 
 class Refs(NamedTuple):
-    """References that the kernel reads and writes; shapes are those one grid step sees."""
+    """References that the kernel reads and writes, in launch order: operands, results o and lse, and scratch. Shapes
+    are those that one grid step sees.
+    """
 
     walk: Walk  # SMEM
     page_table: Any  # SMEM i32 [S * W], None if it is too large
@@ -174,7 +176,7 @@ def num_pages(segment: Segment, plan: Plan) -> jax.Array:
 
 
 def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
-    """Whether an item of `segment` is its last one."""
+    """Whether `item`, which belongs to `segment`, is the segment's last item: no later block of it has visible keys."""
     return (item[1] + 1) * plan.blocks.pages >= num_pages(segment, plan)
 
 

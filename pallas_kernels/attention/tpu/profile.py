@@ -45,7 +45,7 @@ _PAGES = 64  # pages of the pool
 
 
 class Sizes(NamedTuple):
-    """Tokens and keys of a trip's work."""
+    """Tokens of a tile, and keys of a block, of the work that a profile repeats."""
 
     block_q: int  # tokens of a tile
     block_kv: int  # keys of a block
@@ -132,7 +132,9 @@ def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
 
 
 def _copy(refs: Refs, plan: Plan, part: str, trips: int) -> None:
-    """Start (part "fetch") or await ("wait") the copies of `trips` items from the cursor on, and move the cursor."""
+    """Start (part "fetch") or await ("wait") the copies of the `trips` items from the cursor on, and set the cursor to
+    the item after them.
+    """
     cursor, end = refs.cursor, segments_before(refs, refs.walk.tile_start.shape[0])
     item = cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK]
     for _ in range(trips):

@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Sizes of the kernel's work on keys."""
+    """Sizes that determine how the kernel divides keys, tiles and heads."""
 
     pages: int  # pages of one sequence per block of keys
     buffers: int  # blocks in VMEM: one being worked, the others on their way
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Return the windows of the keys, of head dim H of `spec`, of each of `num_kv_heads` heads in a row of the pool."""
+    """Return the window of the key of each of `num_kv_heads` kv heads in a row of the pool."""
     return tuple(_window(head * _stride(spec), spec.head_dim) for head in range(num_kv_heads))
 
 

@@ -66,7 +66,9 @@ class Shape:
 
 
 class _Refs(NamedTuple):
-    """Operands and results of the first kernel, in order."""
+    """References that the first kernel (`_attend`) gets, in order: operands, initial results, results, partial
+    results.
+    """
 
     q: Any  # [T, N, H]
     pool: Any  # [P, K, page * (H + Hv)]
@@ -88,7 +90,9 @@ class _Refs(NamedTuple):
 
 
 class _CutRefs(NamedTuple):
-    """Operands and results of the second kernel, in order."""
+    """References that the second kernel (`_merge`) gets, in order: partial results, other operands, initial results,
+    results.
+    """
 
     sums: Any  # f32 [parts, M, Hv]
     largest: Any  # f32 [parts, M]
@@ -251,7 +255,9 @@ def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
 
 
 def _logits(spec: AttentionSpec, products, scale):
-    """Return logits in base 2 of products f32 [M, keys]. scale: factor of the products, before a soft cap."""
+    """Return the logits in base 2, soft cap applied, of query-key products f32 [M, keys]. scale: factor of the
+    products, applied before a soft cap.
+    """
     if (cap := spec.soft_cap) is None:
         return products * (scale * LOG2E)
     # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is good to 11 bits

@@ -100,7 +100,7 @@ def log_once(kernels: str, reason: str) -> None:
 
 
 class _Step(NamedTuple):
-    """Operands that all tiles of the step share."""
+    """Operands that all tiles of the step share: pool, batch, spec, factors, sinks, masks and tile sizes."""
 
     kv: KVPages  # pool to read
     batch: RaggedBatch  # rows of the step

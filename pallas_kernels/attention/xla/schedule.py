@@ -163,7 +163,7 @@ def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array
 
 
 def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
-    """Build Tiles, deriving their block ranges from the keys that their rows see.
+    """Return Tiles with the given fields, and with block ranges derived from the keys that their rows see.
 
     num_tiles, seqs, tokens, start, end: fields of Tiles. block_kv: keys of a block.
     """

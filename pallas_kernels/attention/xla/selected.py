@@ -38,7 +38,9 @@ def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, t
 
 
 class _Step(NamedTuple):
-    """Operands that all tiles of the step share."""
+    """Operands that all tiles of the step share: pool, batch, tile sizes and the number of keys that a token
+    selects.
+    """
 
     kv: KVPages  # pool of the indexer's keys, or of those to attend to
     batch: RaggedBatch  # rows of the step

@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
 
 
 def _lengths(num_tokens: int) -> tuple[int, ...]:
-    """Return the padded lengths that prompts of a step of `num_tokens` tokens can have."""
+    """Return the padded lengths (of LENGTHS, ascending) that prompts of a step of `num_tokens` tokens can have."""
     return tuple(each for each, below in zip(LENGTHS, (0, *LENGTHS), strict=False) if below < num_tokens)
 
 

@@ -67,9 +67,10 @@ def _num_terms(shape: tuple[int, ...], contract: int) -> int:
 
 
 def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> jax.Array:
-    """Multiply one bfloat16 row x [1, in] by a bfloat16 matrix `weight` that is widened in registers: f32 [1, out].
+    """Multiply one bfloat16 row x [1, in] by a bfloat16 matrix `weight` that is widened in registers: return f32 [1,
+    out].
 
-    contract: the matrix's axis of inputs. terms: equal parts of these, see `_num_terms`.
+    contract: the matrix's axis of inputs. terms: number of equal parts into which these are cut, see `_num_terms`.
 
     XLA:CPU's product of bfloat16 writes the widened matrix to memory first, and its sums of products are scalar code.
     Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a half. The

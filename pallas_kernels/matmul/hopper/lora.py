@@ -112,7 +112,7 @@ def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, inter
 
 
 class _OfA(NamedTuple):
-    """Operands, result and shared memory of the first kernel."""
+    """References that the first kernel gets, in launch order: operands, result, shared memory and barriers."""
 
     visits: _Visits  # operands in memory
     x: Any  # [rows, in]
@@ -243,7 +243,7 @@ def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: Lo
 
 
 class _OfB(NamedTuple):
-    """Operands, result and shared memory of the second kernel."""
+    """References that the second kernel gets, in launch order: operands, result, shared memory and barriers."""
 
     slot_tile: Any  # i32 [V] of LoraVisits, as `slots`
     slots: Any  # i32 [N]

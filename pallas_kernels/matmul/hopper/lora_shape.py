@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def num_modules(self) -> int:
-        """Number of modules, each with an A."""
+        """Number of modules, each of which has an A."""
         return max(self.modules) + 1
 
     @property
@@ -95,7 +95,7 @@ class Shape:
 
     @property
     def splits(self) -> int:
-        """Number of parts of the inputs, each added up by CTAs of its own."""
+        """Number of parts of the inputs, each added up by separate CTAs."""
         return -(-self.size // (self.inputs * self.per_split))
 
     @property

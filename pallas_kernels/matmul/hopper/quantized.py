@@ -98,7 +98,9 @@ def log_once(reason: str) -> None:
 
 
 class _Refs(NamedTuple):
-    """Operands, result and shared memory of the kernel; None for those that a problem does not have."""
+    """References that the kernel gets, in launch order: operands, result, shared memory, barriers and, on Blackwell,
+    tensor memory. None for those that a product does not have.
+    """
 
     x: Any  # [packed * M, in / packed]
     codes: Any  # [G * halves * out, in / packed]
@@ -221,7 +223,7 @@ def multiply(
 
 
 def _padded(vector: jax.Array | None, size: int) -> jax.Array | None:
-    """Append zeros to the rows of a vector [n, M] until they have `size` columns; None stays None."""
+    """Return vector [n, M] with zeros appended to its rows up to `size` columns; None for None."""
     return None if vector is None else jnp.pad(vector, ((0, 0), (0, size - vector.shape[1])))
 
 

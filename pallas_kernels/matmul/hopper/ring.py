@@ -112,8 +112,8 @@ def store_transposed(total: Any, staged: Any, send: Callable[[Any, int], None]) 
 
 
 def write_transposed(piece: Any, part: Any) -> None:
-    """Write the transpose of a piece of the warpgroup's tile, f32 [64, rows], to shared memory `part` [rows, 64] in its
-    dtype, ready to be copied.
+    """Write the transpose of a piece of the warpgroup's tile, f32 [64, rows], to shared memory `part` [rows, 64], in
+    the dtype of `part`, and make it visible to copies.
     """
     piece = plgpu.layout_cast(piece.astype(part.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     part.transpose((1, 0))[...] = piece

@@ -82,7 +82,7 @@ def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Static parameters that the kernel is compiled for.
+    """Compile-time parameters of the product kernel, and the sizes that follow from them.
 
     Attributes:
       rows, size, out: rows of the product, and inputs and outputs of the matrix.
@@ -207,7 +207,7 @@ class Shape:
 
     @property
     def splits(self) -> int:
-        """Number of parts of the inputs, each added up by CTAs of its own."""
+        """Number of parts of the inputs, each added up by separate CTAs."""
         return -(-self.input_tiles // self.per_split)
 
     @property

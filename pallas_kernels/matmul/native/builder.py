@@ -28,7 +28,7 @@ JOB_BYTES = 8 * len(FIELDS)
 
 
 class Builder(ir.IRBuilder):
-    """IRBuilder with loops, and loads and stores at offsets in bytes."""
+    """llvmlite IRBuilder with methods for loops, i64 arithmetic, and loads and stores at offsets in bytes."""
 
     def at(self, pointer: Any, offset: Any) -> Any:
         """Emit the computation of the address `offset` bytes, an int or i64, after `pointer`; return it."""

@@ -43,7 +43,7 @@ class UnfitError(RuntimeError):
 
 
 def target_name(handler: str) -> str:
-    """Return the name under which XLA knows a handler, a key of code.HANDLERS."""
+    """Return the name under which a handler, a key of code.HANDLERS, is registered with XLA."""
     return f"jaxengine_few_rows_{handler}"
 
 

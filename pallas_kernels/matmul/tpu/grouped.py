@@ -133,7 +133,9 @@ def log_not_fused(size: int, width: int, why: str) -> None:
 
 
 def why_not_fused(width: int) -> str:
-    """Return the reason why one kernel cannot multiply and activate gates and ups, `width` of each; "" if it can."""
+    """Return the reason why one kernel cannot multiply and activate gates and ups, `width` columns of each, or "" if it
+    can: if width is a multiple of LANES.
+    """
     return f"{width} columns do not fill whole registers" if width % LANES else ""
 
 

@@ -35,8 +35,8 @@ SUBLANES = 16
 
 
 def why_not(size: int, num_scales: int, dtype: Any) -> str:
-    """Return the reason why the kernel does not support a matrix of `size` inputs in `num_scales` groups, widened to
-    `dtype`; "" if it does.
+    """Return the reason why the dense kernel does not support a matrix of `size` inputs in `num_scales` groups, widened
+    to `dtype`, or "" if it does: it needs more than one scale per channel, and what `why_not_aligned` checks.
     """
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"
@@ -148,7 +148,7 @@ def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length)
 
 
 def _column(array: Any, index: Any) -> jax.Array:
-    """Return column [M, 1] at a dynamic index of an array [M, n] in VMEM."""
+    """Return column `index` (dynamic) of an array [M, n] in VMEM, as [M, 1]."""
     own = lax.broadcasted_iota(jnp.int32, array.shape, 1) == index
     return jnp.sum(jnp.where(own, array[...], 0.0), axis=1, keepdims=True)
 

@@ -166,18 +166,18 @@ class Shape:
 
     @property
     def products(self) -> int:
-        """Number of products of a step."""
+        """Number of products that one step computes."""
         count = self.size // self.inputs
         return min(self.step_inputs // self.inputs, count & -count)
 
     @property
     def steps(self) -> int:
-        """Number of steps over all inputs."""
+        """Number of steps that cover all inputs."""
         return self.size // (self.inputs * self.products)
 
     @property
     def per_split(self) -> int:
-        """Number of steps of a program."""
+        """Number of steps that one program runs."""
         splits = max(self.sizes.num_ctas // (self.row_tiles * self.out_tiles), 1)
         return -(-self.steps // min(splits, max(self.steps // self.sizes.least_steps, 1)))
 
