@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
-NATIVE = "native"  # machine code of llvmlite; a kind that counts only once `native_code` has made it
-NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # of the weights that it multiplies
+NATIVE = "native"  # machine code of llvmlite, used only after `native_code` has built it
+NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # of weights that NATIVE kernels multiply
 # How a platform's kernels store keys and values; jaxengine.pallas_kernels.kv.pages describes and implements these.
 HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
 
@@ -54,7 +54,7 @@ PLATFORMS = {
 }
 # Platform by the value that chooses its kernels in options.
 PLATFORM_OF_OPTION = {row.option: name for name, row in PLATFORMS.items()}
-# The platform of whole sequences, which no device is: no pages, plain XLA, and each of its operations has a gradient.
+# Platform of whole sequences without pages. No device has it. It is plain XLA, and all its operations have gradients.
 UNPAGED = "unpaged"
 # The platform of CPUs where a token's result may not depend, to the bit, on what else is in its step: every token has
 # a row of its own there. It shares the CPU's pages.
@@ -64,8 +64,8 @@ _KINDS = {
     UNPAGED: (UNPAGED,),
     EXACT: (EXACT, "cpu", "xla"),
 }
-# Kinds in plain XLA, and machine code, which is tried when it is made. Implementations of other kinds are kernels,
-# which a device has to prove (pallas_kernels.proof).
+# Kinds in plain XLA, and machine code, which is tested when it is built. Implementations of other kinds are kernels,
+# which have to be proven on the device (pallas_kernels.proof).
 PLAIN_KINDS = frozenset((NATIVE, "cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "blackwell"): "attention.blackwell.attend",
@@ -145,7 +145,7 @@ KERNELS = tuple(
 )
 # Modules in place of kernels that are not used, for operations whose platforms have no row in plain XLA.
 _STAND_INS = {"lora_product": "matmul.xla.lora"}
-# Operations of which one reads what the other makes: neither runs as a kind that the other does not have.
+# Pairs of a schedule and the operation that uses it: neither runs as a kind that the other does not have.
 _TOGETHER = (("attention_schedule", "ragged_paged_attention"), ("kv_update_schedule", "kv_cache_update"))
 # Modules that can compile a block of attention by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
@@ -153,15 +153,15 @@ _PROFILES = {"tpu": "attention.tpu.profile"}
 _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
 # Products of groups whose kernels add the bias of a row's group to its sums. Elsewhere it is added to the product.
 _ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", "tpu")))
-# Modules that say how a platform's grouped kernels lay out rows: `group_step` and `multiplied_rows`.
+# Modules with `group_step` and `multiplied_rows`, which describe how a platform's grouped kernels lay out rows.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
-# jax's name of a platform when it compiles for it, and the row taken by operations that are chosen only then. CUDA
-# cards share one there, but for those of Triton kernels.
+# For each jax platform, the platform here whose row is used by operations that are chosen at compilation. All CUDA
+# cards share one, except those with Triton kernels.
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
-_MADE: set[str] = set()  # kinds whose machine code this process has made
+_MADE: set[str] = set()  # kinds whose machine code this process has built
 _UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
 _OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls", default=None)
 

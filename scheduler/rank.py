@@ -68,13 +68,13 @@ class Rank:
         self.weights_digest = b""
         self._results = Results(self.slots, index, config.max_model_len)
         self._num_steps = 0
-        # num_scheduled, start and sample of rows that decode, for as many as there can be.
+        # num_scheduled, start and sample of decodes, for the largest possible number of them.
         self._decode_columns = [
             np.full(config.max_num_seqs, fill, dtype) for fill, dtype in ((1, np.int32), (-1, np.int32), (1, np.bool_))
         ]
         for column in self._decode_columns:
             column.flags.writeable = False
-        # The step being put together.
+        # The step being scheduled.
         self.decodes = np.empty(0, np.int64)
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
@@ -115,12 +115,12 @@ class Rank:
         self._admitted, self.preempted = [], []
         for extension in self._extensions:
             extension.begin()
-        # What their last chunks have left behind; decodes give back as they grow.
+        # Pages that the windows of their last chunks have left; decodes give pages back as they grow.
         for slot, _ in self._prefills:
             self.pages.give_back(slot, int(self.slots.num_computed[slot]))
         decodes = self._schedule_decodes(num_in_flight)
         self.budget = self.config.max_num_batched_tokens - len(decodes)
-        # Who is not decoding has known tokens left, or a last one that is in flight.
+        # A request that does not decode has known tokens left to compute, or its last one is in flight.
         prefills = self._schedule_prefills() if len(decodes) < self.slots.num_active else []
         if self.preempted:
             decodes = decodes[self.slots.active[decodes]]
@@ -129,7 +129,7 @@ class Rank:
         for slot, count in prefills:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
         self.decodes, self._prefills = decodes, prefills
-        # Without prefills either none is left, or the step has no tokens for them, or an extension has deferred them.
+        # If there are no prefills, none is left, or the step has no tokens for them, or an extension has deferred them.
         is_waiting = prefills or (self._extensions and len(decodes) < self.slots.num_active)
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
@@ -304,7 +304,7 @@ class Rank:
         pages, computed = self.pages, s.num_computed[slots]
         needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
         if len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
-            for slot in needy.tolist():  # what it gives back may have other owners: then nothing is free by that
+            for slot in needy.tolist():  # pages with other owners do not become free by that
                 pages.give_back(slot, int(s.num_computed[slot]))
         while len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
             self._preempt(s.last_in_line())

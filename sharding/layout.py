@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# data: replicas with a scheduler's share of sequences each. attn: devices that split the sequences further but share
-# the dense weights' parts. model: tensor parallelism over heads.
+# data: replicas, each with a share of the scheduler's sequences. attn: devices that split the sequences further, and
+# between which dense weights are split. model: tensor parallelism over heads.
 MESH_AXES = ("data", "attn", "model")
 
-# Attention: sequences over data x attn, heads over model. Everything dense besides: over attn x model.
+# Attention: sequences over data x attn, heads over model. All other dense layers: over attn x model.
 RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "batch": ("data", "attn"),
@@ -34,7 +34,7 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # Exchanges of tokens between devices that hold different experts; names of vLLM and of XLA.
 GATHER, RAGGED = "allgather_reducescatter", "ragged_all_to_all"
 
-# Tokens of the vocabulary that the sampler sums up on one device before devices exchange anything.
+# Number of vocabulary tokens whose probabilities the sampler sums on one device before devices exchange sums.
 VOCAB_BLOCK = 128
 
 

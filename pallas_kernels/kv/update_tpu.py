@@ -39,7 +39,7 @@ class UpdateRuns:
     length: jax.Array  # i32 [T] tokens of a run, 1 to GROUP
     count: jax.Array  # i32 [] runs
     reads_ahead: jax.Array  # i32 [] reads that may overtake a write; 0 when two runs meet in one group
-    sizes: TpuUpdate = field(metadata={"static": True})  # sizes to work with
+    sizes: TpuUpdate = field(metadata={"static": True})  # sizes of buffers
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> UpdateRuns:
@@ -174,7 +174,7 @@ def _write_runs(
         row = pl.multiple_of(lax.div(lax.rem(slot, page_size), GROUP) * GROUP, GROUP)
         return pool.at[lax.div(slot, page_size), pl.ds(row, GROUP), lanes]
 
-    anywhere = pool.at[0, pl.ds(0, GROUP), lanes]  # a wait counts bytes, it does not look where they are
+    anywhere = pool.at[0, pl.ds(0, GROUP), lanes]  # a wait counts bytes, whatever their destination
 
     def read(run, at):
         buffer = lax.rem(run, in_flight)

@@ -18,7 +18,7 @@ from jaxengine.pallas_kernels.proof.random_arrays import normal, typical, unifor
 from jaxengine.pallas_kernels.registry import TOKEN_ROWS, kernel
 from jaxengine.pallas_kernels.tuning import tuning_of
 
-# What a pool that is read, and one that is written, takes unless the sequences need more.
+# Bytes of a pool that is read, and of one that is written, unless the sequences need more.
 _POOL_BYTES, _WRITTEN_BYTES = 256 << 20, 32 << 20
 
 

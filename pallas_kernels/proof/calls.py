@@ -12,7 +12,7 @@ import jax
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.registry import is_kernel, kernel_kind, observed, without_rows
 
-# Every trace that jax remembers has this in its key: a function that was traced before is traced anew.
+# Part of the key of jax's trace caches: with another value, a function that was traced before is traced anew.
 _ANEW = jax.make_user_context(None)
 # Indices of arguments that follow from the others.
 _WORK_LISTS = {"ragged_paged_attention": 3, "lora_product": 4}

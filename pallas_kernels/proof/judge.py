@@ -16,7 +16,7 @@ from jaxengine.pallas_kernels.proof.case import Case, Maker
 from jaxengine.pallas_kernels.proof.products import ARGUMENTS, lora_case, product_case
 from jaxengine.pallas_kernels.registry import PLAIN_KINDS, PLATFORMS, without_rows
 
-# Operations without a case of their own: built, and so proven, with those that read them.
+# Operations without a case: schedules are built, and so proven, in the cases of the operations that use them.
 _SCHEDULES = {"attention_schedule", "kv_update_schedule"}
 _CASES: dict[str, Maker] = {
     "ragged_paged_attention": attention_case,
@@ -89,7 +89,7 @@ def lowered_trial(call: Call, *, thorough: bool) -> Trial:
         case = make(call)
         mixes = case.mixes if thorough else case.mixes[:1]
         inputs = _inputs(case, mixes[0])
-    except Exception as error:  # says nothing of the kernel
+    except Exception as error:  # no fault of the kernel
         return Trial(call, _not_run(error))
     return Trial(call, "", case, mixes, _lowered(case, inputs, _kernel_rows(call)), _lowered(case, inputs, ()))
 
@@ -158,7 +158,7 @@ def compare(got: Any, want: Any) -> tuple[float, str]:
         a, b = (np.asarray(x, np.float32).reshape(len(x), -1) for x in (own, other))
         if np.isnan(a).any():
             return _MOST, f"is wrong: {int(np.isnan(a).sum())} values are NaN"
-        # Of tokens that see nothing both are -inf.
+        # For tokens that see no key both are -inf.
         same = a == b
         with np.errstate(invalid="ignore"):
             apart = np.where(same, 0.0, np.abs(a - b))
@@ -210,7 +210,7 @@ def _lowered(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, st
     """
     try:
         with without_rows(unused):
-            # A function of its own: jax remembers traces by function, and does not see which rows it was traced with.
+            # A new function: jax caches traces by function, and its key does not include the registry's rows.
             return jax.jit(lambda *arguments: case.run(*arguments)).trace(*inputs).lower()
     except Exception as error:
         return error

@@ -120,7 +120,7 @@ def _divide(made: dict[str, Any], mix: str, platform: str, rng: np.random.Genera
     """
     x = made["x"]
     num_rows, num_groups = len(x), len(made["w"] if "w" in made else made["codes"])
-    # Groups begin where code that sorts rows has them begin (matmul.grouped.group_step).
+    # Groups begin at multiples of the step to which code that sorts rows pads them (matmul.grouped.group_step).
     step = group_kernel(platform).group_step(num_rows, num_groups) if platform == "tpu" else 1
     sizes = np.zeros(num_groups, np.int64)
     if mix == "one":

@@ -95,8 +95,8 @@ def _products(x: jax.Array, k: jax.Array, until: jax.Array, causal: jax.Array) -
     if until.shape[2] == 1:
         between = until - jnp.swapaxes(until, 1, 2)
         return jnp.einsum("nik,njk->nij", x, k) * jnp.exp(jnp.where(causal, between, -jnp.inf))
-    # Elements decay by themselves, so that a pair of tokens is no product of what each has alone: its two factors would
-    # overflow. Within BLOCK tokens pairs are computed one by one; those before meet at the first token of the block.
+    # Each element has its own decay. Written as a product of one factor per token, the factors would overflow. So pairs
+    # within BLOCK tokens are computed one by one; for earlier tokens the factors are relative to the block's first.
     num_heads, size = x.shape[:2]
     blocks = (num_heads, size // BLOCK, BLOCK, -1)
     own_x, own_k, own = (part.reshape(blocks) for part in (x, k, until))

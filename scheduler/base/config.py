@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# Who is next: the first to come, the lowest priority, or the client that was served least.
+# Next request: the first to arrive, the one of the lowest priority number, or that of the client served least.
 POLICIES = ("fcfs", "priority", "fair")
 
 

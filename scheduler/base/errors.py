@@ -59,7 +59,7 @@ def show_value(value: Any) -> str:
     """Return a value as short text for an error message: reprlib's abbreviated repr. Dicts and sets of more than 1000
     entries give "<set of n>" with their type, an int that is too long for Python to print "<int too long to print>".
     """
-    # reprlib sorts what has no order, however many there are.
+    # reprlib sorts the entries of unordered collections, however many there are.
     if isinstance(value, dict | set | frozenset) and len(value) > _MOST_SORTED:
         return f"<{type(value).__name__} of {len(value)}>"
     try:

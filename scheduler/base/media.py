@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-# The modality of what comes encoded.
+# Modality of items that are given as embeddings.
 EMBEDS = "embeds"
 AUDIO = "audio"
-# Most tokens that no transcript begins with.
+# Limit of TranscriptRules.begin, the tokens that are not chosen first.
 MAX_BEGIN = 8
 
 

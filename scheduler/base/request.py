@@ -14,7 +14,7 @@ from jaxengine.scheduler.base.token_params import ADAPTER, TokenParams
 if TYPE_CHECKING:
     from jaxengine.scheduler.base.media import Media
 
-# Why a request ended whose row could not be sampled: its stop_reason.
+# stop_reason of a request whose row could not be sampled.
 NOT_FINITE = "logits are not finite"
 
 
@@ -209,7 +209,7 @@ class Request:
         """Return the parent of the first page's digest: the SHA-256 of the digests of weights, adapter and steering
         vectors (`steer`), as far as there are any, and of the cache salt.
         """
-        # No text has the bytes 253 to 255, so that no salt can stand for weights, an adapter or vectors.
+        # UTF-8 text never contains the bytes 253 to 255, so no salt can be taken for weights, an adapter or vectors.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""
         steer = b"\xfd" + self.params.steer_digest if self.params.steer else b""

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# What a request needs beyond the best token, one bit each; see jaxengine.scheduler.base.token_params.
+# Features that a request needs besides argmax sampling, one bit each; see jaxengine.scheduler.base.token_params.
 RANDOM, TRUNCATION, PENALTIES = 1, 2, 4
 # Keeps logits finite in float32 after any multiplication.
 FLOAT_LIMIT = 1e20
@@ -74,7 +74,7 @@ class SamplingFields:
         low=math.ulp(0.0),
         high=1,
         allowed="a number in (0, 1]",
-        least=2.0**-126,  # one below float32's range would become 0, which keeps nothing
+        least=2.0**-126,  # a value below float32's range would become 0, which keeps no token
         grpc="sampling.top_p",
     )
     min_p: float = _row(0.0, feature=TRUNCATION, low=0, high=1, allowed="a number from 0 to 1", grpc="sampling.min_p")

@@ -16,25 +16,25 @@ from operator import or_
 from jaxengine.scheduler.base.kv_transfer import KVTransferParams
 from jaxengine.scheduler.base.sampling_fields import PENALTIES, ROWS, SamplingFields
 
-# What a request needs beyond the best token, one bit each; the programs of a step skip what no row of it needs.
-# LAST_TOKEN: what it may take next depends on the token sampled last, so the host must see that before the next choice.
-# ADAPTER: it runs with one. FEW_ADAPTERS: of a step, those of its requests have few of the slots. Both are the
-# scheduler's to set.
+# Features that a request needs besides argmax sampling, one bit each; the programs of a step skip what no row needs.
+# LAST_TOKEN: the allowed next tokens depend on the last sampled one, so the host must see that before the next choice.
+# ADAPTER: the request runs with an adapter. FEW_ADAPTERS, of a step: its requests use few of the adapter slots. The
+# scheduler sets both.
 BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(3, 8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
 CAPTURE = 1 << 10
-# One of a user's own logits processors: the first one's bit, shifted by its number. Bits of an int32.
+# Logits processors of users: PROCESSOR << index is the bit of each. All bits must fit an int32.
 PROCESSOR, MAX_PROCESSORS = 1 << 11, 20
 # Features that act on prompt tokens whose successor is known.
 PROMPT_FEATURES = PROMPT_LOGPROBS
-# Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
+# Most entries of a token's logprobs: samplers select as many top tokens as an engine allows.
 MAX_LOGPROBS = 1024
-# Tokens whose logprobs a request may ask for by id, of its output and of its prompt together, vLLM's own limit of those
-# of an output: the devices keep as many for every slot.
+# Most tokens whose logprobs a request may ask for by id, for output and prompt together. vLLM has the same limit for
+# the output. The devices reserve as many for every slot.
 MAX_LOGPROB_TOKEN_IDS = 128
 
 
-# Kind of a Grammar that allows every token: of a request with nothing but a limit of its reasoning.
+# Kind of a Grammar that allows every token, for a request that only limits its reasoning.
 FREE = "free"
 
 
@@ -75,8 +75,8 @@ class Grammar:
     budget: ThinkingBudget | None = None
 
 
-# The devices' columns of a request's parameters, by name, with what changes nothing: those of SamplingFields, and the
-# halves of the seed. Packed, 32 bits each.
+# The devices' columns of a request's parameters, by name, with their neutral values: those of SamplingFields, and the
+# halves of the seed. Packed, each has 32 bits.
 COLUMNS: dict[str, float | int] = {name: row.neutral for name, row in ROWS.items()} | {"seed_low": 0, "seed_high": 0}
 _PACKED = struct.Struct("<" + "".join("f" if isinstance(row.neutral, float) else "i" for row in ROWS.values()) + "II")
 _WORDS = struct.Struct(f"<{len(COLUMNS)}i")

@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
-# Of versions that are numbers: answers of both protocols and the processes' messages have 64 bits for them.
+# Limits of integer versions: answers of both protocols and messages between processes have 64 bits for them.
 MIN_VERSION, MAX_VERSION = -(2**63), 2**63 - 1
-MAX_VERSION_LENGTH = 256  # of texts, which every answer may repeat
+MAX_VERSION_LENGTH = 256  # of text versions, which every answer may repeat
 
 
 def check_version(version: Any) -> None:

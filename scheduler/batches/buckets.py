@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-# Tokens of a step whose decodes have several each: where the products of so many rows take longer than reading the
-# weights, a further token costs about what it saves.
+# Most tokens of a step whose decodes have several tokens each: if the products of the rows take longer than reading the
+# weights, another token costs about what it saves.
 MAX_WIDE_TOKENS = 256
 
 
@@ -78,7 +78,7 @@ class Buckets:
         tokens = sorted({*(size for size in mixed_sizes if size > 1), largest}) if max_num_batched_tokens > 1 else []
         self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
         self.with_sections = tuple(replace(bucket, sections=sections) for bucket in self.mixed if sections)
-        # The shapes of steps with prompt tokens; decode-only ones where prompts are fed token by token.
+        # Shapes of steps with prompt tokens; decode-only ones if prompts are fed token by token.
         self.prompt = (*self.mixed, *self.with_sections) or self.decode
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]

@@ -94,7 +94,7 @@ class Packer:
         buffer = self._empty[bucket].copy()
         overflow = []
         for rank, (row, batch) in enumerate(zip(buffer, batches, strict=True)):
-            # What kernels take for decodes has one token a row.
+            # Kernels take the first num_decode rows to have one token each.
             num_decode = batch.num_decode if step.width == 1 else 0
             layout.view(row, "header")[:] = batch.num_rows, num_decode, step.features
             if batch.num_rows:

@@ -45,7 +45,7 @@ class Results:
         self._slots = slots
         self._rank = rank
         self._max_model_len = max_model_len
-        # Requests preempted while tokens of theirs were in flight, by the (slot, epoch) these will come back to.
+        # Requests preempted while tokens of theirs were in flight, by the (slot, epoch) of these tokens.
         self._late: dict[tuple[int, int], Request] = {}
         self._rows = np.arange(slots.max_num_seqs)
 
@@ -75,7 +75,7 @@ class Results:
           now: when the tokens came, in seconds of the engine's clock.
         """
         s, width = self._slots, 1 if counts is None else token_ids.shape[1]
-        # A decode always chooses, and never a request's first token.
+        # A decode always samples, and never a request's first token.
         only_decodes = batch.num_decode == batch.num_rows
         rows = self._rows[: batch.num_rows] if only_decodes else batch.sample.nonzero()[0]
         own, epochs = (batch.slots, batch.epochs) if only_decodes else (batch.slots[rows], batch.epochs[rows])
@@ -88,7 +88,7 @@ class Results:
                     late = token_ids[row : row + 1] if counts is None else token_ids[row, : counts[row]]
                     self._take_late(request, row * width, late, result, ends, now)
             rows, own = rows[current], own[current]
-        # Of each token its slot, its id, how many are known with it, and its place among all that were chosen.
+        # For each token its slot, its id, the number of known tokens including it, and its index in the step.
         slots = own
         if counts is None:
             tokens, known, places = token_ids[rows], s.num_known[slots] + 1, rows

@@ -9,8 +9,8 @@ from numpy.typing import DTypeLike
 
 from jaxengine.scheduler.base.request import Request
 
-# Stop ids of a slot that are compared with those of all others in one operation. The rare longer lists are sets beside
-# the table, so that one request does not make the steps of others slower.
+# Most stop ids of a slot in the table, which is compared for all slots at once. The rare longer lists are sets outside
+# the table, so that one request does not slow down the steps of others.
 STOP_COLUMNS = 8
 
 
@@ -55,7 +55,7 @@ class Slots:
         self.tag = column(np.int64)
         self.features = column(np.int32)
         self._stop_ids = np.full((STOP_COLUMNS, max_num_seqs), -1, np.int32)
-        self._num_stop_columns = 0  # that requests use
+        self._num_stop_columns = 0  # columns that requests use
         self._has_many_stop_ids = column(np.bool_, False)
         self._many_stop_ids: dict[int, frozenset[int]] = {}
         self.known: list[np.ndarray | None] = [None] * max_num_seqs

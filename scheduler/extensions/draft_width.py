@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Steps of a width that are tried before it is judged.
+# Number of trial steps of a width before it is compared with others.
 TRIALS = 3
-# Steps between two trials of widths that lost: at first, and at most. Each trial that changes nothing doubles them.
+# Steps between two trials of widths that lost: initially, and at most. Each trial that changes nothing doubles them.
 RETRY_STEPS = 8
 MOST_RETRY_STEPS = 32
-# The weight of the latest step in what is remembered of those before, and that of the latest row: texts change sooner
-# than machines do.
+# Weight of the latest step in the average step time, and of the latest row in the average acceptance: texts change
+# faster than machines do.
 _LATEST_STEP = 0.1
 _LATEST_ROW = 0.3
-# The least that is expected of the first draft of rows whose texts are new, and what is left of that with each new text
-# until one is right.
+# Least expected acceptance of the first draft of rows whose texts are new, and its decay with each new text until a
+# draft is accepted.
 _OF_NEW_TEXT, _LEFT = 0.5, 0.85
 
 
@@ -57,10 +57,10 @@ class DraftWidth:
         """Start without measurements. most_rows: for each width, the most rows that a step of that width may have."""
         self._most_rows = dict(sorted(most_rows.items()))
         self.kept = np.ones(max(most_rows, default=1) - 1)
-        # By (width, class of numbers of rows).
+        # By (width, bit length of the number of rows).
         self._seconds: dict[tuple[int, int], float] = {}
         self._num_tried: dict[tuple[int, int], int] = {}
-        # By class of numbers of rows.
+        # By the bit length of the number of rows.
         self._retries: dict[int, _Retries] = {}
         self._num_prefills, self._of_new_text = 0, _OF_NEW_TEXT
 
@@ -90,7 +90,7 @@ class DraftWidth:
         if self._num_prefills >= num_rows:
             self._num_prefills, self.kept[0] = 0, max(self.kept[0], self._of_new_text)
             self._of_new_text *= _LEFT
-        # A step may get less than was chosen: a width that none ever had has no time.
+        # A step may get a smaller width than was chosen, so some widths may have no measured time.
         known = [width for width in allowed if (width, size) in self._seconds]
         best = max(known, key=lambda width: self.expected(width, runs) / self._seconds[width, size], default=1)
         return self._retried(best, allowed, num_rows)
@@ -143,6 +143,6 @@ class DraftWidth:
         if seconds is not None:
             key = width, num_rows.bit_length()
             before = self._seconds.get(key)
-            # The first of its kind may have waited for something else; no single step counts for much.
+            # A step may have waited for something else, so no single one counts for much.
             seconds = seconds if before is None else before + _LATEST_STEP * (min(seconds, 4 * before) - before)
             self._seconds[key] = seconds

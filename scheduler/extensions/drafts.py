@@ -22,14 +22,14 @@ from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "drafts"
-# A row's `sample` in a step's message (jaxengine.models.forward_batch.StepLayout), 1 where it is neither of these.
-# FORCED: each token after its first is the only one allowed there. GUIDED: they are proposed, each with a mask.
+# Values of a row's `sample` in a step's message (jaxengine.models.forward_batch.StepLayout); 1 if it is neither.
+# FORCED: each token after its first is the only one allowed there. GUIDED: these tokens are proposed, each with a mask.
 FORCED, GUIDED = 2, 3
 
 # (known tokens i32[n], most) -> i32[m], proposed tokens that follow them.
 Draft = Callable[[np.ndarray, int], np.ndarray]
-# (request, tokens of its output, most) -> at most so many tokens that must follow these; None where it is not known
-# whether there are any, and they may be proposed.
+# (request, number of output tokens, most) -> at most so many tokens that must follow these; None if it is not known
+# whether there are any, so that tokens may be proposed.
 Forced = Callable[[Request, int, int], Sequence[int] | None]
 
 
@@ -83,7 +83,7 @@ class DecodeDrafts:
         self._options = options
         self._slots = slots
         self.widths: np.ndarray | None = None
-        # As `look_ahead` gives them, the tokens of these by row, and all that the host has, by row.
+        # Result of `look_ahead`; whether rows have masks; grammar drafts by row; all drafts known to the host, by row.
         self._runs = np.empty(0, np.int32)
         self._masked = _NONE
         self._forced: dict[int, Sequence[int]] = {}
@@ -115,7 +115,7 @@ class DecodeDrafts:
         """
         s = self._slots
         self._masked = s.features[decodes] & MASK > 0
-        # min_tokens forbids stop tokens up to a place that must be known.
+        # min_tokens forbids stop tokens up to a position that must be known.
         is_early = s.num_tokens[decodes] < s.min_stop[decodes]
         is_prepared = (s.features[decodes] & (MASK | LAST_TOKEN) > 0) | is_early
         has_none = is_prepared | (not self._options.guesses)
@@ -253,7 +253,7 @@ class RankDrafts(RankExtension):
         micro-batches, `start` of every decode is written in any case, because stages do not learn which drafts were
         accepted.
         """
-        if self.rank.config.num_micro_batches > 1:  # stages do not hear which drafts were right
+        if self.rank.config.num_micro_batches > 1:  # stages do not learn which drafts were accepted
             batch.start = batch.start.copy()
             batch.start[: batch.num_decode] = self.rank.slots.num_computed[batch.slots[: batch.num_decode]]
         widths = self._drafts.widths

@@ -133,7 +133,7 @@ class RankEvents(RankExtension):
         """
         if not self._new:
             return
-        token_ids = request.known_token_ids()  # of a running request those that its digests are of
+        token_ids = request.known_token_ids()  # for a running request, the tokens that its digests cover
         for group in range(self._tables.num_groups):
             first: int | None = None
             for column, digest in enumerate([*request.page_hashes[begin:], None], begin):

@@ -24,7 +24,7 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "offload"
 RECOMPUTE, SWAP, AUTO = PREEMPTION_MODES = ("recompute", "swap", "auto")
-# Digests whose lookups are counted.
+# Most digests whose lookups are counted.
 _MAX_SEEN = 1 << 20
 
 
@@ -142,7 +142,7 @@ class Offload(SchedulerExtension):
         self.num_queries = self.num_hits = self.num_forgotten = 0
         self.num_by_mode = {RECOMPUTE: 0, SWAP: 0}
         self.is_own, self.is_due = True, False
-        # Of requests that wait for nothing any more: tokens that were in the pool before.
+        # Requests that have been checked, with the tokens that were in the pool then.
         self._tried: dict[Request, int] = {}
         self._pinned: dict[Request, list[bytes]] = {}
         self._seen: dict[bytes, int] = {}
@@ -162,7 +162,7 @@ class Offload(SchedulerExtension):
             return True
         offers = [(rank, offer) for rank in self._ranks if rank.is_open and (offer := rank.offer(request)) is not None]
         if not offers:
-            return True  # the queue waits for room, and asks again
+            return True  # the request stays in the queue until there is room, and is checked again
         loads = [self._load(request, *each) for each in offers]
         self._count_lookups(request, *offers[0])
         work = [rank.num_tokens - load.num_tokens for (rank, _), load in zip(offers, loads, strict=True)]

@@ -16,7 +16,7 @@ from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "page_ages"
-# Last times at which a page was found, as many as vLLM keeps.
+# Number of times at which a page was found that are kept, as many as in vLLM.
 _MOST_TIMES = 4
 
 

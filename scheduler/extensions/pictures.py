@@ -74,17 +74,17 @@ class EncoderRows:
         PictureOptions.
         """
         self.num_rows, self.whole = num_rows, whole
-        self._most = {False: max_patches, True: max_sound_patches}  # by whether a tower of sounds encodes an item
+        self._most = {False: max_patches, True: max_sound_patches}  # by the result of `_tower`
         self.encodes: list[Encode] = []
         self.num_queries = self.num_hits = 0
         self._num_patches = dict.fromkeys(self._most, 0)
         self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
         self._num_free = num_rows
         self._rows: dict[bytes, np.ndarray] = {}
-        self._users: dict[bytes, set[int]] = {}  # slots; of digests that somebody needs
-        self._idle: dict[bytes, None] = {}  # the others, least recently used first
+        self._users: dict[bytes, set[int]] = {}  # slots that need each image, if any do
+        self._idle: dict[bytes, None] = {}  # images that no slot needs, least recently used first
         self._num_idle_rows = 0
-        self._needed: dict[int, dict[bytes, int]] = {}  # slot -> digest -> position behind the item
+        self._needed: dict[int, dict[bytes, int]] = {}  # slot -> digest -> position after the item
 
     @property
     def num_used(self) -> int:
@@ -136,7 +136,7 @@ class EncoderRows:
         if media is None or start >= media.end:
             return
         own, items = self._needed.setdefault(slot, {}), _within(media, start, count)
-        for item in items:  # before anything is given away
+        for item in items:  # before any idle image is evicted
             if item.digest in self._idle:
                 del self._idle[item.digest]
                 self._num_idle_rows -= item.num_rows

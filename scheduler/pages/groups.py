@@ -68,22 +68,22 @@ class PageTables:
         self.snapshots = Snapshots(count, slots, config.page_size) if count else None
         self.windowed = [(group, window) for group, window in enumerate(config.windows) if window is not None]
         self.whole = [group for group, window in enumerate(config.windows) if window is None]
-        # Columns behind a token that begins one, of which its window shows something: those and its own are all that a
-        # decode holds, i64[g, 1] of the groups with windows.
+        # Number of columns, before that of a token that begins a column, of which its window shows something: these and
+        # its own are all that a decode holds, i64[g, 1] for the groups with windows.
         behind = [min(-(-(window - 1) // self.page_size), config.max_pages_per_seq) for _, window in self.windowed]
         self._behind_new = np.array(behind, np.int64)[:, None]
         self._window_groups = np.array([group for group, _ in self.windowed], np.int64)[:, None]
-        # The tables in one piece, with columns without pages in front, so that every column has some behind it.
+        # One array for all tables, padded in front with columns without pages, so that every column has some before it.
         pad = 1 + max(behind, default=0)
         places = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
         self.table, self._places, self._width, self._pad = places[..., pad:], places.ravel(), places.shape[-1], pad
         self.num_groups = groups
         self.num_columns = np.zeros(slots, np.int32)
-        # Of the groups with windows: columns whose pages a slot holds, the last ones.
+        # For the groups with windows: number of last columns whose pages a slot holds.
         self._held = np.zeros((len(self.windowed), slots), np.int32)
         self.deltas: list[Deltas] = []
         self._num_registered = np.zeros(slots, np.int32)
-        # A slot's first row is its own number; those of groups with windows stand in front.
+        # A slot's row in group 0 is its number. The rows of groups with windows come first.
         order = [group for group, _ in self.windowed] + self.whole
         self._first_rows = slots * np.array(order, np.int64)[:, None]
 
@@ -133,7 +133,7 @@ class PageTables:
             whole[group] = self.pool.lookup([page_key(digest, group) for digest in digests[:run]])
             run = len(whole[group])
         found = [[self.pool.find(page_key(digest, group)) for digest in digests[:run]] for group, _ in self.windowed]
-        # For each column, how many before it are there without a gap.
+        # For each column, the number of pages before it that are known without a gap.
         counts = [gapless([page is not None for page in pages]) for pages in found]
         num_known = run
         while run and (

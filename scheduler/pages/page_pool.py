@@ -60,7 +60,8 @@ class PagePool:
         self._head = self._tail = 0
         self._num_cached = 0
         self._digest_of: list[bytes | None] = [None] * num_pages
-        # Those that have one or had one when it was forgotten, and had an owner then; the last is no page, and has one.
+        # Pages with a digest, and pages whose digest was forgotten while they had an owner. The last entry, always
+        # True, stands for page -1.
         self._named = np.zeros(num_pages + 1, np.bool_)
         self._named[num_pages] = True
         self._page_of: dict[bytes, int] = {}
@@ -112,7 +113,7 @@ class PagePool:
         if self.are_nameless(pages):
             self.ref_count[pages] = 0
             blank = pages[::-1]
-        else:  # others may hold it, too, and be among those who give it back
+        else:  # several owners may hold a page, and free it in this call
             np.subtract.at(self.ref_count, pages, 1)
             free = pages[self.ref_count[pages] == 0].tolist()
             released, digests = np.array(list(dict.fromkeys(free)), np.int32)[::-1], self._digest_of

@@ -43,7 +43,7 @@ class FairQueue:
         """Start empty, for requests that run on `num_ranks` replicas with `max_num_seqs` slots each."""
         self.num_tokens = 0
         self.size = 0
-        # Whose request runs in a slot, a client's number.
+        # Number of the client whose request runs in a slot.
         self._owner = np.zeros((num_ranks, max_num_seqs), np.int64)
         self._forget_all()
 
@@ -178,11 +178,11 @@ class FairQueue:
     def _forget_all(self) -> None:
         """Clear all clients, counters, queues and numbers."""
         self._numbers: dict[str, int] = {}
-        # By a client's number; service is _NOBODY for a number that is free, head the arrival_index of the first that
-        # waits and _NOBODY without one.
+        # By a client's number: service is _NOBODY for a free number; head is the arrival_index of the first waiting
+        # request, _NOBODY without one.
         self._service, self._running, self._head = (np.zeros(0, np.int64) for _ in range(3))
         self._lines: list[WaitingQueue] = []
         self._clients: list[str] = []
         self._free: list[int] = []
-        # The client that was the last to wait, while nobody does.
+        # The client that waited last, while no request waits.
         self._last: int | None = None

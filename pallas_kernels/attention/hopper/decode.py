@@ -58,7 +58,7 @@ class DecodeShape:
 
     parts = 2  # a block of the pool is keys and values
     head_tiles = 1  # tiles of query heads that share a kv head
-    rest = 0  # columns of queries in an operand of their own
+    rest = 0  # columns of queries that are a separate operand
 
     @property
     def rows(self) -> int:
@@ -136,7 +136,7 @@ class Refs(NamedTuple):
     total_smem: Any  # f32 [product_rows]
     kv_full: Any  # barrier per block: its copies have arrived
     kv_free: Any  # barrier per block: it has been read
-    q_full: Any  # this and the next: the same, per tile of queries
+    q_full: Any  # barriers per tile of queries, as kv_full and kv_free
     q_free: Any
     wide_smem: Any  # [banks * 2 * block, H] blocks in the dtype of the queries; None unless shape.converts
     weight_smem: Any = None  # [product_rows, block] weights; this and what follows on Blackwell only

@@ -141,7 +141,7 @@ class _Refs(NamedTuple):
     statistics_smem: Any
     kv_full: Any  # barrier per block: its copies have arrived
     kv_free: Any  # barrier per block: both warpgroups have read it
-    q_full: Any  # this and the next: the same, per tile of queries
+    q_full: Any  # barriers per tile of queries, as kv_full and kv_free
     q_free: Any
     # Barriers at which the computing warpgroups meet once both have written to shared memory:
     values_ready: Any  # zeros of unseen values

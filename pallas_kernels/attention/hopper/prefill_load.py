@@ -166,7 +166,7 @@ class Refs(NamedTuple):
     q_free: Any  # barrier per compute warpgroup: it has read them
     k_full: Any  # barrier per stage: the keys are there to be read
     k_free: Any  # barrier per stage: all warpgroups have read the keys
-    v_full: Any  # this and the next: the same, of the values
+    v_full: Any  # barriers of the values, as k_full and k_free
     v_free: Any
     raw_full: Any  # barriers of values that still need zeros, and of one-byte blocks that still need widening
     turn: Any  # barrier at which the compute warpgroups take turns at the tensor cores; None on Blackwell

@@ -50,7 +50,7 @@ class Plan:
     page_size: int  # tokens of a page
     blocks: Blocks  # sizes of blocks
     keys: tuple[Window, ...]  # columns of the keys of each kv head
-    values: tuple[Window, ...]  # and of its values
+    values: tuple[Window, ...]  # columns of the values of each kv head
     operand_dtype: Any  # dtype of the operands of both products
     has_sinks: bool  # whether attention sinks are given
     num_tree_words: int  # uint32 words of a row of the tree mask, 0 without one
@@ -58,7 +58,7 @@ class Plan:
     mxu_columns: int  # columns of the matrix unit
     parts: int  # parts into which the work on a single kv head is cut
     table_width: int  # entries of the page table for each sequence
-    lanes: tuple[int, int]  # [first, end) of a row of the pool that are a page
+    lanes: tuple[int, int]  # range [first, end) of lanes that a page takes in a row of the pool
 
     def sums_with_values(self, head: int) -> bool:
         """Whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum of its
@@ -244,7 +244,7 @@ def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None
     """Wait until the copies of the pages of `item`, which belongs to `segment`, to buffer `slot` are complete. The item
     must have been fetched.
     """
-    # A wait counts bytes, so one is enough for all pages, whatever it says of where they come from.
+    # A wait counts bytes, so one is enough for all pages; the source that it names does not matter.
     pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : plan.row_lanes]
     pltpu.make_async_copy(pages, pages, refs.arrived.at[slot]).wait()
 

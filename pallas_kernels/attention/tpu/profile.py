@@ -38,9 +38,9 @@ from jaxengine.pallas_kernels.tuning import tuning_of
 
 # Work of a trip: fold a block that all rows see, fold one with a mask, or open and close a tile around the latter.
 PARTS = ("block", "edge", "tile")
-# Or start or await the copies of a block's pages. Trips are written out: bundles are counted, not cycles.
+# Or start or await the copies of a block's pages. Trips are unrolled, because bundles are counted, not cycles.
 COPIES = ("fetch", "wait")
-WALK = "walk"  # or be the kernel itself, which walks all segments and blocks; without trips
+WALK = "walk"  # or run the kernel itself, which walks all segments and blocks, without trips
 _PAGES = 64  # pages of the pool
 
 

@@ -196,7 +196,7 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         distance = None if step.slopes is None else _distances(tiles, tile, block, keys.k.shape[2])
         softmax = _fold_block(softmax, rows, keys, visible, distance, step)
         results = write(results, tile, _normalised(*softmax))
-        done = block >= tiles.last_block[tile]  # not ==: a batch that contradicts itself must still end
+        done = block >= tiles.last_block[tile]  # not ==: an inconsistent batch must still end
         next_tile = tile + done
         next_block = jnp.where(done, tiles.first_block[jnp.minimum(next_tile, len(tiles.first_block) - 1)], block + 1)
         return next_tile, next_block, softmax, results

@@ -72,7 +72,7 @@ def whole_prompt_attention(
     lengths = _lengths(num_tokens)
     # bfloat16 operands keep bfloat16 products; sums are float32.
     dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
-    # Rows that padding adds to the last prompt, at most: it is longer than the length below its padded one.
+    # Most rows that padding adds to the last prompt, which is longer than the length below its padded one.
     added_rows = BLOCK if num_tokens > BLOCK else max(map(operator.sub, lengths, (0, *lengths)))
     pad = ((0, added_rows), (0, 0), (0, 0))
     q, k, v = (jnp.pad(part.astype(dtype), pad) for part in (q, k, v))
@@ -187,7 +187,7 @@ def _fold(
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # a row that has seen nothing: exp(-inf - 0) = 0
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
-    # Values past the prompt are another's, which may hold NaN.
+    # Values past the prompt are those of another prompt, which may hold NaN.
     own = jnp.where((positions < length)[:, None, None], v, 0)
     values = jnp.einsum("kqgs,skh->kqgh", weights.astype(v.dtype), own, preferred_element_type=jnp.float32)
     if softmax is None:

@@ -9,7 +9,7 @@ from typing import Any
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 LANES = 16
-TILE = 4 * LANES  # outputs of a block are a multiple
+TILE = 4 * LANES  # the outputs of a block are a multiple of this
 ROWS = (4, 2, 1)  # rows of x that are multiplied at once
 # Kind -> (inputs in an element of the matrix, its bytes).
 KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2)}
@@ -19,7 +19,7 @@ PTR, NOTHING = I8.as_pointer(), ir.VoidType()
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 NULL = ir.Constant(PTR, None)
 
-# Fields of a job, each eight bytes: counters, then what handlers fill in.
+# Fields of a job, eight bytes each: counters, then values that handlers write.
 COUNTERS = "next", "done", "owners"
 FIELDS = (*COUNTERS, "blocks", "width", "x", "matrix", "scales", "zeros", "y", "sums")
 FIELDS += ("rows", "inputs", "outputs", "panels", "panel", "each", "bf16_scales", "bf16_zeros")

@@ -41,7 +41,7 @@ _SUM_LANES = 8  # inputs of a panel are a multiple, if there are zeros
 # Bytes of a matrix up to which one thread is as fast as several, and tiles of a thread from which on it takes two
 # blocks, because threads begin at different times.
 _ONE_THREAD, _MANY_TILES = 48 << 10, 64
-_PATIENCE = 2000  # looks at what other threads have done, before the core is offered to them
+_PATIENCE = 2000  # checks of the other threads' progress before the core is yielded
 
 # Offsets in the structures of XLA's FFI, api version 0 (xla/ffi/api/c_api.h); library.py checks what may change.
 _FRAME = {"extension": 8, "api": 16, "context": 24, "stage": 32, "num_arguments": 56, "arguments": 72, "results": 112}

@@ -32,7 +32,7 @@ from jaxengine.pallas_kernels.matmul.native.builder import (
 )
 
 _PREFETCH = 256  # bytes ahead within a row of the matrix
-_MOST_SUMS = 16  # of a table's tokens that are kept in registers
+_MOST_SUMS = 16  # sums of a table's tokens that are kept in registers
 
 
 class Sums:
@@ -109,7 +109,7 @@ class Sums:
         """Emit the conversion of a signed number of `width` bits, from bit `first` on, in each of LANES i32, to
         float32; return the vector.
         """
-        if width == 4 and self._lookup is not None:  # which reads the lowest four bits of an index
+        if width == 4 and self._lookup is not None:  # vpermps uses the lowest four bits of an index
             table = ir.Constant(FLOATS, [float(code - 16 * (code > 7)) for code in range(16)])
             return b.call(self._lookup, [table, b.lshr(bits, each_lane(first))])
         left = b.shl(bits, each_lane(32 - width - first))
