@@ -1,5 +1,5 @@
-"""CUDA cards: which kernels of ours a compute capability has, and the card that a trace is for. Imports no jax before
-it is asked for the latter.
+"""CUDA cards: which Pallas kernels a compute capability has, and the card that a trace is for. jax is imported only
+when the latter is requested.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def compare(got: Any, want: Any) -> tuple[float, str]:
     largest value of its row as LIMITS counts it, and a text that says what is wrong, "" for nothing.
 
     NaN in `got`, and a row that differs by more than its limit, are wrong; the first array with one ends the
-    comparison. Raises ValueError for pytrees of different sizes.
+    comparison. An array with NaN in `want` alone counts as equal. Raises ValueError for pytrees of different sizes.
     """
     largest = 0.0
     for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -1,12 +1,12 @@
 """Snapshots: recurrent states of prefixes, for models whose layers keep a state per sequence besides pages.
 
-A prefix can be continued only where its pages and the state after its last token are stored. The step that computes
+A prefix can be continued only if its pages and the state after its last token are stored. The step that computes
 that token copies the state, so the token must be the last of its row: prefills are cut there, namely where a prompt
 leaves the known prefix, and at its last page boundary, from which a longer prompt may continue.
 
-The device is told by entries of one more page table: a slot's columns are the snapshot that its first row begins from,
-and the position and the snapshot of the state to be saved next (LOAD, POSITION, SAVE). Of requests this module knows
-only their digests.
+The device gets this from entries of one more page table: a slot's columns are the snapshot that its first row begins
+from, and the position and the snapshot of the state to be saved next (LOAD, POSITION, SAVE). Of requests this module
+has only their digests.
 """
 
 from __future__ import annotations

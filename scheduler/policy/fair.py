@@ -144,8 +144,8 @@ class FairQueue:
         return 0 if self._last is None else int(self._service[self._last])
 
     def _add(self, client: str) -> int:
-        """Assign a free number, with a counter of 0, to a client without one, and return it. The arrays grow by 8 if no
-        number is free.
+        """Assign a free number, with a counter of 0, to a client without one, and return it. If no number is free, the
+        arrays grow from n to 2 n + 8 entries.
         """
         if not self._free:
             size = len(self._lines)

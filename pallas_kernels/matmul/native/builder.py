@@ -70,9 +70,9 @@ class Builder(ir.IRBuilder):
         """Return a context manager in whose body the builder emits a loop's body. The loop runs an i64 index from
         `begin` while it is below `end`, in steps of `step`.
 
-        It yields the index and a list of carried values, which begin as `carried`. The body replaces the list's
-        elements by the values for the next iteration. Afterwards the builder is behind the loop, and the list holds the
-        final values.
+        It yields the index and a list of carried values, whose initial values are `carried`. The body replaces the
+        list's elements by the values for the next iteration. Afterwards the builder is at the end of the loop, and the
+        list holds the final values.
         """
         before, head = self.block, self.append_basic_block("loop")
         body, after = self.append_basic_block("body"), self.append_basic_block("after")
