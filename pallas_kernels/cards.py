@@ -1,5 +1,5 @@
-"""CUDA cards: which kernels of ours a compute capability has, and the card that a trace is for. Imports no jax before
-it is asked for the latter.
+"""CUDA cards: which Pallas kernels a compute capability has, and the card that a trace is for. jax is imported only
+when the latter is requested.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 
 @contextmanager
 def plain_cards() -> Iterator[None]:
-    """Context manager in which every CUDA card counts as one without kernels of its own: programs traced in it are
-    plain XLA.
+    """Return a context manager in which every CUDA card counts as one without Pallas kernels, so that programs traced
+    in it are plain XLA.
     """
     token = _PLAIN.set(True)
     try:
@@ -43,42 +43,46 @@ def plain_cards() -> Iterator[None]:
 
 
 def has_mosaic(capability: str) -> bool:
-    """Whether Mosaic GPU kernels run on a card of this compute capability, "9.0"; False within `plain_cards`."""
+    """Whether the Mosaic GPU kernels for wgmma run on a card of this compute capability: "9.0" only; False within
+    `plain_cards`.
+    """
     return capability in _MOSAIC_CAPABILITIES and not _PLAIN.get()
 
 
 def has_tcgen05(capability: str) -> bool:
-    """Whether the Mosaic GPU kernels for tcgen05 run on a card of this compute capability, "10.0" or "10.3"; False
+    """Whether the Mosaic GPU kernels for tcgen05 run on a card of this compute capability: "10.0" or "10.3"; False
     within `plain_cards`.
     """
     return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
 
 
 def has_triton(capability: str) -> bool:
-    """Whether the Triton kernels run on a card of this compute capability, "8.0", "8.6" or "8.9", with this jax
-    (`lowers_triton`); False within `plain_cards`.
+    """Whether the Triton kernels run on a card of this compute capability with the installed jax: "8.0", "8.6" or
+    "8.9", and `lowers_triton`; False within `plain_cards`.
     """
     return capability in _TRITON_CAPABILITIES and lowers_triton() and not _PLAIN.get()
 
 
 @cache
 def lowers_triton() -> bool:
-    """Whether the installed jax gives XLA a Pallas-Triton kernel to compile. From 0.11 on, where that backend is
-    deprecated, jax compiles it itself as it lowers, and needs a card for that.
+    """Whether the installed jax is older than 0.11, and so leaves the compilation of Pallas-Triton kernels to XLA. From
+    0.11 on, where that backend is deprecated, jax compiles them itself as it lowers, and needs a card for that.
     """
     return tuple(map(int, version("jax").split(".")[:2])) < (0, 11)
 
 
 def plain_operations(capability: str) -> str:
-    """Return what a CUDA card of this compute capability computes in plain XLA for want of any kernel: "attention and
-    quantised products", or "".
+    """Return the operations that a CUDA card of this compute capability runs as plain XLA: "attention and quantised
+    products" if it has no kernels, else "".
     """
     has_any = has_mosaic(capability) or has_tcgen05(capability) or has_triton(capability)
     return "" if has_any else "attention and quantised products"
 
 
 def why_no_kernels(capability: str) -> str:
-    """Return the reason why a card of this compute capability has no attention kernels, for a card that has none."""
+    """Return the reason why a card of this compute capability has no attention kernels, as a phrase. Call it only for a
+    card that has none.
+    """
     if capability in _TRITON_CAPABILITIES and not lowers_triton():
         return f"jax {version('jax')} lowers no Triton kernels, 0.10 does"
     return f"compute capability {capability}"
@@ -106,10 +110,10 @@ class Card(NamedTuple):
 
 
 def card_of_trace() -> Card | None:
-    """Return the CUDA card that the current trace is for: of the ambient abstract mesh, else the first device of this
-    process; None for a device that is no CUDA card.
+    """Return the CUDA card that the current trace is for: that of the ambient abstract mesh, if there is one, else the
+    first device of this process. None if it is not a CUDA card.
 
-    A mesh gives a card's name only, from which the compute capability follows.
+    A mesh gives only a card's name, from which the compute capability follows.
     """
     import jax
 

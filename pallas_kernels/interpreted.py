@@ -13,10 +13,11 @@ INTERPRETED = ("gpu", "tpu")
 
 @contextmanager
 def interpreted(platform: str) -> Iterator[None]:
-    """Context in which programs are traced and run with a platform's kernels, of INTERPRETED, interpreted on the CPU.
+    """Return a context manager in which programs are traced with the kernels of `platform`, one of INTERPRETED, which
+    jax interprets on the CPU. This is slow.
 
-    Of Mosaic GPU kernels jax interprets those without wgmma; others raise NotImplementedError while they are compiled.
-    Arrays must have the layout of the platform. Slow.
+    jax interprets the Mosaic GPU kernels without wgmma; others raise NotImplementedError while they are compiled.
+    Arrays must have the layout of the platform.
     """
     from jax.experimental.pallas import tpu as pltpu
 

@@ -38,12 +38,13 @@ def launch(
     interpret: Any = False,
     reduction_scratch_bytes: int = 2048,
 ) -> tuple[jax.Array, ...]:
-    """Run body(*operand refs, *output refs, *scratch refs) in each warpgroup of `num_ctas` CTAs; returns the outputs.
+    """Run body(*operand refs, *output refs, *scratch refs) in each warpgroup of `num_ctas` CTAs and return the outputs,
+    a tuple.
 
-    The body reads its CTA and warpgroup from the axes "cta" and "wg" (`lax.axis_index`). name: the kernel's in compiled
-    programs. outputs, scratch: shapes of the results, and shared memory and barriers. num_warpgroups: of each CTA.
-    reduction_scratch_bytes: shared memory of the compiler's own reductions. interpret: False to compile, True or the
-    interpreter's parameters to run on the CPU (see `interpreter`).
+    The body takes its CTA and warpgroup from the axes "cta" and "wg" (`lax.axis_index`). name: the kernel's name in
+    compiled programs. outputs: shapes and dtypes of the results. scratch: specs of shared memory and barriers.
+    num_warpgroups: warpgroups of each CTA. reduction_scratch_bytes: shared memory for the compiler's own reductions.
+    interpret: False to compile, True or the interpreter's parameters to run on the CPU (see `interpreter`).
     """
     options = {} if interpret is False else {"interpret": interpreter() if interpret is True else interpret}
     kernel = plgpu.kernel(
@@ -69,8 +70,8 @@ def interpreter(**options: Any) -> Any:
     """Return parameters that make `launch` interpret the kernel on the CPU. options: the interpreter's, such as
     `detect_races=True`.
 
-    Every warpgroup blocks a thread of XLA's pool while it waits: on a host of few cores a process starts with
-    environment NPROC=8 or hangs.
+    Every warpgroup blocks a thread of XLA's pool while it waits. On a host with few cores, a process must be started
+    with NPROC=8 in its environment, or it hangs.
     """
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(**options)  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,15 +93,15 @@ def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
 
 
 def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Declare shared memory of `shape` and `dtype`, tiled as by `swizzled` with the largest swizzle of its rows. Raises
-    ValueError if a row is no multiple of 32 bytes.
+    """Return the spec of shared memory of `shape` and `dtype`, tiled as by `swizzled` with the largest swizzle that
+    divides its rows. Raises ValueError if a row is not a multiple of 32 bytes.
     """
     return swizzled(shape, dtype, swizzle_of(shape[-1], dtype))
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> Any:
-    """Declare shared memory of `shape`, whose last two dimensions are tiled and swizzled as wgmma and TMA boxes need
-    them.
+    """Return the spec of shared memory of `shape` and `dtype`, whose last two dimensions are tiled and swizzled as
+    wgmma and TMA boxes need them.
 
     A tile is BOX_ROWS rows of `swizzle` bytes.
     """

@@ -11,10 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def compiler_params(interpret: Any, *semantics: Any, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
-    """Return the parameters of `pl.pallas_call(..., interpret=interpret)`: bounds are checked in the interpreter only.
+    """Return compiler parameters for `pl.pallas_call(..., interpret=interpret)`, in which bounds are checked only if
+    `interpret` is true.
 
-    On a chip every copy would be checked, and a failed check stops the device. The interpreter raises for what is read
-    or written out of bounds.
+    On a chip every copy would be checked, and a failed check stops the device. The interpreter raises an error for a
+    read or write out of bounds.
 
     semantics: "parallel" or "arbitrary" for each dimension of the grid; without any, all are "arbitrary".
     vmem_limit_bytes: VMEM that the kernel may use, None for the compiler's default.

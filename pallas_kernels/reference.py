@@ -30,13 +30,14 @@ def ragged_paged_attention(
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
     kv_limits: np.ndarray | None = None,  # [T]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute softmax attention of q [T, N, H] over k_pages [P, page_size, K, H] and v_pages [..., Hv]: (output [T, N,
-    Hv], log-sum-exp [T, N]), both float64.
+    """Compute softmax attention of q [T, N, H] over k_pages [P, page_size, K, H] and v_pages [..., Hv]: return (output
+    [T, N, Hv], natural log-sum-exp [T, N]), both float64.
 
-    A token that belongs to no sequence gives output 0 and lse -inf; so does a token that sees no key, except that a
-    sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN. Arguments: see
-    RaggedBatch (cu_q_lens [S + 1], kv_lens [S], page_table [S, W]), AttentionSpec and attention.op (sinks and slopes
-    [N], tree_mask u32 [T, ceil(Q / 32)]). kv_limits [T]: end of the keys that a token sees beyond the causal ones.
+    A token that belongs to no sequence gives output 0 and lse -inf. So does a token that sees no key, except that its
+    lse is its sink's logit if there are sinks. Reads exactly the visible slots, so anything else may hold NaN.
+    Arguments: see RaggedBatch (cu_q_lens [S + 1], kv_lens [S], page_table [S, W]), AttentionSpec and attention.op
+    (sinks and slopes [N], tree_mask u32 [T, ceil(Q / 32)]). kv_limits [T]: exclusive end of the keys that a token sees
+    beyond its own position.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
@@ -76,8 +77,9 @@ def visible_keys(
 ) -> np.ndarray:
     """Return the positions of the keys that new token `index` of a sequence sees, ascending.
 
-    num_computed, q_len: tokens of the sequence before the step, and its new tokens. window, chunk: see AttentionSpec;
-    None for none. tree_row: bit b says whether the token sees new token b of its sequence; it narrows the causal range.
+    num_computed, q_len: tokens of the sequence before the step, and its new tokens. causal, window, chunk: see
+    AttentionSpec. tree_row: u32, bit b says whether the token sees new token b of its sequence; it narrows the causal
+    range. None for no tree.
     """
     position = num_computed + index
     keys = np.arange(position + 1 if causal else num_computed + q_len)
@@ -90,8 +92,8 @@ def visible_keys(
 
 
 def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tuple[np.ndarray, float]:
-    """Return the mean [Hv] of values [n, Hv] weighted by the softmax of logits [n], and the log-sum-exp; `sink` is one
-    more logit whose value is 0, -inf for none. Zeros and -inf if no logit is above -inf.
+    """Return the mean [Hv] of values [n, Hv] weighted by the softmax of logits [n], and the natural log-sum-exp. `sink`
+    is one more logit whose value is 0, -inf for none. Returns zeros and -inf if no logit is above -inf.
     """
     largest = max(np.max(logits, initial=-np.inf), sink)
     if largest == -np.inf:
@@ -112,7 +114,8 @@ def select_keys(
     count: int,
 ) -> np.ndarray:
     """Return i64 [T, count], the positions that attention.selected.select_keys selects, by scores in float64: all
-    causal ones, ascending, if they are at most `count`, else those of the largest scores, the best first; then -1.
+    causal positions, ascending, if they are at most `count`, else those of the largest scores, the best first. Unused
+    entries are -1.
 
     A key's score is the sum over heads i of weights [T, I] times relu(q[i] . key), with q [T, I, J] and key_pages [P,
     page_size, J]. The other arguments are those of RaggedBatch. Reads exactly the visible slots.
@@ -140,8 +143,8 @@ def selected_attention(
     v_head_dim: int,
     sm_scale: float,
 ) -> np.ndarray:
-    """Compute softmax attention of q [T, N, H] to the keys at `positions` [T, k] alone, of k_pages [P, page_size, H],
-    whose first v_head_dim elements are their values: float64 [T, N, v_head_dim]. sm_scale: factor of the logits.
+    """Compute softmax attention of q [T, N, H] over the keys at `positions` [T, k] alone, of k_pages [P, page_size, H],
+    whose first v_head_dim elements are their values: return float64 [T, N, v_head_dim]. sm_scale: factor of the logits.
 
     A token of no sequence, or without a position >= 0, gives 0. The other arguments are those of RaggedBatch.
     """
@@ -159,10 +162,10 @@ def selected_attention(
 def kv_cache_update(
     k_pages: np.ndarray, v_pages: np.ndarray, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies of k_pages [P, page_size, K, H] and v_pages with k [T, K, H] and v [T, K, Hv] written to their
-    slots.
+    """Return copies of k_pages [P, page_size, K, H] and v_pages [P, page_size, K, Hv] with k [T, K, H] and v [T, K, Hv]
+    written to their slots.
 
-    slot_mapping: i32 [T], the slot of each token; -1 drops it.
+    slot_mapping: i32 [T], the slot of each token; negative ones are dropped.
     """
     k_pages, v_pages = k_pages.copy(), v_pages.copy()
     page_size = k_pages.shape[1]
@@ -179,8 +182,8 @@ def quantized_matmul(
     scales: np.ndarray,  # [n, out]
     zeros: np.ndarray | None,  # [n, out]
 ) -> np.ndarray:
-    """Multiply x [M, in] by codes [in, out] * scales [n, out] - zeros [n, out] or None, float64 [M, out]; input i takes
-    row i * n // in of scales and zeros.
+    """Multiply x [M, in] by codes [in, out] * scales [n, out] - zeros [n, out] or None: return float64 [M, out]. Input
+    i uses row i * n // in of scales and zeros.
     """
     y = np.zeros((x.shape[0], codes.shape[1]))
     for i in range(codes.shape[0]):
@@ -199,11 +202,11 @@ def lora_product(
     slots: np.ndarray,  # [T]
     modules: tuple[int, ...],  # of each source
 ) -> np.ndarray:
-    """Compute what the adapter in each row's slot adds to the product: float64 [T, out], the outputs of all sources one
+    """Return what the adapter in each row's slot adds to the product: float64 [T, out], the outputs of all sources one
     after the other; zeros for slot -1.
 
-    x: [T, in]. a: [modules, slots, rank, in]. slots: [T], -1 for none. bs, modules: B [slots, rank, out] and the index
-    of A in `a` for each source, a matrix that is part of the product.
+    x: [T, in]. a: [modules, slots, rank, in]. slots: [T], -1 for none. bs, modules: for each source, a matrix that is
+    part of the product, B [slots, rank, its outputs] and the index of its A in `a`.
     """
     out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
     for row, slot in enumerate(slots):
@@ -222,8 +225,8 @@ def causal_conv(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute a causal convolution of x [T, C] with weight [C, k] along each sequence: (y [T, C], all windows [R, k -
-    1, C] after the step), both float64.
+    """Compute a causal convolution of x [T, C] with weight [C, k] along each sequence: return (y [T, C], all windows
+    [R, k - 1, C] after the step), both float64. `windows` itself is not changed.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.conv; cu_q_lens and num_seqs are those
     of RaggedBatch, reads [S] (-1: zeros) and writes [S] (R or more: nowhere) those of StateRows.
@@ -254,7 +257,7 @@ def gated_delta_rule(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the gated delta rule along each sequence: (o [T, N, Hv], all states after the step), both float64.
+    """Compute the gated delta rule along each sequence: return (o [T, N, Hv], all states after the step), both float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.delta: q, k [T, K, H], v [T, N, Hv],
     decay [T, N] or [T, N, H], beta [T, N], state [R, N, H, Hv]. cu_q_lens and num_seqs are those of RaggedBatch, reads
@@ -285,7 +288,7 @@ def state_space(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute Mamba-2's recurrence along each sequence: (y [T, N, P], all states after the step), both float64.
+    """Compute Mamba-2's recurrence along each sequence: return (y [T, N, P], all states after the step), both float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.space: x [T, N, P], b, c [T, G, H],
     decay, dt [T, N], state [R, N, P, H]. cu_q_lens and num_seqs are those of RaggedBatch, reads [S] (-1: zeros) and
@@ -315,7 +318,7 @@ def selective_scan(
     writes: np.ndarray,  # [S], R or more: nowhere
     num_seqs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute Mamba's recurrence along each sequence: (y [T, C], all states after the step), both float64.
+    """Compute Mamba's recurrence along each sequence: return (y [T, C], all states after the step), both float64.
 
     The operation, and its arguments, are those of jaxengine.pallas_kernels.state.scan: x, dt [T, C], b, c [T, H], a [C,
     H], state [R, C, H]. cu_q_lens and num_seqs are those of RaggedBatch, reads [S] (-1: zeros) and writes [S] (R or
@@ -341,10 +344,10 @@ def _recur(
     writes: np.ndarray,
     num_seqs: int,
 ) -> None:
-    """Run a recurrence along each sequence; writes its last matrices into `state` [R, heads, ...] in place.
+    """Run a recurrence along each sequence, and write its last matrices into `state` [R, heads, ...] in place.
 
-    take(token, head, matrix) updates one head's matrix in place, for every token in order and every head (a channel of
-    Mamba). cu_q_lens, num_seqs: as in RaggedBatch. reads, writes: the row of `state` from which each sequence's
+    take(token, head, matrix): updates one head's matrix in place; it is called for every token in order and every head
+    (a channel of Mamba). cu_q_lens, num_seqs: see RaggedBatch. reads, writes: row of `state` from which each sequence's
     matrices come (-1: zeros) and to which they go (R or more: nowhere). A sequence without tokens changes nothing.
     """
     for seq in range(num_seqs):

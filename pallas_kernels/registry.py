@@ -17,22 +17,22 @@ from typing import Any
 
 from jaxengine.pallas_kernels.cards import card_of_trace, has_mosaic, has_tcgen05, has_triton
 
-NATIVE = "native"  # machine code of llvmlite; a kind that counts only once `native_code` has made it
-NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # of the weights that it multiplies
+NATIVE = "native"  # machine code of llvmlite, used only after `native_code` has built it
+NATIVE_DTYPES = frozenset(("bfloat16", "int8", "uint8"))  # of weights that NATIVE kernels multiply
 # How a platform's kernels store keys and values; jaxengine.pallas_kernels.kv.pages describes and implements these.
 HEAD_TILES, HEAD_TILES_AS_BITS, TOKEN_ROWS, SEQUENCES = "head_tiles", "head_tiles_as_bits", "token_rows", "sequences"
 
 
 @dataclass(frozen=True)
 class KernelPlatform:
-    """Kernels that devices of one kind run.
+    """Kernels that one kind of device runs.
 
     Attributes:
       kinds: kinds of implementations, the best first: an operation runs as the first one that has a row.
       backend: jax's lowering platform, "cpu", "cuda" or "tpu".
       layout: how its kernels store keys and values.
       option: value that chooses its kernels in options, `check --kernels` and those of `replay`.
-      reads_token_scales: whether its attention reads codes with a scale per token and kv head.
+      reads_token_scales: whether its attention supports codes with a scale per token and kv head.
     """
 
     kinds: tuple[str, ...]
@@ -54,7 +54,7 @@ PLATFORMS = {
 }
 # Platform by the value that chooses its kernels in options.
 PLATFORM_OF_OPTION = {row.option: name for name, row in PLATFORMS.items()}
-# The platform of whole sequences, which no device is: no pages, plain XLA, and each of its operations has a gradient.
+# Platform of whole sequences without pages. No device has it. It is plain XLA, and all its operations have gradients.
 UNPAGED = "unpaged"
 # The platform of CPUs where a token's result may not depend, to the bit, on what else is in its step: every token has
 # a row of its own there. It shares the CPU's pages.
@@ -64,8 +64,8 @@ _KINDS = {
     UNPAGED: (UNPAGED,),
     EXACT: (EXACT, "cpu", "xla"),
 }
-# Kinds in plain XLA, and machine code, which is tried when it is made. Implementations of other kinds are kernels,
-# which a device has to prove (pallas_kernels.proof).
+# Kinds in plain XLA, and machine code, which is tested when it is built. Implementations of other kinds are kernels,
+# which have to be proven on the device (pallas_kernels.proof).
 PLAIN_KINDS = frozenset((NATIVE, "cpu", "cuda", "xla", UNPAGED, EXACT))
 _ROWS: dict[tuple[str, str], str] = {
     ("attention_schedule", "blackwell"): "attention.blackwell.attend",
@@ -145,7 +145,7 @@ KERNELS = tuple(
 )
 # Modules in place of kernels that are not used, for operations whose platforms have no row in plain XLA.
 _STAND_INS = {"lora_product": "matmul.xla.lora"}
-# Operations of which one reads what the other makes: neither runs as a kind that the other does not have.
+# Pairs of a schedule and the operation that uses it: neither runs as a kind that the other does not have.
 _TOGETHER = (("attention_schedule", "ragged_paged_attention"), ("kv_update_schedule", "kv_cache_update"))
 # Modules that can compile a block of attention by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
@@ -153,22 +153,24 @@ _PROFILES = {"tpu": "attention.tpu.profile"}
 _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
 # Products of groups whose kernels add the bias of a row's group to its sums. Elsewhere it is added to the product.
 _ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", "tpu")))
-# Modules that say how a platform's grouped kernels lay out rows: `group_step` and `multiplied_rows`.
+# Modules with `group_step` and `multiplied_rows`, which describe how a platform's grouped kernels lay out rows.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
-# jax's name of a platform when it compiles for it, and the row taken by operations that are chosen only then. CUDA
-# cards share one there, but for those of Triton kernels.
+# For each jax platform, the platform here whose row is used by operations that are chosen at compilation. All CUDA
+# cards share one, except those with Triton kernels.
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 _ONLY: ContextVar[str | None] = ContextVar("only platform", default=None)
-_MADE: set[str] = set()  # kinds whose machine code this process has made
+_MADE: set[str] = set()  # kinds whose machine code this process has built
 _UNUSED: ContextVar[frozenset[tuple[str, str]]] = ContextVar("unused rows", default=frozenset())
 _OBSERVER: ContextVar[Callable[..., Any] | None] = ContextVar("observer of calls", default=None)
 
 
 @contextmanager
 def rows_of(platform: str) -> Iterator[None]:
-    """Context manager in which operations that are chosen at compilation use a platform's row, whatever the device."""
+    """Return a context manager in which operations that are chosen at compilation use the row of `platform`, whatever
+    the device is.
+    """
     token = _ONLY.set(platform)
     try:
         yield
@@ -177,8 +179,8 @@ def rows_of(platform: str) -> Iterator[None]:
 
 
 def platform_rows() -> dict[str, str]:
-    """Return the registry rows of an operation that is chosen at compilation, by the keyword of
-    `jax.lax.platform_dependent`.
+    """Return the platform whose row an operation chosen at compilation uses, by the keyword of
+    `jax.lax.platform_dependent`: {"default": platform} within `rows_of`, else one entry per jax platform.
     """
     if (only := _ONLY.get()) is not None:
         return {"default": only}
@@ -188,10 +190,10 @@ def platform_rows() -> dict[str, str]:
 
 @contextmanager
 def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
-    """Context manager in which the rows (operation, kind) are not used: an operation runs as the next kind of its
-    platform that has a row.
+    """Return a context manager in which the rows (operation, kind) are not used: an operation runs as the next kind of
+    its platform that has a row.
 
-    Adds to the rows of a context around it. Operations that share a work list are left out together.
+    The rows of an enclosing context stay unused, too. An operation and the schedule that it uses are left out together.
     """
     left_out = {*_UNUSED.get(), *rows}
     for op, kind in tuple(left_out):
@@ -205,10 +207,11 @@ def without_rows(rows: Iterable[tuple[str, str]]) -> Iterator[None]:
 
 @contextmanager
 def observed(observer: Callable[..., Any]) -> Iterator[None]:
-    """Context manager in which `kernel` returns functions that call observer(op, platform, function, *arguments,
-    **options) in place of `function`, the implementation.
+    """Return a context manager in which `kernel` returns functions that call observer(op, platform, function,
+    *arguments, **options) in place of `function`, the implementation.
 
-    The observer returns what the operation does, as a rule by calling `function`. For code that lists a trace's calls.
+    The observer must return the operation's result, as a rule by calling `function`. For code that lists a trace's
+    calls.
     """
     token = _OBSERVER.set(observer)
     try:
@@ -218,7 +221,9 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
 
 
 def layout_of(platform: str) -> str:
-    """Return how `platform`, one of PLATFORMS or UNPAGED, stores keys and values. Raises ValueError for another."""
+    """Return the layout in which `platform`, one of PLATFORMS or UNPAGED, stores keys and values. Raises ValueError for
+    another platform.
+    """
     if platform == UNPAGED:
         return SEQUENCES
     if platform not in PLATFORMS:
@@ -227,20 +232,25 @@ def layout_of(platform: str) -> str:
 
 
 def backend_of(platform: str) -> str:
-    """Return jax's lowering platform of the devices of `platform`; "" for UNPAGED and EXACT, which no device is."""
+    """Return jax's lowering platform of the devices of `platform`; "" for a name outside PLATFORMS, such as UNPAGED and
+    EXACT.
+    """
     return PLATFORMS[platform].backend if platform in PLATFORMS else ""
 
 
 def kernel_kind(op: str, platform: str) -> str | None:
-    """Return the kind as which `op` runs on `platform`; None if it has no row there."""
+    """Return the kind as which `op` runs on `platform`: the first of the platform's kinds that has a row for it and is
+    not excluded (`without_rows`, NATIVE before `native_code`). None if there is none.
+    """
     unused = _UNUSED.get()
     kinds = (kind for kind in _KINDS.get(platform, ()) if kind != NATIVE or kind in _MADE)
     return next((kind for kind in kinds if (op, kind) in _ROWS and (op, kind) not in unused), None)
 
 
 def native_code() -> str:
-    """Make the machine code of NATIVE kernels, once a process, and return a text about what made it, on which programs
-    depend; "" where they run as plain XLA. Programs with such kernels can be loaded only afterwards.
+    """Build the machine code of NATIVE kernels, once per process, and return a description of it, on which programs
+    depend; "" if it cannot be built and these operations run as plain XLA. Programs with such kernels can be loaded
+    only afterwards.
     """
     module = importlib.import_module("jaxengine.pallas_kernels.matmul.native.library")
     if about := module.load():
@@ -265,9 +275,10 @@ def adds_bias(op: str, platform: str) -> bool:
 
 
 def kernel_module(op: str, platform: str) -> str:
-    """Return the name, under pallas_kernels, of the module that implements `op` on `platform`.
+    """Return the name, under pallas_kernels, of the module that implements `op` on `platform`. That is plain XLA's for
+    an operation whose only rows are excluded, if it has one (_STAND_INS).
 
-    Raises ValueError naming the platforms that have one.
+    Raises ValueError naming the platforms that have the operation.
     """
     if (kind := kernel_kind(op, platform)) is not None:
         return _ROWS[op, kind]
@@ -278,16 +289,16 @@ def kernel_module(op: str, platform: str) -> str:
 
 
 def kernel(op: str, platform: str) -> Callable:
-    """Return the function that implements `op` on `platform`. Raises as `kernel_module` does."""
+    """Return the function that implements `op` on `platform`, wrapped within `observed`. Raises ValueError if the
+    platform does not have the operation.
+    """
     function = getattr(importlib.import_module(f"jaxengine.pallas_kernels.{kernel_module(op, platform)}"), op)
     observer = _OBSERVER.get()
     return function if observer is None else partial(observer, op, platform, function)
 
 
 def kernel_rows(platform: str) -> dict[str, str]:
-    """Return the name of the module, under pallas_kernels, of each operation that `platform` implements, by
-    operation.
-    """
+    """Return, for each operation that `platform` implements, the name of its module under pallas_kernels."""
     return {op: kernel_module(op, own) for op, own in KERNELS if own == platform}
 
 
@@ -295,34 +306,34 @@ def block_profile(platform: str) -> Callable | None:
     """Return the function that builds one block of `platform`'s attention by itself, to be compiled
     (`attention.tpu.profile`).
 
-    None if the compiler reports no cost.
+    None for platforms whose compiler reports no cost.
     """
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").block_profile
 
 
 def product_candidates(platform: str) -> Callable | None:
-    """Return the function from a `matmul.candidates.Problem` to its `Candidate`s on `platform`; None if there is
-    nothing to choose.
+    """Return the function that takes a `matmul.candidates.Problem` and yields its `Candidate`s on `platform`; None if
+    there is nothing to choose.
     """
     module = _CANDIDATES.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}").candidates
 
 
 def group_kernel(platform: str) -> Any:
-    """Return the module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None if XLA multiplies
-    groups.
+    """Return the module with `group_step` and `multiplied_rows` of `platform`'s grouped kernels; None if XLA computes
+    grouped products there.
     """
     module = _GROUPS.get(platform)
     return None if module is None else importlib.import_module(f"jaxengine.pallas_kernels.{module}")
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:
-    """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, those in
-    place of kernels that fail their proof included.
+    """Return the sorted full names of the modules whose code a program compiled for `platform` can contain, including
+    those that replace kernels which fail their proof.
 
-    Platforms of one backend count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a
-    row. "cpu" includes the rows of EXACT.
+    Platforms of one backend count as one: if an operation is chosen by what jax compiles for, all CUDA cards share a
+    row. "cpu" includes the rows of EXACT. Raises KeyError for a name outside PLATFORMS.
     """
     backend = PLATFORMS[platform].backend
     rows = [(op, row) for op, row in KERNELS if PLATFORMS[row].backend == backend]
@@ -354,8 +365,8 @@ def platform_of(device: Any) -> str:
 
 
 def product_platform_of(device: Any) -> str:
-    """Return the platform whose matrix products a jax device runs: "gpu" also for Blackwell cards, whose kernels share
-    its rows, else as `platform_of`.
+    """Return the platform whose matrix products a jax device runs: `platform_of` the device, but "gpu" for Blackwell
+    cards, whose kernels share its rows. Raises ValueError for a kind of device that has no rows.
     """
     platform = platform_of(device)
     return "gpu" if platform == "gpu_blackwell" else platform

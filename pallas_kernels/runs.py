@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 
 def run_numbers(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the number of the run of each token, i32[num_tokens].
+    """Return the index of the run of each token, i32 [num_tokens].
 
-    cu_q_lens: i32[S + 1], first tokens of runs, then `num_tokens`.
+    cu_q_lens: i32 [S + 1], first tokens of runs, then `num_tokens`.
     """
     starts = jnp.zeros((num_tokens,), jnp.int32).at[cu_q_lens[:-1]].add(1, mode="drop")
     return jnp.cumsum(starts, dtype=jnp.int32) - 1
@@ -26,9 +26,9 @@ def run_indexes(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
 
 
 def run_starts(segment_ids: jax.Array | None, num_rows: int, length: int) -> jax.Array:
-    """Return whether each token is the first of its run, bool[num_rows, length].
+    """Return bool [num_rows, length], whether each token is the first of its run.
 
-    segment_ids: i32[num_rows, length]; neighbours of a row with equal ids are a run. None: a row is one run.
+    segment_ids: i32 [num_rows, length]; neighbours of a row with equal ids form a run. None: each row is one run.
     """
     is_first = jnp.zeros((num_rows, length), bool).at[:, 0].set(True)
     if segment_ids is None:

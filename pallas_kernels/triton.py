@@ -12,13 +12,13 @@ LEAST = 16  # rows and columns of operands of a tensor-core product
 
 
 def padded(size: int) -> int:
-    """Return the smallest power of two that is at least `size`, and LEAST."""
+    """Return the smallest power of two that is at least `size` and at least LEAST."""
     return max(1 << (size - 1).bit_length(), LEAST)
 
 
 def widened(codes: jax.Array, dtype: Any) -> jax.Array:
-    """Convert one-byte codes, int8, float8_e5m2 or float8_e4m3fn, to operands of `dtype`. Floats are converted by their
-    bits: cards before compute capability 8.9 have no instruction for them.
+    """Return one-byte codes, int8, float8_e5m2 or float8_e4m3fn, converted to `dtype`. Floats are converted by their
+    bits, because cards before compute capability 8.9 have no instruction for them.
     """
     if codes.dtype == jnp.int8:
         return codes.astype(dtype)
@@ -31,7 +31,7 @@ def widened(codes: jax.Array, dtype: Any) -> jax.Array:
 
 
 def widened_pairs(codes: jax.Array) -> jax.Array:
-    """Convert pairs of four-bit codes, uint8 [out, in / 2] with the first of a pair in the low bits, to bfloat16 [out,
+    """Return pairs of four-bit codes, uint8 [out, in / 2] with the first of a pair in the low bits, as bfloat16 [out,
     in]: signed integers from -8 to 7.
     """
     bits = codes.astype(jnp.uint16)

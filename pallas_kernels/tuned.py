@@ -35,8 +35,8 @@ class Entry(NamedTuple):
     sizes: dict[str, int]  # fields of tuning.TpuProducts or tuning.HopperProducts that differ from their defaults
 
     def distance(self, rows: int, size: int, out: int, group: int) -> float:
-        """Return the distance of the entry's shape to another one, in doublings; outputs count half, as they only
-        change the number of tiles.
+        """Return the distance of the entry's shape from another shape: the sum of the factors' base-2 logarithms, where
+        that of the outputs counts half, as outputs only change the number of tiles.
 
         rows, size, out, group: rows, inputs and outputs of the product, and inputs per scale.
         """
@@ -46,12 +46,12 @@ class Entry(NamedTuple):
 
 
 def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int, codes: Any) -> Any:
-    """Return the sizes for a product on the chip of the current trace: the platform's part of `tuning`, changed by the
-    nearest entry of the table if the chip has one for such codes.
+    """Return the sizes for a product on the chip of the current trace: the platform's part of `tuning`, with the
+    changes of the nearest entry of the table if the chip has an entry for such codes.
 
     platform: "tpu", for TpuProducts, or "gpu", for HopperProducts. The product is of rows [rows, size] and a matrix
-    [size, out] of `codes`, a dtype, with num_scales scales along its inputs. Logs once per chip and shape that an entry
-    of another shape is used.
+    [size, out] of `codes`, a dtype, with num_scales scales along its inputs. Logs (INFO), once per chip and shape, that
+    the entry of another shape is used.
     """
     tuning = tuning_of(platform)
     defaults = tuning.tpu_products if platform == "tpu" else tuning.hopper_products
@@ -65,10 +65,10 @@ def product_sizes(platform: str, rows: int, size: int, out: int, num_scales: int
 
 
 def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -> Entry | None:
-    """Return the chip's entry for a product's shape, or the one at the least distance; None if it has no entry for such
-    codes.
+    """Return the chip's entry with the least distance to a product's shape, among those for such codes; None if there
+    is none.
 
-    rows, size, out, group: see Entry.distance. codes: dtype of the codes.
+    rows, size, out, group: see Entry.distance. codes: name of the codes' dtype.
     """
     entries = (Entry(*row) for row in TABLE.get(chip, ()) if row[4] == codes)
     return min(entries, key=lambda entry: entry.distance(rows, size, out, group), default=None)
@@ -76,16 +76,16 @@ def nearest(chip: str, rows: int, size: int, out: int, group: int, codes: str) -
 
 @functools.cache
 def _say_once(chip: str, *sizes: int) -> None:
-    """Log, once per process for each chip (its name in the table) and sizes, that a product [inputs, outputs] uses the
-    sizes of another [inputs, outputs]: the first two and the last two of `sizes`.
+    """Log (INFO), once per process for each chip (its name in the table) and sizes, that the product [sizes[0],
+    sizes[1]] is not tuned and uses the sizes of [sizes[2], sizes[3]], both [inputs, outputs].
     """
     text = "%s: products [%d, %d] are not tuned, sizes of [%d, %d] are taken (jaxengine tune)"
     logger.info(text, chip, *sizes)
 
 
 def _chip_of_trace(platform: str) -> str:
-    """Return the table's name of the chip that the current trace is for, as seen by `platform`, "gpu" (Hopper only,
-    "sm_90") or "tpu"; "" if the table has no such chip.
+    """Return the table's name of the chip that the current trace is for. platform: "gpu", for which the name is "sm_90"
+    on Hopper cards, or "tpu". Returns "" if the table has no such chip.
     """
     if platform == "gpu":
         return "sm_90" if (card := card_of_trace()) is not None and card.hopper else ""

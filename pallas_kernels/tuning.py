@@ -14,7 +14,7 @@ from jaxengine.pallas_kernels.registry import backend_of
 
 
 class _Sizes:
-    """Base of size tables, whose construction raises ValueError unless every field is an int of at least 1."""
+    """Base of the size tables. Constructing one raises ValueError unless every field is an int of at least 1."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, with the field's name, for a value that is not an int of at least 1."""
@@ -26,7 +26,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class XlaAttention(_Sizes):
-    """Sizes of attention.xla."""
+    """Tile and block sizes of attention.xla."""
 
     block_seqs: int = 16  # sequences of a tile of single tokens
     block_q: int = 128  # tokens of a tile of one sequence
@@ -34,15 +34,15 @@ class XlaAttention(_Sizes):
     block_bytes: int = 1 << 30  # most keys and values that a tile of several sequences gathers at a time
 
     def block_kv_of(self, page_size: int, num_rows: int) -> int:
-        """Return the number of keys per block: as many full pages as fit `block_kv`, at least one; for a tile of
-        num_rows = 1, whose work on a block costs less than starting the block, twice `block_kv`.
+        """Return the number of keys per block: as many full pages as fit `block_kv`, at least one page. For a tile of
+        num_rows = 1 it is twice `block_kv`, because the work on a block costs less than starting the block.
         """
         wanted = self.block_kv if num_rows > 1 else 2 * self.block_kv
         return max(wanted // page_size, 1) * page_size
 
     def block_seqs_of(self, num_bytes: int) -> int:
-        """Return the most sequences of a tile of single tokens: `block_seqs`, or if they are fewer as many, two at
-        least, as have blocks of `num_bytes` each within `block_bytes`.
+        """Return the most sequences of a tile of single tokens: `block_seqs`, or fewer so that their blocks of
+        `num_bytes` each fit into `block_bytes`, but at least two.
         """
         return min(self.block_seqs, max(2, self.block_bytes // num_bytes))
 
@@ -65,7 +65,9 @@ class XlaSelection(_Sizes):
 
 @dataclass(frozen=True)
 class TpuAttention(_Sizes):
-    """Sizes of attention.tpu. `single` tiles hold one token and are bound by bandwidth, `run` tiles several."""
+    """Tile, block and buffer sizes of attention.tpu. `single` tiles hold one token and are bound by bandwidth, `run`
+    tiles several.
+    """
 
     max_block_q: int = 128  # tokens of a run tile
     run_tiles: int = 8  # fewest run tiles of a step, unless tiles are already the smallest
@@ -95,7 +97,7 @@ class TpuAttention(_Sizes):
 
 @dataclass(frozen=True)
 class HopperAttention(_Sizes):
-    """Sizes of attention.hopper and attention.blackwell."""
+    """Numbers of CTAs, stages and costs of attention.hopper and attention.blackwell."""
 
     num_ctas: int = 132  # persistent CTAs of each kernel: one per SM, of which H100 SXM and H200 have 132
     decode_tokens: int = 8  # most new tokens of a decode row
@@ -109,7 +111,7 @@ class HopperAttention(_Sizes):
 
 @dataclass(frozen=True)
 class TritonAttention(_Sizes):
-    """Sizes of attention.triton."""
+    """Numbers of parts, stages and costs of attention.triton."""
 
     num_ctas: int = 216  # parts that the blocks of keys are cut into: two per SM, of which A100 has 108
     pair_cost: int = 2  # as HopperAttention's
@@ -134,7 +136,7 @@ class TritonProducts(_Sizes):
 
 @dataclass(frozen=True)
 class TpuUpdate(_Sizes):
-    """Sizes of kv.update_tpu."""
+    """Buffer sizes of kv.update_tpu."""
 
     groups_in_flight: int = 32  # groups of eight rows in VMEM
     reads_ahead: int = 16  # less than groups_in_flight: a read waits for the write of the group it replaces
@@ -142,7 +144,9 @@ class TpuUpdate(_Sizes):
     vmem_limit_bytes: int = 40 << 20  # the default does not hold the groups of very wide rows
 
     def __post_init__(self) -> None:
-        """Raise ValueError as _Sizes does, and unless reads_ahead is less than groups_in_flight."""
+        """Raise ValueError for a value that is not an int of at least 1, and unless reads_ahead is less than
+        groups_in_flight.
+        """
         super().__post_init__()
         if self.reads_ahead >= self.groups_in_flight:
             raise ValueError(
@@ -153,7 +157,7 @@ class TpuUpdate(_Sizes):
 
 @dataclass(frozen=True)
 class TpuProducts(_Sizes):
-    """Sizes of matmul.tpu: products with quantised matrices."""
+    """Tile sizes of matmul.tpu: products with quantised and with grouped matrices."""
 
     rows: int = 512  # rows of a tile
     columns: int = 512  # columns of a tile of eight-bit codes; twice that of four bits
@@ -169,7 +173,7 @@ class TpuProducts(_Sizes):
 
 @dataclass(frozen=True)
 class HopperProducts(_Sizes):
-    """Sizes of matmul.hopper: products with quantised matrices."""
+    """Tile sizes of matmul.hopper: products with quantised and with grouped matrices."""
 
     num_ctas: int = 132  # CTAs to split inputs over: one per SM, of which H100 SXM and H200 have 132
     shared: int = 1  # CTAs per SM to split inputs over
@@ -180,7 +184,7 @@ class HopperProducts(_Sizes):
 
 @dataclass(frozen=True)
 class LoraTiles(_Sizes):
-    """Sizes of matmul.lora on all platforms, by which LoRA visits are cut."""
+    """Tile sizes of LoRA products on all platforms, by which matmul.lora cuts visits."""
 
     rows: int = 256  # rows of a tile
     columns: int = 128  # columns of the slots that are multiplied together, about
@@ -205,7 +209,7 @@ class Tuning:
 
 
 def tuning_of(platform: str) -> Tuning:
-    """Return the sizes for the chip that the current trace is for, or the defaults if the chip is not known.
+    """Return the sizes for the chip that the current trace is for; the platform's defaults if the chip is not known.
 
     platform: one of `registry.PLATFORMS`.
     """

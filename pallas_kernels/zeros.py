@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 
 def zeros_in_layer(own: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Return zeros of `shape` and `dtype`, computed from `own`, an array that only this layer has; its values do not
-    matter.
+    """Return zeros of `shape` and `dtype` that are computed from `own`, an array which only this layer has. Its values,
+    also NaN and infinity, do not matter.
 
     XLA would turn constant zeros into one array for all layers and copy it for each, all at the start of the step.
     """

@@ -25,13 +25,13 @@ from jaxengine.scheduler.pages.snapshots import Hits
 
 
 class Offer(NamedTuple):
-    """Outcomes of asking a replica to take a waiting request now.
+    """What a replica would do with a waiting request if it were admitted now.
 
     Attributes:
-      known: i32[n], the request's known tokens.
+      known: i32 [n], the request's known tokens.
       hits: cached pages that hold a prefix of them.
-      num_cached: tokens of that prefix.
-      count: tokens that the next step would compute.
+      num_cached: number of tokens of that prefix.
+      count: number of tokens that the next step would compute.
     """
 
     known: np.ndarray
@@ -45,16 +45,18 @@ class Rank:
 
     Attributes:
       index: number of the replica.
-      pages: page tables of its slots; pool: the pool of their pages.
+      pages: page tables of its slots. pool: the pool of their pages.
       slots: its running requests.
-      budget: remaining tokens of the step being scheduled; 0 for a replica that preempted, which admits nobody.
+      budget: remaining tokens of the step being scheduled; 0 if the replica preempted, so that it admits no request.
       preempted: requests that lost their slot in this step.
-      decodes: i64[n], slots that feed the token sampled last in this step.
-      weights_digest: of the weights that compute requests admitted from now on, see Request.
+      decodes: i64 [n], slots that feed their last sampled token in this step.
+      weights_digest: digest of the weights that compute requests admitted from now on, see Request.
     """
 
     def __init__(self, config: SchedulerConfig, index: int = 0):
-        """Start without requests, with an empty pool of config.num_pages pages. Raises ValueError without pages."""
+        """Start without requests, with an empty pool of config.num_pages pages. Raises ValueError if num_pages is below
+        1.
+        """
         self.config = config
         self.index = index
         self.pages = PageTables(config)
@@ -66,13 +68,13 @@ class Rank:
         self.weights_digest = b""
         self._results = Results(self.slots, index, config.max_model_len)
         self._num_steps = 0
-        # num_scheduled, start and sample of rows that decode, for as many as there can be.
+        # num_scheduled, start and sample of decodes, for the largest possible number of them.
         self._decode_columns = [
             np.full(config.max_num_seqs, fill, dtype) for fill, dtype in ((1, np.int32), (-1, np.int32), (1, np.bool_))
         ]
         for column in self._decode_columns:
             column.flags.writeable = False
-        # The step being put together.
+        # The step being scheduled.
         self.decodes = np.empty(0, np.int64)
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
@@ -85,11 +87,13 @@ class Rank:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of known tokens of the running requests here, computed or not."""
+        """Number of known tokens of this replica's running requests, computed or not."""
         return int(self.slots.num_tokens[self.slots.active].sum())
 
     def count_token_slots(self) -> tuple[int, int]:
-        """Return the number of token slots in pages held by running requests, and how many of them are empty."""
+        """Return the number of token slots in pages held by running requests, over all cache groups, and how many of
+        them hold no computed token.
+        """
         s, pages, page_size = self.slots, self.pages, self.config.page_size
         active = np.flatnonzero(s.active)
         empty = page_size * int(pages.num_columns[active].sum()) - int(s.num_computed[active].sum())
@@ -97,7 +101,7 @@ class Rank:
 
     @property
     def is_open(self) -> bool:
-        """Whether the step being scheduled has tokens and a slot left."""
+        """Whether the step being scheduled has tokens left and the replica has a free slot."""
         return self.budget > 0 and self.slots.num_free > 0
 
     def begin(self, num_in_flight: int) -> None:
@@ -105,18 +109,18 @@ class Rank:
         register those that the chunks fill in the prefix cache.
 
         Pages that windows have left are freed first. If pages do not suffice, requests are preempted (`preempted`), and
-        `budget` is 0. num_in_flight: steps whose tokens are not known yet.
+        `budget` is 0. num_in_flight: number of steps whose tokens are not known yet.
         """
         self._num_steps += 1
         self._admitted, self.preempted = [], []
         for extension in self._extensions:
             extension.begin()
-        # What their last chunks have left behind; decodes give back as they grow.
+        # Pages that the windows of their last chunks have left; decodes give pages back as they grow.
         for slot, _ in self._prefills:
             self.pages.give_back(slot, int(self.slots.num_computed[slot]))
         decodes = self._schedule_decodes(num_in_flight)
         self.budget = self.config.max_num_batched_tokens - len(decodes)
-        # Who is not decoding has known tokens left, or a last one that is in flight.
+        # A request that does not decode has known tokens left to compute, or its last one is in flight.
         prefills = self._schedule_prefills() if len(decodes) < self.slots.num_active else []
         if self.preempted:
             decodes = decodes[self.slots.active[decodes]]
@@ -125,14 +129,14 @@ class Rank:
         for slot, count in prefills:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
         self.decodes, self._prefills = decodes, prefills
-        # Without prefills either none is left, or the step has no tokens for them, or an extension has deferred them.
+        # If there are no prefills, none is left, or the step has no tokens for them, or an extension has deferred them.
         is_waiting = prefills or (self._extensions and len(decodes) < self.slots.num_active)
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:
         """Return what an open replica can do for a waiting request; None if its pages or the step's tokens do not
-        suffice (for all of it, without enable_chunked_prefill), or an extension defers the request. Takes nothing, but
-        sets the request's weights and page digests.
+        suffice (for all of its tokens, without enable_chunked_prefill), or an extension defers the request. Reserves
+        nothing, but sets the request's weights digest and page digests.
 
         The pages must suffice for all known tokens, not only for those of the next step, in addition to what running
         requests still need for theirs: a prompt admitted to grow into pages that others will hold would be preempted
@@ -150,8 +154,8 @@ class Rank:
         return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
-        """Give a request, which is RUNNING from then on, a slot, and the pages and tokens of its offer, the result of
-        `offer`, since which nothing has changed.
+        """Give a request a slot, and the pages and tokens of `offer`, the result of `offer`, since which nothing may
+        have changed. The request is then RUNNING.
 
         Raises OverflowError, TypeError or ValueError if a value of the request fits no column; it then has no slot.
         """
@@ -174,12 +178,12 @@ class Rank:
 
     @property
     def num_decodes(self) -> int | None:
-        """Return the number of decodes of the step being scheduled, None if it has other rows, too."""
+        """Number of decodes of the step being scheduled; None if the step has other rows, too."""
         return None if self._prefills else len(self.decodes)
 
     def commit(self) -> ScheduledBatch:
-        """End the step being scheduled: have extensions complete its batch, count its tokens as computed and those that
-        it samples as decided, and return the batch to be dispatched.
+        """End the step being scheduled: let extensions complete its batch, count its tokens as computed and those that
+        it samples as decided, and return the batch, which is to be dispatched.
         """
         s, batch = self.slots, self._batch()
         for extension in self._extensions:
@@ -192,8 +196,8 @@ class Rank:
         return batch
 
     def _batch(self) -> ScheduledBatch:
-        """Make the batch of the scheduled step: decodes of one token each, then prefill chunks, the shortest first.
-        Takes the page tables' deltas; with several micro-batches it notes the step's number in Slots.last_step.
+        """Return the batch of the scheduled step: decodes of one token each, then prefill chunks, the shortest first.
+        Takes the page tables' deltas. With several micro-batches the step's number is written to Slots.last_step.
         """
         s, decodes = self.slots, self.decodes
         # Long chunks come last: the model may attend to their keys in another form
@@ -248,15 +252,17 @@ class Rank:
         now: float,
         counts: np.ndarray | None = None,
     ) -> list[End]:
-        """Apply the tokens of one of its batches, in the order of steps; add them to `result`, and return the ends of
-        requests that they bring, which the caller then carries out. Arguments as of `Results.take`.
+        """Apply the sampled tokens of one of its batches, in the order of steps; add them to `result`, and return the
+        ends of requests that they bring, which the caller must carry out. Arguments: see `Results.take`.
         """
         return self._results.take(batch, token_ids, counts, result, now)
 
     def release(self, slot: int) -> None:
-        """Free a running request's slot and pages, also with extensions; the request keeps its output and its status.
+        """Free a running request's slot and pages, and what extensions hold for it. The request keeps its output and
+        its status.
 
-        With prefix caching all its full pages of computed tokens, generated ones included, are registered in the cache.
+        With prefix caching, all full pages of its computed tokens, generated ones included, are registered in the cache
+        first.
         """
         s = self.slots
         request = s.requests[slot]
@@ -274,9 +280,9 @@ class Rank:
             extension.release(slot)
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> list[Request]:
-        """Take away slots and pages of running requests; to be called between two steps, with none in flight.
+        """Take away slots and pages of running requests, between two steps, with none in flight.
 
-        which: selects the requests; None for all. Returns the requests that had them, which are to wait again.
+        which: selects the requests; None for all. Returns those requests, which have to wait again.
         """
         self.preempted = []
         for slot in self.slots.active.nonzero()[0].tolist():
@@ -286,11 +292,11 @@ class Rank:
         return self.preempted
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
-        """Return the slots that feed their last token, i64[n] ascending, after allocating a page of every group for
+        """Return the slots that feed their last token, i64 [n] ascending, after allocating a page of every group for
         each that needs one.
 
-        If pages do not suffice, requests are preempted, the last in order first. num_in_flight: steps whose tokens are
-        not known yet.
+        If pages do not suffice, requests are preempted, those last in order first. num_in_flight: number of steps whose
+        tokens are not known yet.
         """
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
@@ -298,7 +304,7 @@ class Rank:
         pages, computed = self.pages, s.num_computed[slots]
         needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
         if len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
-            for slot in needy.tolist():  # what it gives back may have other owners: then nothing is free by that
+            for slot in needy.tolist():  # pages with other owners do not become free by that
                 pages.give_back(slot, int(s.num_computed[slot]))
         while len(needy) and len(needy) * pages.num_groups > self.pool.num_free:
             self._preempt(s.last_in_line())
@@ -308,10 +314,10 @@ class Rank:
         return slots[s.active[slots]] if self.preempted else slots
 
     def _next_share(self, ready: np.ndarray, num_in_flight: int) -> np.ndarray:
-        """Return the slots that decode in one of several steps in flight together (num_micro_batches > 1), i64[n]
+        """Return the slots that decode in one of several steps in flight together (num_micro_batches > 1), i64 [n]
         ascending: of those with known last tokens, the ones that waited longest.
 
-        ready: bool[max_num_seqs], slots that decode. num_in_flight: steps whose tokens are not known yet.
+        ready: bool [max_num_seqs], slots that decode. num_in_flight: number of steps whose tokens are not known yet.
 
         The free decodes are spread over the steps that may follow before one comes back, so that no stage runs empty;
         and no step takes more than an even share of all decodes, so that requests which arrived together are split up.
@@ -326,10 +332,10 @@ class Rank:
 
     def _schedule_prefills(self) -> list[tuple[int, int]]:
         """Return (slot, number of tokens to compute) of running requests whose known tokens are not all computed, in
-        queue order while the budget lasts; allocates their pages and takes the budget.
+        queue order while the budget lasts. Allocates their pages, lets extensions reserve, and reduces `budget`.
 
-        If pages do not suffice, requests are preempted, the last in order first; the caller drops those that are in the
-        list.
+        If pages do not suffice, requests are preempted, those last in order first; the list may still contain these, so
+        the caller must remove them.
         """
         s, slots = self.slots, self._unfed()
         if not len(slots):
@@ -358,15 +364,15 @@ class Rank:
         return scheduled
 
     def _unfed(self) -> np.ndarray:
-        """Return the slots that do not decode yet, i64[n]: some of the tokens that were known when the request took the
-        slot are not computed.
+        """Return the slots that do not decode yet, i64 [n]: some of the tokens that were known when the request took
+        the slot are not computed.
         """
         s = self.slots
         return (s.active & (s.num_computed < s.num_fed)).nonzero()[0]
 
     def _num_missing(self, slot: int) -> int:
-        """Return the most pages that the known tokens of a slot will take (`most_pages_of`) in addition to those that
-        it holds.
+        """Return the most pages that the known tokens of a slot will take (`most_pages_of`), minus those that it
+        holds.
         """
         held = self.pages.count_held(np.array([slot]))
         return most_pages_of(self.config, int(self.slots.num_fed[slot])) - held
@@ -386,7 +392,7 @@ class Rank:
         """Return how many of the `remaining` tokens of a request, from `start` on, the step computes: at most the
         budget and long_prefill_token_threshold (0: no limit), and what every extension allows; 0 if one defers it.
 
-        hits: as of RankExtension.chunk.
+        hits: see RankExtension.chunk.
         """
         count = min(remaining, self.budget, self.config.long_prefill_token_threshold or remaining)
         for extension in self._extensions:
@@ -394,8 +400,9 @@ class Rank:
         return count
 
     def findable(self, request: Request, known: np.ndarray) -> Sequence[bytes]:
-        """Return the digests of the leading pages of a request's tokens `known` i32[n] that need not be computed if
-        they are found; at least one token is left to compute, and at most `most_cached` come from a cache.
+        """Return the digests of those leading pages of a request's tokens, `known` i32 [n], that need not be computed
+        if they are in a cache. At least one token is left to compute, and at most `most_cached` tokens may come from a
+        cache.
         """
         hashes = request.extend_page_hashes(known, self.config.page_size)
         most = request.params.most_cached
@@ -405,7 +412,8 @@ class Rank:
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
         """Register in the prefix cache those pages of the slot whose tokens are all among its first `num_computed`.
 
-        count: how many of these tokens the step being scheduled computes; passed on to extensions; 0 for none.
+        count: how many of these tokens the step being scheduled computes; unless it is 0, extensions are called
+        (`register`).
         """
         request = self.slots.requests[slot]
         assert request is not None
@@ -415,8 +423,8 @@ class Rank:
                 extension.register(request, num_computed, count)
 
     def _preempt(self, slot: int) -> None:
-        """Take away a running request's slot and pages and append it to `preempted`: it is to wait and be computed
-        again, after its tokens in flight have come if there are any.
+        """Take away a running request's slot and pages, set its status to PREEMPTED, count the preemption, and append
+        it to `preempted`. If tokens of it are in flight, it waits for these first.
         """
         s = self.slots
         request = s.requests[slot]

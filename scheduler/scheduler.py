@@ -35,33 +35,36 @@ _PREEMPTED = (
 
 
 class Scheduler:
-    """Scheduler that decides what each step computes: `schedule` -> the device -> `update`, in that order for every
-    step with rows.
+    """Scheduler that decides what each step computes. Call `schedule`, run the step on the device, and call `update`,
+    in that order for every step with rows.
 
     All replicas share one queue, and a request gets its replica when it is admitted, not when it arrives. So no request
     waits for one replica while another idles, whatever lengths the requests turn out to have; the queue's order, with
     priorities and with preempted requests at the front, holds over all replicas; and nothing has to be moved, because a
-    waiting request has no KV but what a prefix cache kept. (vLLM chooses on arrival, by 4 x waiting + running.) The
-    first in the queue runs or nobody does, so that a long prompt is not overtaken for ever.
+    waiting request has no KV except what a prefix cache kept. (vLLM chooses on arrival, by 4 x waiting + running.) If
+    the first request in the queue cannot run, none behind it is admitted, so that a long prompt is not overtaken for
+    ever.
 
-    Of the replicas that have a slot, tokens and pages for the first request, the one takes it where the tokens of its
-    running requests plus those of this request that its prefix cache lacks are fewest; the first of equals. Both sums
-    are work: held tokens are read by every later step and bound what fits, tokens not cached must be computed. So a
-    cached prefix attracts a request unless that replica is more loaded than another by more than the prefix's length,
+    Of the replicas that have a slot, tokens and pages for the first request, the one is chosen for which the tokens of
+    its running requests plus those of this request that its prefix cache lacks are fewest; the first of equals. Both
+    sums are work: held tokens are read by every later step and bound what fits, tokens not cached must be computed. So
+    a cached prefix attracts a request unless that replica is more loaded than another by more than the prefix's length,
     and without one the replica with most room wins.
 
     Attributes:
       ranks: the replicas.
-      num_pages: of all replicas.
+      num_pages: pages of all replicas.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all replicas; the last two in tokens.
       extensions: the optional capabilities that take part.
-      paused: whether its owner is to schedule no step; `schedule` does not look at it.
+      paused: whether the owner of the scheduler should schedule no step; `schedule` does not check it.
 
     Raises ValueError for a configuration without pages.
     """
 
     def __init__(self, config: SchedulerConfig):
-        """Make the replicas and the extensions, and attach them to each other. Raises ValueError without pages."""
+        """Create the replicas and the extensions, and attach them to each other. Raises ValueError if num_pages is
+        below 1.
+        """
         self.config = config
         self.ranks = [Rank(config, index) for index in range(config.num_ranks)]
         self.num_pages = sum(rank.pool.num_pages for rank in self.ranks)
@@ -83,17 +86,19 @@ class Scheduler:
             rank.extend([extension.ranks[index] for extension in self.extensions if extension.ranks])
 
     def extension(self, name: str) -> Any:
-        """Return the extension of a capability that the engine was started with. Raises StopIteration for any other."""
+        """Return the extension of the capability `name`, which the engine must have been started with. Raises
+        StopIteration for any other.
+        """
         return next(extension for extension in self.extensions if extension.name == name)
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests with a slot, over all replicas."""
+        """Number of requests with a slot, over all replicas."""
         return sum(rank.slots.num_active for rank in self.ranks)
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of requests without a slot, those apart from the queue included."""
+        """Number of requests without a slot, in the queue or outside it."""
         return self._waiting.size + len(self._held)
 
     @property
@@ -102,43 +107,45 @@ class Scheduler:
         return self._fair is not None
 
     def num_waiting_of(self, client: str) -> int:
-        """Return the number of a client's waiting requests; only under the fair policy."""
+        """Return the number of a client's requests in the queue. Only for the fair policy (AssertionError
+        otherwise).
+        """
         assert self._fair is not None
         return self._fair.num_waiting(client)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Return the number of prompt tokens of the waiting requests."""
+        """Number of prompt tokens of the waiting requests."""
         return self._waiting.num_tokens + sum(request.num_prompt_tokens for request in self._held)
 
     @property
     def num_deferred(self) -> int:
-        """Return the number of waiting requests that could not run even if there were room."""
+        """Number of waiting requests that could not run even if there were room."""
         return len(self._held) + sum(request.wait is not Wait.NONE for request in self._waiting)
 
     @property
     def requests(self) -> Collection[Request]:
-        """Return the requests that have not ended, in order of arrival."""
+        """Requests that have not ended, in order of arrival."""
         return self._requests.values()
 
     @property
     def num_unfinished(self) -> int:
-        """Return the number of requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._requests)
 
     @property
     def num_free_pages(self) -> int:
-        """Return the number of pages of all replicas without a reference, cached ones included."""
+        """Number of pages of all replicas without a reference, cached ones included."""
         return sum(rank.pool.num_free for rank in self.ranks)
 
     @property
     def page_usage(self) -> float:
-        """Return the share of pages that are referenced, 0 to 1."""
+        """Share of pages that are referenced, 0 to 1."""
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queue a request and number it (`arrival_index`); one that waits for an extension (Wait.APART) is kept apart
-        from the queue.
+        """Add a request to the queue and number it (`arrival_index`). A request that waits for an extension
+        (Wait.APART) is held outside the queue.
 
         Raises:
           RequestError: the id is taken, the policy has no priorities or no clients, the prompt is empty or leaves no
@@ -184,8 +191,8 @@ class Scheduler:
         self._enqueue(request)
 
     def hold(self, request: Request) -> None:
-        """Take away the slot of a running request, which waits apart from the queue until `release`, so that it blocks
-        nobody.
+        """Take away the slot of a running request and hold it outside the queue until `release`, so that it blocks no
+        other request.
 
         Its computed pages stay in the prefix cache. A token that a step in flight samples for it is dropped and sampled
         again, so at most one of its tokens may be in flight.
@@ -198,15 +205,15 @@ class Scheduler:
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:
-        """Put a request that waits apart back into the queue; do nothing for any other."""
+        """Put a request that is held outside the queue back into the queue. Does nothing for any other request."""
         if request in self._held:
             self._held.remove(request)
             request.wait = Wait.NONE
             self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request for `reason`, whatever its state; its slot and pages are free at once, and its tokens in flight
-        are dropped. Does nothing if it has ended already.
+        """End a request for `reason`, whatever its state. Its slot and pages are freed at once, and its tokens in
+        flight are dropped. Does nothing if it has already ended.
 
         stop_reason: the token or text that ended it, or a description of what went wrong; None otherwise.
         """
@@ -232,16 +239,16 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float:
-        """Return the earliest deadline of an unfinished request, in seconds of the engine's clock; inf for none."""
+        """Earliest deadline of an unfinished request, in seconds of the engine's clock; inf if there is none."""
         while self._deadlines and self._deadlines[0][2].status is RequestStatus.FINISHED:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def schedule(self, now: float = 0.0) -> ScheduledStep:
-        """Schedule the next step, and count it as in flight if it has rows.
+        """Return the next step, and count it as in flight if it has rows.
 
-        Running requests come first, and may be preempted for want of pages; then waiting ones are admitted, those that
-        extensions no longer hold included; extensions add what is theirs. A step without rows means that nothing can
+        Running requests come first, and may be preempted for lack of pages. Then waiting ones are admitted, including
+        those that extensions no longer hold, and extensions add their data. A step without rows means that nothing can
         run before the next `update`. now: seconds of the engine's clock; requests whose deadline has passed are ended
         (`ScheduledStep.expired`).
         """
@@ -273,16 +280,16 @@ class Scheduler:
         now: float = 0.0,
         counts: np.ndarray | None = None,
     ) -> StepResult:
-        """Apply the tokens that a step sampled, end the requests that they end, and return both as a StepResult. The
+        """Apply the tokens that a step sampled, finish the requests that they end, and return both as a StepResult. The
         step no longer counts as in flight. Raises ValueError unless token_ids has one entry for each replica.
 
         Args:
-          step: from `schedule`; steps are updated in their order.
-          token_ids: for each replica, ids by row, i32[replicas, >= rows]; for a step whose width is more than 1
-            i32[replicas, >= rows, width]. Rows that do not sample are ignored. A negative id says that the row's logits
-            were not finite; its request ends with an error.
-          now: when they came, seconds of the engine's clock.
-          counts: i32[replicas, >= rows], how many tokens each row got in a step of width > 1; None for other steps.
+          step: from `schedule`; steps must be updated in their order.
+          token_ids: for each replica, ids by row, i32 [replicas, >= rows]; for a step whose width is more than 1
+            i32 [replicas, >= rows, width]. Rows that do not sample are ignored. A negative id means that the row's
+            logits were not finite; its request ends with an error.
+          now: when they came, in seconds of the engine's clock.
+          counts: i32 [replicas, >= rows], how many tokens each row got in a step of width > 1; None for other steps.
         """
         self._num_in_flight -= 1
         result = StepResult()
@@ -299,12 +306,12 @@ class Scheduler:
         return result
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Running requests keep their pages."""
+        """Drop all cached prefixes of all replicas. Running requests keep their pages."""
         for rank in self.ranks:
             rank.pages.reset_prefix_cache()
 
     def preempt_all(self, which: Callable[[Request], bool] | None = None) -> None:
-        """Put running requests back into the queue, to be computed again from their first token except for what the
+        """Put running requests back into the queue. They are computed again from their first token, except for what the
         prefix cache has. No step may be in flight. `num_preemptions` of the scheduler does not count them.
 
         which: selects the requests; None for all.
@@ -314,15 +321,15 @@ class Scheduler:
                 self._put_back(request)
 
     def replace_weights(self, digest: bytes) -> None:
-        """Set the digest of the weights of all later steps: requests admitted from now on find no pages of other
-        weights.
+        """Set the digest of the weights of all later steps. Requests admitted from now on do not find cached pages of
+        other weights.
         """
         for rank in self.ranks:
             rank.weights_digest = digest
 
     def expire(self, now: float) -> list[Request]:
-        """End and return the requests whose deadlines are before `now`, seconds of the engine's clock, as aborted with
-        stop_reason "timeout". `schedule` does it, too.
+        """End the requests whose deadlines are before `now`, seconds of the engine's clock, as aborted with stop_reason
+        "timeout", and return them. `schedule` does this, too.
         """
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:
@@ -333,11 +340,12 @@ class Scheduler:
         return expired
 
     def _admit(self, now: float) -> list[Request]:
-        """Give waiting requests replicas and slots, in queue order, until the first one fits nowhere or must wait.
+        """Admit waiting requests to replicas, in queue order, until the first one fits nowhere or must wait.
 
-        Requests that an extension does not admit wait apart from then on. A request with a value that fits no column is
-        logged, ended with an error, alone, and returned. At its first admission a request gets num_cached_tokens and
-        first_scheduled_time, and with prefix caching counts in num_prefix_queries and hits. now: as in `schedule`.
+        Requests that an extension does not admit are then held outside the queue. A request with a value that fits no
+        column is logged and ended with an error; only these requests are returned. At its first admission a request
+        gets num_cached_tokens and first_scheduled_time, and with prefix caching it counts in num_prefix_queries and
+        num_prefix_hits. now: see `schedule`.
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
@@ -368,33 +376,35 @@ class Scheduler:
         return failed
 
     def _release_ready(self) -> None:
-        """Put requests that extensions no longer hold back into the queue."""
+        """Put the requests that extensions no longer hold back into the queue."""
         for extension in self.extensions:
             for request in extension.ready():
                 self.release(request)
 
     def _place(self, request: Request) -> tuple[Rank, Offer] | None:
-        """Return the replica that is to run a request, and its offer; None if none can now."""
+        """Return the replica with the least work (`_work`) that can run a request now, with its offer; None if no
+        replica can.
+        """
         offers = [(rank, offer) for rank in self.ranks if rank.is_open and (offer := rank.offer(request)) is not None]
         return min(offers, key=self._work, default=None)
 
     def _work(self, place: tuple[Rank, Offer]) -> int:
-        """Return the known tokens that a replica would hold with the new request, less those of the request that are
-        cached.
+        """Return the number of known tokens that the replica of `place` would hold with the new request, minus those of
+        the request that are cached.
         """
         rank, offer = place
         return rank.num_tokens + len(offer.known) - offer.num_cached
 
     def _enqueue(self, request: Request) -> None:
-        """Put a request into the queue, or apart from it if it waits for an extension."""
+        """Add a request to the queue, or to those held outside it if it waits for an extension (Wait.APART)."""
         if request.wait is Wait.APART:
             self._held.add(request)
         else:
             self._waiting.push(request)
 
     def _requeue(self, request: Request) -> None:
-        """Put a request that was preempted for want of pages back to its old place in the queue, count the preemption,
-        and warn of the first and of every fiftieth after it.
+        """Put a request that was preempted for lack of pages back to its old position in the queue, tell the
+        extensions, count the preemption, and log a warning for the first preemption and every fiftieth after it.
         """
         self._put_back(request)
         modes = [mode for each in self.extensions if (mode := each.preempted(request))]
@@ -404,7 +414,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _put_back(self, request: Request) -> None:
-        """Put a request that has lost its slot back to its old place in the queue, or apart from it (`_enqueue`); under
+        """Put a request that has lost its slot back to its old position in the queue, or outside it (`_enqueue`). Under
         the fair policy its client has one running request less.
         """
         self._enqueue(request)

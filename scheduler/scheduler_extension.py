@@ -20,50 +20,51 @@ class SchedulerExtension:
 
     Attributes:
       name: of the capability.
-      ranks: its RankExtension of each replica, in order; empty if it has none.
+      ranks: the RankExtension of each replica, in order; empty if there is none.
     """
 
     name: ClassVar[str]
     ranks: Sequence[RankExtension] = ()
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Attach to the scheduler's replicas and make `ranks`, if it has any; called once, when they exist. Does
-        nothing here.
+        """Attach to the scheduler's replicas and create `ranks`, if there are any. Called once, when the replicas
+        exist. The base class does nothing.
         """
 
     def admits(self, request: Request) -> bool:
-        """Whether the first request in the queue may run; if not, it waits apart until `ready` returns it. True here.
-        May be asked again for one request, since another extension or want of room may keep it waiting.
+        """Return whether the first request in the queue may run. If not, it is held outside the queue until `ready`
+        returns it. May be called again for one request, since another extension or lack of room may keep it waiting.
+        The base class returns True.
         """
         return True
 
     def ready(self) -> Iterable[Request]:
-        """Return the requests that need not wait apart any longer; the scheduler asks in every step and queues them.
-        Returns none here.
+        """Return the requests that need not be held outside the queue any longer. The scheduler calls it in every step
+        and queues them. The base class returns none.
         """
         return ()
 
     def decode_width(self) -> int:
-        """Give drafts to the decodes of the step being scheduled, whose rows are chosen; return the most tokens that
-        one has, at least 1. Returns 1 here.
+        """Give drafts to the decodes of the step being scheduled, whose rows are chosen, and return the number of
+        tokens per decode of the bucket that the step needs, at least 1. The base class returns 1.
         """
         return 1
 
     def complete(self, step: ScheduledStep) -> None:
-        """Add this capability's data to the step of all replicas, in place, after their batches were committed. Does
-        nothing here.
+        """Add this capability's data to the step of all replicas, in place. Called after their batches were committed.
+        The base class does nothing.
         """
 
     def preempted(self, request: Request) -> str | None:
-        """Note that a request has lost its slot for want of pages. Returns the mode, in capitals, by which it gets them
-        back, for the log; None (here) leaves "RECOMPUTE".
+        """Called when a request has lost its slot for lack of pages. Return the mode, in capitals, by which it gets its
+        pages back, for the log. The base class returns None, for which the log says "RECOMPUTE".
         """
         return None
 
     def weights_replaced(self) -> None:
-        """Note that requests go on with other weights than those that the digests of their pages name. Does nothing
-        here.
+        """Called when requests continue with other weights than those that the digests of their pages name. The base
+        class does nothing.
         """
 
     def reset_cache(self) -> None:
-        """Drop cached state that only later requests could use. Does nothing here."""
+        """Drop cached state that only later requests could use. The base class does nothing."""

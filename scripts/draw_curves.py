@@ -20,7 +20,9 @@ _LINE = re.compile(r"^step (\d+): reward (\d+\.\d+)", re.MULTILINE)
 
 
 def rewards(log: str) -> list[float]:
-    """Return the rewards of a log, by step. Raises ValueError for a log without rewards, or with steps left out."""
+    """Return the rewards of a log, ordered by step. Raises ValueError for a log without rewards, or with steps left
+    out.
+    """
     found = [(int(step), float(reward)) for step, reward in _LINE.findall(log)]
     if not found or [step for step, _ in found] != [*range(len(found))]:
         raise ValueError(f"the log must have a reward for each step from 0, got {len(found)} lines")
@@ -28,11 +30,14 @@ def rewards(log: str) -> list[float]:
 
 
 def svg(curves: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG image of rewards from 0 to 1 by step. curves: by the name in the legend."""
+    """Return an SVG image of the rewards by step, from 0 to the largest one (at least 0.1). curves: rewards by the name
+    in the legend.
+    """
     steps = max(2, *map(len, curves.values()))
     most = max(0.1, *(max(each) for each in curves.values()))
 
     def place(step: int, reward: float) -> str:
+        """Return "x,y", the position of a reward in the image, in SVG units."""
         x = LEFT + (WIDTH - LEFT - 16) * step / (steps - 1)
         return f"{x:.1f},{HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * reward / most:.1f}"
 
@@ -57,7 +62,7 @@ def svg(curves: Mapping[str, Sequence[float]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the image. arguments: its path, then NAME=LOG for each curve."""
+    """Write the SVG image of the curves. arguments: its path, then NAME=LOG for each curve."""
     path, *pairs = arguments
     logs = [pair.partition("=")[::2] for pair in pairs]
     Path(path).write_text(svg({name: rewards(Path(log).read_text(errors="replace")) for name, log in logs}))

@@ -118,8 +118,8 @@ jaxengine bench latency --model model --batch-size 4
 
 
 def table(llm: LLM, folder: Path) -> str:
-    """Return the table in Markdown. llm: an engine of the small model; folder: an empty one, for files
-    that rows write.
+    """Return the table in Markdown, after running every row. llm: an engine of the small model. folder: an empty
+    folder, into which the files that rows name are written.
     """
     lines = ["| what you type | what happens |", "|---|---|"]
     _write_files(folder)
@@ -130,13 +130,13 @@ def table(llm: LLM, folder: Path) -> str:
 
 
 def placed(text: str, rows: str) -> str:
-    """Return the document `text` with the table `rows` between its marks."""
+    """Return the document `text` with what is between its marks, BEGIN and END, replaced by the table `rows`."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{rows}\n{END}{rest.partition(END)[2]}"
 
 
 def _write_files(folder: Path) -> None:
-    """Write the models and the options file that the rows name."""
+    """Write the models and the options file that the rows name into `folder`."""
     words = WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
     for name in ("model", "without-tokenizer", "xverse"):
         shutil.copytree(CHECKPOINT, folder / name)
@@ -149,7 +149,7 @@ def _write_files(folder: Path) -> None:
 
 
 def _happens(row: str, llm: LLM) -> str:
-    """Run a row; return its result or error, and what was logged, as text of a table's cell."""
+    """Run a row, and return its result or error, and what was logged, as the text of a table cell."""
     with _said() as said:
         try:
             result = _command(row) if row.startswith("jaxengine ") else _python(row, llm)
@@ -159,7 +159,7 @@ def _happens(row: str, llm: LLM) -> str:
 
 
 class _Quiet:
-    """Wraps the engine and hides its progress bars."""
+    """Wrapper of an engine whose `generate` shows no progress bars."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
@@ -169,7 +169,9 @@ class _Quiet:
 
 
 def _python(row: str, llm: LLM) -> str:
-    """Run the statements of a row; return a text that says what the last one, an expression or an assignment, gave."""
+    """Run the statements of a row, and return the outcome of the last one: "works" for an assignment, the options for
+    `LLM(...)`, else the repr of the value as code.
+    """
     params = SamplingParams(temperature=0, max_tokens=2)
     names: dict[str, Any] = {"Path": Path, "np": np, "jnp": jnp, "LLM": _settled, "llm": _Quiet(llm)}
     names |= {"SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams, "params": params}
@@ -185,7 +187,9 @@ def _python(row: str, llm: LLM) -> str:
 
 
 def _settled(model: Any, **options: Any) -> str:
-    """Do what `LLM(model, **options)` does before it loads weights; return the options other than the defaults."""
+    """Do what `LLM(model, **options)` does before it loads weights, and return the options that differ from the
+    defaults.
+    """
     config = EngineConfig.from_options(model=model, **options)
     source = open_model(config)
     try:
@@ -197,7 +201,9 @@ def _settled(model: Any, **options: Any) -> str:
 
 
 def _command(row: str) -> str:
-    """Parse a command line; return the engine and server options that differ from the defaults."""
+    """Parse a command line without running it, and return the engine and server options that differ from the defaults;
+    "works" if none do.
+    """
     parser = build_parser()
     args = parser.parse_args(with_config_file(shlex.split(row)[1:], parser))
     engine = EngineConfig.from_options(**given_options(args, EngineConfig))
@@ -209,7 +215,7 @@ def _command(row: str) -> str:
 
 
 def _differences(config: Any, usual: Any, prefix: str = "") -> str:
-    """Return the fields of a dataclass, nested ones included, that differ from `usual`; "works" if none do."""
+    """Return the fields of a dataclass, nested ones included, that differ from `usual`, as text; "works" if none do."""
     changed = []
     for field in dataclasses.fields(config):
         value, before = getattr(config, field.name), getattr(usual, field.name)
@@ -222,7 +228,9 @@ def _differences(config: Any, usual: Any, prefix: str = "") -> str:
 
 @contextlib.contextmanager
 def _said() -> Iterator[list[str]]:
-    """Context with a list to which the messages of the package's loggers are appended meanwhile."""
+    """Return a context manager that yields a list, to which the messages of the package's loggers (INFO and above) are
+    appended in the meantime.
+    """
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -245,6 +253,8 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Make a text fit into a table's cell, without the number of families: a process may have more than others."""
+    """Return a text that fits into a table cell: on one line, with | escaped, without the working directory and without
+    the number of families, since a process may have more than others.
+    """
     text = re.sub(r"lists the \d+", "lists the ...", text.replace(os.getcwd() + os.sep, ""))
     return " ".join(text.split()).replace("|", "\\|")

@@ -27,7 +27,7 @@ STAMPS = (
 
 
 def generate() -> dict[Path, str]:
-    """Return the contents of every stub, by its path in the repository."""
+    """Return the contents of every stub, by its path in the repository. Raises SystemExit if protoc fails."""
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.proto"))
     includes = Path(grpc_tools.__file__).parent / "_proto"
     with tempfile.TemporaryDirectory() as folder:

@@ -13,12 +13,12 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 class NamedModels(NamedTuple):
-    """Repositories with one shape.
+    """Repositories whose models have the same shape.
 
     Attributes:
       names: of the repositories.
-      parameters: in billions, as published; a tied head counts once, layers that predict further tokens do not.
-      config: of config.json, the fields that decide the shape.
+      parameters: in billions, as published; a tied LM head counts once, layers that predict further tokens do not.
+      config: the fields of config.json that determine the shape.
     """
 
     names: tuple[str, ...]
@@ -27,5 +27,5 @@ class NamedModels(NamedTuple):
 
 
 def read_names() -> list[NamedModels]:
-    """Read all rows."""
+    """Return all rows of model_names.json."""
     return [NamedModels(tuple(row["names"]), row["params"], row["config"]) for row in json.loads(FILE.read_text())]

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Paths(NamedTuple):
-    """Files, relative to the repository and in the order in which they are reached, and calls of a request.
+    """Files and calls of a request. Files are relative to the repository, in the order in which they are first reached.
 
     Attributes:
       request: source files of one greedy request to the embedded model.
-      step: those of a decode step of it in the middle.
-      num_calls: calls of ours in that step.
-      modules: names of our modules that the process has imported.
+      step: source files of a decode step in the middle of that request.
+      num_calls: number of calls of this package's functions in that step.
+      modules: names of this package's modules that the process has imported.
     """
 
     request: list[str]
@@ -35,7 +35,7 @@ class Paths(NamedTuple):
 def trace(**options: Any) -> Paths:
     """Run a request of twelve tokens alone, and return the files and calls that it went through.
 
-    options: of the engine, in addition to options for a few small step shapes.
+    options: of the engine, added to options for a few small step shapes.
     """
     from jaxengine import LLM, SamplingParams
 

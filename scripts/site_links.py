@@ -15,12 +15,16 @@ NOT_PAGES = ("kubernetes", "grafana.json")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Return the page's Markdown with links out of docs/ rewritten; mkdocs calls this for each page."""
+    """Return a page's Markdown with links out of docs/ replaced by links to the repository. mkdocs calls this for each
+    page.
+    """
     return with_repository_links(markdown, config.repo_url)
 
 
 def with_repository_links(markdown: str, repository: str) -> str:
-    """Replace the target of each link out of docs/ by its address under `repository`, branch main."""
+    """Return the Markdown with the target of each link out of docs/ replaced by its address under `repository`, branch
+    main.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         path, mark, anchor = match[1].partition("#")

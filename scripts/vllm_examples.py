@@ -30,7 +30,9 @@ FOUND, REFUSED, MISSING = "all names found", "refused by name", "a name is missi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Report on the scripts of a folder, and run those that are chosen. argv: None for sys.argv. Returns 0."""
+    """Print a report on the scripts of a folder, run those that are chosen, and return 0. argv: arguments, None for
+    sys.argv.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="vLLM's folder examples")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")
@@ -52,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    """Return a report on the scripts below a folder, plain JSON values: for each whether the names that it imports from
-    vllm were found, and which were not.
+    """Return a report on the scripts below a folder, in plain JSON values: for each script that imports vllm whether
+    all names that it imports were found, and which were not.
     """
     rows: dict[str, dict[str, Any]] = {}
     paths = sorted(folder.rglob("*.py"))
@@ -74,7 +76,9 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
-    """Yield (module, name or None) of each import from vllm, wherever it stands in the script."""
+    """Yield (module, name) of each name imported from vllm, anywhere in the script; name is None for `import
+    module`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_vllm(node.module or ""):
             yield from ((str(node.module), alias.name) for alias in node.names)
@@ -83,8 +87,8 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
 
 
 def resolve(module: str, name: str | None) -> str:
-    """Return FOUND, REFUSED or MISSING: whether jaxengine has a name of a module of vLLM's, or the module itself if
-    name is None.
+    """Return FOUND, REFUSED or MISSING, depending on whether jaxengine has a name of a module of vLLM's, or the module
+    itself if name is None.
     """
     from jaxengine.vllm_names import NotBuiltImportError
 
@@ -100,8 +104,8 @@ def resolve(module: str, name: str | None) -> str:
 
 
 def run_apart(path: Path, model: str, timeout: float) -> str:
-    """Run a script in a process of its own, for at most `timeout` seconds; return "ran", or the last
-    line of its error.
+    """Run a script in a separate process, for at most `timeout` seconds. Return "ran", the last line of its error
+    output, or a text that says that it did not end or with which status it ended.
     """
     command = [sys.executable, "-c", f"from {__name__} import run_here; run_here()", str(path), model]
     if __name__ == "__main__":
@@ -115,7 +119,9 @@ def run_apart(path: Path, model: str, timeout: float) -> str:
 
 
 def run_here() -> None:
-    """Run the script that sys.argv names first, as the main program, with the model that it names second."""
+    """Run the script that sys.argv[1] names as the main program, with jaxengine under vllm's name and with the model
+    that sys.argv[2] names.
+    """
     _, path, model = sys.argv
     sys.meta_path.insert(0, _AsVllm())
     _use_model(model)
@@ -125,7 +131,9 @@ def run_here() -> None:
 
 
 def _use_model(model: str) -> None:
-    """Make every engine of this process load this model, whatever the script names."""
+    """Replace EngineConfig.from_options, so that every engine of this process loads this model, whatever the script
+    names.
+    """
     from jaxengine.config.engine_config import EngineConfig
 
     from_options = EngineConfig.from_options.__func__
@@ -137,7 +145,7 @@ def _use_model(model: str) -> None:
 
 
 class _AsVllm(MetaPathFinder, Loader):
-    """Import finder and loader that gives jaxengine's modules under vllm's names."""
+    """Import finder and loader that returns jaxengine's modules under vllm's names."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if _is_vllm(fullname) else None

@@ -353,7 +353,7 @@ def package_rows(root: Path) -> Iterator[str]:
 
 
 def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Iterator[str]:
-    """Yield a table row for each parser."""
+    """Yield a table row for each parser: its name, its models and the words of the chat template that select it."""
     for name, row in rows.items():
         words = " ".join(f"`` {_cell(word)} ``" if "`" in word else f"`{_cell(word)}`" for word in row.template)
         yield f"| `{name}` | {row.models} | {words} |"
@@ -369,7 +369,7 @@ def _sampling_fields() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    """Yield a table row for each architecture of MODELS but those that a user registered."""
+    """Yield a table row for each architecture of MODELS, except those that a user registered."""
     errors: dict[str, list[float]] = {}
     for row in json.loads(_MEASURED.read_text()).values():
         errors.setdefault(row["architecture"], []).append(row["error"])
@@ -385,7 +385,7 @@ def _models() -> Iterator[str]:
 
 
 def _model_names() -> str:
-    """Return the page of models by name."""
+    """Return the content of model_names.md, the page of models by name."""
     rows, count = [], 0
     for names, parameters, config in read_names():
         model = read_hf(config)
@@ -399,7 +399,7 @@ def _model_names() -> str:
 def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str:
     """Return a Markdown table with a row for each field of a dataclass, except those named in `without`.
 
-    flags: also give each field's command-line flag.
+    flags: whether to give each field's command-line flag, too.
     """
     texts, rows = class_texts(cls), ["| option | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(cls):
@@ -411,7 +411,7 @@ def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as a table's cell; "" for an empty tuple."""
+    """Return a field's default as the text of a table cell; "" for an empty tuple, "its defaults" for a dataclass."""
     value = field.default
     if dataclasses.is_dataclass(value):
         return "its defaults"
@@ -419,7 +419,9 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _allowed(name: str) -> str:
-    """Return what is allowed for a field of SamplingParams, as the error of its rule says."""
+    """Return what is allowed for a field of SamplingParams, in the words of its rule's error. Raises AssertionError for
+    a rule that allows anything.
+    """
     try:
         _RULES[name](name, object())
     except RequestError as error:
@@ -428,7 +430,7 @@ def _allowed(name: str) -> str:
 
 
 def _where(name: str) -> str:
-    """Return the letters of the interfaces that have a field of SamplingParams."""
+    """Return the letters of the interfaces that have a field of SamplingParams, separated by spaces."""
     requests = {"C": CompletionRequest, "H": ChatRequest, "R": ResponsesRequest}
     letters = ["P", *(letter for letter, model in requests.items() if name in model.model_fields)]
     return " ".join([*letters, "L"] if name in (*SAMPLING_OPTIONS, *OUTPUT_OPTIONS) else letters)
@@ -439,7 +441,7 @@ def _cell(text: str) -> str:
 
 
 def write_first_hour() -> None:
-    """Run the rows of scripts.first_hour and put their table into its document."""
+    """Run the rows of scripts.first_hour and write their table into docs/coming_from_vllm.md."""
     llm = LLM(first_hour.CHECKPOINT, skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=True)
     with tempfile.TemporaryDirectory() as folder:
         rows = first_hour.table(llm, Path(folder).resolve())

@@ -19,8 +19,8 @@ from jaxengine.sharding.layout import RULES
 def split_over(axis: str) -> tuple[str, ...]:
     """Return the names of the mesh axes of more than one device over which `jax.shard_map` splits a logical axis.
 
-    Axes that XLA splits arrays over by itself do not count: there, arrays are whole. Raises KeyError for an axis that
-    RULES lacks, as do all functions here that take one.
+    Mesh axes over which XLA itself splits arrays do not count: in the traced code, such arrays are whole. Raises
+    KeyError for an axis that RULES lacks, as do all functions here that take one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
@@ -28,29 +28,30 @@ def split_over(axis: str) -> tuple[str, ...]:
 
 
 def num_shards(axis: str) -> int:
-    """Return the number of parts into which a logical axis is split (`split_over`), 1 if it is whole."""
+    """Return the number of parts into which a logical axis is split (`split_over`); 1 if it is whole."""
     over = split_over(axis)
     return lax.axis_size(over) if over else 1
 
 
 def shard_index(axis: str) -> Any:
-    """Return the index of this device's part of a logical axis: 0 if the axis is whole, else i32[]."""
+    """Return the index of this device's part of a logical axis: 0 if the axis is whole, else i32 []."""
     over = split_over(axis)
     return lax.axis_index(over) if over else 0
 
 
 def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """All-gather x [T, ...] over the n replicas whose devices hold parts of `axis`: [n * T, ...], in replica order.
+    """All-gather x [T, ...] over the n replicas whose devices hold parts of `axis`: return [n * T, ...], in replica
+    order.
 
-    Devices of one replica have the same tokens and exchange none. x itself if there is one such replica.
+    Devices of one replica have the same tokens and exchange none. Returns x itself if there is one such replica.
     """
     over = _other_tokens(axis)
     return lax.all_gather(x, over, axis=0, tiled=True) if over else x
 
 
 def keep_tokens(x: jax.Array, axis: str, part: str) -> jax.Array:
-    """Slice x [T, ...], a result of `gather_tokens` for `axis`, to the result for `part`, over whose devices tokens are
-    split in fewer parts: [T / n, ...].
+    """Return the rows of x [T, ...], the result of `gather_tokens` for `axis`, that `gather_tokens` for `part` would
+    return: [T / n, ...]. `part` must be split over fewer replicas.
     """
     over = tuple(name for name in _other_tokens(axis) if name not in _other_tokens(part))
     size = x.shape[0] // lax.axis_size(over) if over else 0
@@ -59,15 +60,15 @@ def keep_tokens(x: jax.Array, axis: str, part: str) -> jax.Array:
 
 def scatter_tokens(x: jax.Array, axis: str) -> jax.Array:
     """Sum partial results x [n * T, ...] over the n replicas whose devices hold parts of `axis`, and return the rows of
-    this replica's own tokens, [T, ...] (a reduce-scatter). x itself if there is one such replica.
+    this replica's own tokens, [T, ...] (a reduce-scatter). Returns x itself if there is one such replica.
     """
     over = _other_tokens(axis)
     return lax.psum_scatter(x, over, scatter_dimension=0, tiled=True) if over else x
 
 
 def sum_same_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """Sum partial results x [T, ...] elementwise over the devices that hold parts of `axis` and the same tokens: [T,
-    ...] on each of them.
+    """Sum partial results x [T, ...] elementwise over the devices that hold parts of `axis` and the same tokens: return
+    [T, ...], equal on all of them.
     """
     over = _same_tokens(axis)
     return lax.psum(x, over) if over else x
@@ -75,38 +76,41 @@ def sum_same_tokens(x: jax.Array, axis: str) -> jax.Array:
 
 def reduce_tokens(x: jax.Array, axis: str) -> jax.Array:
     """Sum partial results x [n * T, ...] of gathered tokens (`gather_tokens`) over all devices that hold parts of
-    `axis`, and return the rows of this replica's own tokens, [T, ...].
+    `axis`, and return the rows of this replica's own tokens, [T, ...]: `scatter_tokens`, then `sum_same_tokens`.
     """
     return sum_same_tokens(scatter_tokens(x, axis), axis)
 
 
 def largest_of_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Return the elementwise maximum of x over the devices that hold parts of `axis`, which have the same tokens."""
+    """Return the elementwise maximum of x over the devices that hold parts of `axis`, which must have the same
+    tokens.
+    """
     over = split_over(axis)
     return lax.pmax(x, over) if over else x
 
 
 def gather_parts(x: jax.Array, axis: str, *, dimension: int) -> jax.Array:
     """All-gather x, which is split along `dimension` over the n devices that hold parts of `axis` and have the same
-    tokens; that dimension becomes n times as long. x itself if the axis is whole.
+    tokens. The result is n times as long along that dimension. Returns x itself if the axis is whole.
     """
     over = split_over(axis)
     return lax.all_gather(x, over, axis=dimension, tiled=True) if over else x
 
 
 def exchange_tokens(x: jax.Array, axis: str) -> jax.Array:
-    """Turn x [n * T, C], C columns of the tokens of n replicas, into [T, n * C], all their columns of this replica's
-    own tokens (an all-to-all). The replicas are those whose devices hold parts of `axis`.
+    """Transpose x [n * T, C], C columns of the tokens of n replicas, to [T, n * C], all columns of this replica's
+    own tokens (an all-to-all). The replicas are those whose devices hold parts of `axis`. Returns x itself for one
+    replica.
     """
     over = _other_tokens(axis)
     return lax.all_to_all(x, over, split_axis=0, concat_axis=1, tiled=True) if over else x
 
 
 def share_tokens(x: jax.Array, axis: str, *, fill: Any = 0) -> jax.Array:
-    """Slice this device's share of x [T, ...] among the n that hold parts of `axis` and the same tokens: [ceil(T / n),
-    ...].
+    """Return this device's share of x [T, ...], whose rows are divided among the n devices that hold parts of `axis`
+    and the same tokens: [ceil(T / n), ...].
 
-    The last shares are padded with `fill`. x itself if there is one such device.
+    The last shares are padded with `fill`. Returns x itself if there is one such device.
     """
     over = _same_tokens(axis)
     if not over:
@@ -118,8 +122,8 @@ def share_tokens(x: jax.Array, axis: str, *, fill: Any = 0) -> jax.Array:
 
 
 def join_tokens(x: jax.Array, axis: str, num_tokens: int) -> jax.Array:
-    """All-gather the shares x [ceil(num_tokens / n), ...] that `share_tokens` made for the same axis, without their
-    padding: [num_tokens, ...] on each of the devices.
+    """All-gather the shares x [ceil(num_tokens / n), ...] that `share_tokens` returned for the same axis, and return
+    them without their padding: [num_tokens, ...], equal on all of the devices. Returns x itself if there is one device.
     """
     over = _same_tokens(axis)
     return lax.all_gather(x, over, axis=0, tiled=True)[:num_tokens] if over else x
@@ -133,8 +137,9 @@ def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, 
 
     Args:
       x: [N, ...], a sender's rows or, with `back`, the rows that it received; rows after them are not sent.
-      out: [M, ...], values where no row lands. A device may receive at most M rows.
-      sizes: i32[n, G], rows that each device has for each group; the same on all devices.
+      out: [M, ...], initial values, which remain where no row is received. A device may receive at most M rows.
+      sizes: i32 [n, G], rows that each device has for each group; the same on all devices.
+      back: whether to send received rows back to their senders.
 
     Returns [M, ...].
 
@@ -181,25 +186,27 @@ def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, 
 
 
 def stack_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Stack x [...] of every device that holds a part of `axis`: [parts, ...], the same on all of them."""
+    """Return x [...] of every device that holds a part of `axis`, stacked: [parts, ...], the same on all of them."""
     over = split_over(axis)
     return lax.all_gather(x, over, axis=0) if over else x[None]
 
 
 def stack_ranks(x: jax.Array) -> jax.Array:
-    """Stack x [...] of every replica: [replicas, ...], the same on all devices."""
+    """Return x [...] of every replica, stacked: [replicas, ...], the same on all devices."""
     return stack_parts(x, "batch")
 
 
 def sum_parts(x: jax.Array, axis: str) -> jax.Array:
-    """Sum x [...] elementwise over all devices that hold a part of `axis`; the same shape, on each of them."""
+    """Return the elementwise sum of x [...] over all devices that hold a part of `axis`: the same shape, equal on all
+    of them.
+    """
     over = split_over(axis)
     return lax.psum(x, over) if over else x
 
 
 def any_device(predicate: jax.Array) -> jax.Array:
-    """Whether each element of `predicate` bool[...] holds on any device of the mesh, bool[...]: devices that exchange
-    data must take the same branch.
+    """Return bool [...], whether each element of `predicate` bool [...] holds on any device of the mesh. Devices that
+    exchange data must take the same branch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     over = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
@@ -212,7 +219,9 @@ def _other_tokens(axis: str) -> tuple[str, ...]:
 
 
 def _copy_slices(x: jax.Array, out: jax.Array, first: jax.Array, sizes: jax.Array, then: jax.Array) -> jax.Array:
-    """Copy slices of x [N, ...] into out [M, ...]: sizes[i] rows from first[i] on, to then[i]; other rows stay."""
+    """Return out [M, ...] with slices of x [N, ...] copied into it: sizes[i] rows from first[i] on, to then[i] on.
+    Other rows of `out` are unchanged.
+    """
     row = jnp.arange(out.shape[0], dtype=jnp.int32)[:, None]
     covers = (row >= then) & (row < then + sizes)
     source = jnp.sum(jnp.where(covers, first + row - then, 0), axis=1)

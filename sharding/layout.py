@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# data: replicas with a scheduler's share of sequences each. attn: devices that split the sequences further but share
-# the dense weights' parts. model: tensor parallelism over heads.
+# data: replicas, each with a share of the scheduler's sequences. attn: devices that split the sequences further, and
+# between which dense weights are split. model: tensor parallelism over heads.
 MESH_AXES = ("data", "attn", "model")
 
-# Attention: sequences over data x attn, heads over model. Everything dense besides: over attn x model.
+# Attention: sequences over data x attn, heads over model. All other dense layers: over attn x model.
 RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "batch": ("data", "attn"),
@@ -34,7 +34,7 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # Exchanges of tokens between devices that hold different experts; names of vLLM and of XLA.
 GATHER, RAGGED = "allgather_reducescatter", "ragged_all_to_all"
 
-# Tokens of the vocabulary that the sampler sums up on one device before devices exchange anything.
+# Number of vocabulary tokens whose probabilities the sampler sums on one device before devices exchange sums.
 VOCAB_BLOCK = 128
 
 
@@ -42,7 +42,7 @@ VOCAB_BLOCK = 128
 class MeshLayout:
     """Sizes of a mesh's axes, which a model needs when it is built. The default is one device.
 
-    A rank is a replica with sequences, pages and slots of its own; the devices of a rank split its heads.
+    A rank is a replica with its own sequences, pages and slots; the devices of a rank split its heads.
 
     Attributes:
       data, attn, model: see MESH_AXES.
@@ -59,7 +59,7 @@ class MeshLayout:
     all2all_backend: str = GATHER
 
     def __post_init__(self):
-        """Raise ValueError for a size that is not an integer >= 1 (a bool is none), and for another all2all_backend."""
+        """Raise ValueError for a size that is not an integer >= 1 (nor a bool), and for an unknown all2all_backend."""
         for name in MESH_AXES:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -81,28 +81,28 @@ class MeshLayout:
         """Return the layout of `tensor`-way tensor parallelism in each of `data` replicas of the batch.
 
         Heads are split over as many devices as divide both the kv heads and `tensor`; the rest of `tensor` splits the
-        sequences (axis attn), so that no key or value is stored twice. replicate: split over all of `tensor` and store
-        kv heads more than once instead. num_kv_heads: of the model. expert_parallel, all2all_backend: of MeshLayout.
-        Raises ValueError as MeshLayout does.
+        sequences (axis attn), so that no key or value is stored twice. replicate: split heads over all of `tensor` and
+        store kv heads more than once instead. num_kv_heads: of the model. expert_parallel, all2all_backend: see
+        MeshLayout. Raises ValueError for sizes or a backend that MeshLayout refuses.
         """
         model = tensor if replicate else math.gcd(num_kv_heads, tensor)
         return cls(data, tensor // model, model, expert_parallel, all2all_backend)
 
     @property
     def sends_rows(self) -> bool:
-        """Whether devices with different experts send each other the rows of single experts
-        (all2all_backend RAGGED).
+        """Whether devices with different experts send each other the rows of single experts (all2all_backend RAGGED)
+        instead of gathering all tokens.
         """
         return self.expert_parallel and self.all2all_backend == RAGGED and self.size > 1
 
     @property
     def size(self) -> int:
-        """Return the number of devices."""
+        """Number of devices."""
         return self.data * self.attn * self.model
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of replicas."""
+        """Number of replicas."""
         return self.data * self.attn
 
     def num_shards(self, axis: str) -> int:
@@ -113,7 +113,7 @@ class MeshLayout:
 
     def ranks_sharing(self, axis: str) -> int:
         """Return the number of replicas whose tokens are processed together by the devices that hold the parts of a
-        logical axis.
+        logical axis. Raises KeyError for an axis that RULES lacks.
         """
         return math.prod(getattr(self, name) for name in RULES[axis] if name in RULES["batch"])
 

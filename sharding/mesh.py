@@ -14,8 +14,8 @@ from jaxengine.sharding.layout import MESH_AXES, MeshLayout
 
 
 def make_mesh(layout: MeshLayout, devices: Sequence[Any] | None = None) -> Mesh:
-    """Make a mesh over the first layout.size of `devices` (None: all of jax), in order, with the axis `model` varying
-    fastest. Raises ValueError if there are too few.
+    """Return a mesh over the first layout.size of `devices` (None: all of jax's), in order, with the axis `model`
+    varying fastest. Raises ValueError if there are too few devices.
     """
     available = jax.devices() if devices is None else list(devices)
     shape = {name: getattr(layout, name) for name in MESH_AXES}

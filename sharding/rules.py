@@ -15,7 +15,7 @@ def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str,
     """Return the PartitionSpec of an array with these logical axes; None is an axis that is never split.
 
     rules: mesh axes of each logical axis, () for one that is not split. Raises ValueError for a logical axis without a
-    rule and for a mesh axis that two axes claim.
+    rule and for a mesh axis that two of the array's axes use.
     """
     entries: list[str | tuple[str, ...] | None] = []
     claimed: dict[str, str] = {}
@@ -33,7 +33,7 @@ def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str,
 
 
 def whole_shape(part: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """Return the global shape of an array with this sharding of which every device holds a part of shape `part`."""
+    """Return the global shape of an array with this sharding, of which every device holds a part of shape `part`."""
     one = (sharding.mesh.size,) * len(part)
     return tuple(size * whole // own for size, whole, own in zip(part, one, sharding.shard_shape(one), strict=True))
 
@@ -49,5 +49,7 @@ def part_bytes(leaf: Any) -> int:
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
-    """Return the NamedSharding of an array with these logical axes on the mesh. Raises as logical_to_spec."""
+    """Return the NamedSharding of an array with these logical axes on the mesh. Raises ValueError for a logical axis
+    without a rule and for a mesh axis that two of the array's axes use.
+    """
     return NamedSharding(mesh, logical_to_spec(axes))

@@ -1,4 +1,4 @@
-"""Pipeline stages: the layers that each runs, and its devices."""
+"""Pipeline stages: the layers that each stage runs, and its devices."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """Return the numbers of its layers."""
+        """Indices of the stage's layers."""
         return range(self.first_layer, self.end_layer)
 
 
 def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, after: int = 0) -> list[Stage]:
-    """Split layers into stages of consecutive layers such that the largest stage is as small as possible.
+    """Return stages of consecutive layers such that the largest stage, in bytes, is as small as possible.
 
     Args:
       sizes: bytes of each layer.
-      before, after: bytes that the first and the last stage hold in addition (embedding, head).
+      num_stages: number of stages, each with at least one layer.
+      before, after: bytes that the first and the last stage hold in addition (embedding, LM head).
 
-    Raises ValueError when there are fewer layers than stages, or no stage.
+    Raises ValueError if there are fewer layers than stages, or no stage.
     """
     if not 1 <= num_stages <= len(sizes):
         raise ValueError(f"{len(sizes)} layers cannot be split into {num_stages} stages; allowed are 1 to {len(sizes)}")
 
     def counts_within(limit: int) -> list[int] | None:
-        """Return the number of layers of each stage within `limit` bytes, earlier stages as full as possible; None if
-        they do not fit.
+        """Return the number of layers of each stage if no stage may exceed `limit` bytes, earlier stages as full as
+        possible; None if the layers do not fit.
         """
         counts, layer = [], 0
         for stage in range(num_stages):
@@ -63,7 +64,7 @@ def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, afte
 
 
 def stages_of(counts: Sequence[int]) -> list[Stage]:
-    """Return consecutive stages of `counts` layers each."""
+    """Return consecutive stages, one with counts[i] layers for each i."""
     stages, first = [], 0
     for index, count in enumerate(counts):
         stages.append(Stage(first, first + count, index == 0, index == len(counts) - 1))
@@ -72,8 +73,8 @@ def stages_of(counts: Sequence[int]) -> list[Stage]:
 
 
 def devices_of_stages(devices: Sequence[Any], num_stages: int) -> list[Sequence[Any]]:
-    """Split devices into runs of len(devices) // num_stages consecutive ones, one for each stage; devices left over are
-    not used.
+    """Return a list with len(devices) // num_stages consecutive devices for each stage. Remaining devices are not
+    used.
     """
     size = len(devices) // num_stages
     return [devices[stage * size : (stage + 1) * size] for stage in range(num_stages)]

@@ -29,15 +29,15 @@ def attention_schedule(
     tuning: Tuning | None = None,
     kv_limits: jax.Array | None = None,
 ) -> Any:
-    """Build the work list of a step's attention: a pytree to pass to `ragged_paged_attention`.
+    """Return the work list of a step's attention, a pytree to pass to `ragged_paged_attention`.
 
     Build it once per step; all layers with equal `window`, `chunk` and `causal` share it. It depends on lengths only,
     never on page ids. num_tokens: T. platform: one of registry.PLATFORMS, None for the default device's.
-    tuning: sizes to work with, None for the table's sizes of the chip; attention uses the same ones.
-    kv_limits: i32 [T], per token the exclusive end of the keys that it sees, for tokens that see some later ones; 0 for
+    tuning: tile sizes, which attention then uses too; None takes the chip's sizes from the table.
+    kv_limits: i32 [T], for each token that sees some later keys the exclusive end of the keys that it sees; 0 for
         other tokens and padding. A limit past the sequence's keys is clipped. Windows still end at a token's own
-        position. Needs causal=True, chunk=None and no slopes. None for none.
-    Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not have.
+        position. Needs causal=True, chunk=None and no slopes. None for no such tokens.
+    Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not support.
     """
     check_batch(batch, num_tokens)
     platform = platform or platform_of(jax.devices()[0])
@@ -69,20 +69,22 @@ def ragged_paged_attention(
     platform: str | None = None,
     tuning: Tuning | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype.
+    """Compute the attention of queries q [T, N, H] over the pages of each token's sequence; return o [T, N, Hv] in q's
+    dtype, or (o, lse) with `return_lse`.
 
-    Where values lie in keys, q is [T, N, Hv], the query of a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
+    If spec.values_in_keys, q is [T, N, Hv], the query of a key's first Hv elements, and `q_rest` [T, N, H - Hv] that
     of the others: they are computed separately, and joining them would copy both.
 
     The step's keys and values must already be in the pool. Token i of a sequence has position
-    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`): of them those less than `spec.window`
-    positions away, or those from the last multiple of `spec.chunk` on.
-    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf; for one of a sequence that sees
-    nothing, implementations but the TPU's give its sink, if there are sinks, as lse. Slots that no token of the batch
+    kv_len - q_len + i and sees the keys up to its position (all keys if not `spec.causal`): of them those less than
+    `spec.window` positions away, or those from the last multiple of `spec.chunk` on.
+    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. For a token of a sequence that sees
+    nothing, implementations but the TPU's return its sink, if there are sinks, as lse. Slots that no token of the batch
     sees may hold NaN.
 
-    schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`. Only then may
-        `tuning` be given; None is the table's sizes of the chip.
+    schedule: result of `attention_schedule` for the same batch, None to build it here with `tuning`. `tuning` may be
+    given
+        only if schedule is None; None takes the chip's sizes from the table.
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
     slopes: f32 [N] if `spec.has_slopes`, else None: after scale and cap, a logit loses its head's slope times the
         distance of the key's position (ALiBi). Needs causal=True and no tree_mask; TPU and GPU kernels leave such calls
@@ -90,7 +92,7 @@ def ragged_paged_attention(
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children. Needs
         causal=True, window=None and chunk=None.
-    return_lse: return (o, log-sum-exp f32 [T, N]).
+    return_lse: whether to return (o, log-sum-exp f32 [T, N]).
     platform: None, or the pool's platform as a check.
     Raises ValueError for shapes, dtypes or options that do not fit, and for another platform.
     """
@@ -124,8 +126,9 @@ def ragged_paged_attention(
 
 
 def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: AttentionSpec) -> None:
-    """Raise ValueError unless q and q_rest have the shapes of `spec` (T >= 1), one dtype of float32, bfloat16 or
-    float16, and the pool `kv` the head dims of `spec`. q_rest must be None unless `spec` has a rest of the queries.
+    """Raise ValueError unless q and q_rest have the shapes of `spec` with T >= 1 and share one dtype of float32,
+    bfloat16 or float16, and the pool `kv` has the head dims of `spec`. q_rest must be None unless spec.query_dims has a
+    rest.
     """
     width, rest_width = spec.query_dims
     if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, width):
@@ -144,7 +147,9 @@ def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: Atte
 
 
 def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:
-    """Raise ValueError unless tree_mask is u32 [T, words] and `spec` causal, without window and chunk."""
+    """Raise ValueError unless tree_mask is u32 [num_tokens, words], and `spec` is causal and has neither window nor
+    chunk.
+    """
     if tree_mask.ndim != 2 or tree_mask.shape[0] != num_tokens or tree_mask.dtype != jnp.uint32:
         raise ValueError(f"tree_mask must be uint32[{num_tokens}, words], got {tree_mask.dtype}{list(tree_mask.shape)}")
     if not spec.causal or spec.window is not None or spec.chunk is not None:
@@ -153,11 +158,11 @@ def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec)
 
 
 def gathered_by(spec: AttentionSpec, platform: str, num_seqs: int, page_size: int) -> int:
-    """Return the bytes of keys and values that attention of `spec` of `num_seqs` single tokens gathers at a time from
-    pages of page_size tokens.
+    """Return the bytes of keys and values that attention of `num_seqs` single tokens gathers at a time from pages of
+    page_size tokens, at two bytes an element.
 
-    Counted for plain XLA on CUDA cards, at two bytes an element: cards without a kernel, and latents of
-    "gpu_blackwell". 0 elsewhere: kernels gather nothing, and blocks of CPUs are small.
+    Counted only where a CUDA card uses plain XLA: cards without an attention kernel, and values in keys (latents) on
+    "gpu_blackwell". Returns 0 elsewhere: kernels gather nothing, and the blocks of CPUs are small.
     """
     has_kernel = is_kernel("ragged_paged_attention", platform)
     if backend_of(platform) != "cuda" or (has_kernel and not (platform == "gpu_blackwell" and spec.values_in_keys)):

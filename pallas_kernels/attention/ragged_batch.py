@@ -16,7 +16,7 @@ import jax
 
 
 class RaggedBatch(NamedTuple):
-    """New tokens of S sequences, concatenated; every array int32, every row past `num_seqs` may hold garbage.
+    """New tokens of S sequences, concatenated. Every array is int32, and every row past `num_seqs` may hold garbage.
 
     A sequence may have no new token (q_len 0), or neither tokens nor keys (kv_len 0). Entries of `page_table` past
     ceil(kv_len / page_size) are never dereferenced.
@@ -54,12 +54,14 @@ class AttentionSpec:
 
     @property
     def stored_width(self) -> int:
-        """Elements of one token's keys and values in all KV heads, as pages store them."""
+        """Number of elements that a page stores for one token: keys and values of all kv heads, without the values if
+        values_in_keys.
+        """
         return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.v_head_dim))
 
     def __post_init__(self) -> None:
-        """Raise ValueError, with the field's name, for sizes below 1, query heads that are no multiple of the kv heads,
-        a scale that is not finite, a soft cap that is not positive, or values that contradict each other.
+        """Raise ValueError, with the field's name, for sizes below 1, query heads that are not a multiple of the kv
+        heads, a scale that is not finite, a soft cap that is not positive, or values that contradict each other.
         """
         for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, field) < 1:
@@ -89,17 +91,19 @@ class AttentionSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads per kv head."""
+        """Number of query heads per kv head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def query_dims(self) -> tuple[int, int]:
-        """Columns of queries `q` and `q_rest`: (H, 0), or (Hv, H - Hv) where values lie in keys."""
+        """Numbers of columns of the queries `q` and `q_rest`: (H, 0), or (Hv, H - Hv) if values lie in keys."""
         dim = self.v_head_dim if self.values_in_keys else self.head_dim
         return dim, self.head_dim - dim
 
     def check_shard(self, num_kv_heads: int, platform: str) -> None:
-        """Raise ValueError if these are not the heads that a device's shard of the pool, of this platform, holds."""
+        """Raise ValueError unless num_kv_heads, the kv heads in a device's shard of the pool, equals that of this spec.
+        platform: named in the message.
+        """
         if num_kv_heads != self.num_kv_heads:
             raise ValueError(
                 f"the pool's shard holds {num_kv_heads} kv heads, AttentionSpec.num_kv_heads is {self.num_kv_heads}: "

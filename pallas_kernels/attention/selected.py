@@ -25,10 +25,10 @@ __all__ = ["select_keys", "selected_attention", "selection_schedule"]
 def selection_schedule(
     batch: RaggedBatch, *, num_tokens: int, page_size: int, platform: str, tuning: Tuning | None = None
 ) -> Any:
-    """Build the work list of a step's `select_keys`: a pytree that all layers share.
+    """Return the work list of a step's `select_keys`, a pytree that all layers share.
 
-    It depends on lengths only. num_tokens: T. platform: one of registry.PLATFORMS. tuning: sizes to work with, None for
-    the table's sizes of the chip. Raises ValueError for a batch whose arrays do not fit.
+    It depends on lengths only. num_tokens: T. page_size: tokens of a page. platform: one of registry.PLATFORMS. tuning:
+    tile sizes, None for the chip's sizes from the table. Raises ValueError for a batch whose arrays do not fit.
     """
     check_batch(batch, num_tokens)
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning or tuning_of(platform)}
@@ -38,16 +38,17 @@ def selection_schedule(
 def select_keys(
     q: jax.Array, weights: jax.Array, kv: KVPages, batch: RaggedBatch, *, count: int, schedule: Any = None
 ) -> jax.Array:
-    """Return the positions i32 [T, k] of the k = count keys with the highest scores of those that each token sees.
+    """Return, for each token, the positions i32 [T, k] of the k = count keys with the highest scores among those it
+    sees.
 
     The score of a key k_s is sum over i of weights[t, i] * relu(q[t, i] . k_s), in float32, of queries q [T, I, J] and
-    weights f32 [T, I]; a token sees its own key and those before it, which must be in the pool. Of equal scores the
+    weights f32 [T, I]. A token sees its own key and those before it, which must be in the pool. Of equal scores the
     lowest position comes first, whatever the step's shape. A token that sees k keys or fewer selects all, in order,
-    followed by -1; a token of no sequence gets -1 alone. Slots that no token sees may hold NaN. Scales of heads in a
-    pool of codes, which change no order, are not applied.
+    followed by -1; a token of no sequence gets -1 alone. Slots that no token sees may hold NaN. A pool of codes has one
+    scale for all keys of the head, which changes no order and is not applied.
 
-    schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes or
-    dtypes that do not fit.
+    schedule: result of `selection_schedule` for the same batch, None to build it here. Raises ValueError for shapes,
+    dtypes, a pool or a `count` below 1 that do not fit.
     """
     width, num_tokens = kv.spec.v_head_dim, q.shape[0]
     if q.ndim != 3 or num_tokens < 1 or q.shape[2] != width:
@@ -79,12 +80,12 @@ def selected_attention(
     spec: AttentionSpec,
     tuning: Tuning | None = None,
 ) -> jax.Array:
-    """Attend q [T, N, Hv] with q_rest [T, N, H - Hv] to the keys at `positions` alone; returns o [T, N, Hv] in q's
-    dtype.
+    """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` alone; return o
+    [T, N, Hv] in q's dtype.
 
-    positions: i32 [T, k] in each token's own sequence, distinct; -1 after the last one of a token. A token without any,
-    or of no sequence, gets exactly 0. Of the pool only these keys are read. spec: with values in keys, one kv head, and
-    neither window, chunk nor soft cap. tuning: sizes to work with, None for the table's sizes of the chip. Raises
+    positions: i32 [T, k] in each token's own sequence, distinct, with -1 after a token's last one. A token without any,
+    or of no sequence, gets exactly 0. Only these keys of the pool are read. spec: must have values in keys, one kv
+    head, and no window, chunk or soft cap. tuning: tile sizes, None for the chip's sizes from the table. Raises
     ValueError for shapes, dtypes or options that do not fit.
     """
     num_tokens, (width, rest) = q.shape[0], spec.query_dims

@@ -23,7 +23,9 @@ BLOCK = 512  # queries of a row that are computed at a time
 
 
 class Schedule(NamedTuple):
-    """Run of each token, which decides with `AttentionSpec` which tokens of its row it sees."""
+    """Run and index in it of each token, which with `AttentionSpec` determine the tokens of its row that a token
+    sees.
+    """
 
     run: jax.Array  # i32 [B, T] number of the token's run
     offset: jax.Array  # i32 [B, T] index of the token in its run
@@ -38,10 +40,11 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Return the runs of B rows of T = page_size tokens, for attention without pages; see
-    attention.op.attention_schedule.
+    """Return the run of each token and its index in it, for attention without pages over B rows of T = page_size
+    tokens; see attention.op.attention_schedule.
 
-    num_tokens: B * T. spec and tuning are not used. Raises ValueError for `kv_limits`.
+    batch: its cu_q_lens are the first tokens of runs. num_tokens: B * T. spec and tuning are not used. Raises
+    ValueError for `kv_limits`.
     """
     del spec, tuning
     if kv_limits is not None:
@@ -62,11 +65,12 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend the B * T queries to the tokens of their own runs: o [B * T, N, Hv] in q's dtype and lse f32 [B * T, N].
+    """Compute the attention of B * T queries over the tokens of their own runs: return o [B * T, N, Hv] in q's dtype
+    and lse f32 [B * T, N].
 
-    kv: keys and values of these tokens alone, see kv/update_unpaged.py. `schedule` and `spec` say what a token sees;
-    `batch` is not used. q_rest, sinks and slopes are as of attention.op.ragged_paged_attention, which has checked the
-    arguments. Raises ValueError for `tree_mask`.
+    kv: keys and values of these tokens alone, see kv/update_unpaged.py. `schedule` and `spec` determine what a token
+    sees; `batch` is not used. q_rest, sinks and slopes are those of attention.op.ragged_paged_attention, which has
+    checked the arguments. Raises ValueError for `tree_mask`.
     """
     del batch
     if tree_mask is not None:
@@ -88,9 +92,10 @@ def ragged_paged_attention(
 
 
 def _in_blocks(attend: Callable[..., tuple[jax.Array, jax.Array]], q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attend all queries [B, T, ...], BLOCK of each row at a time, and compute each block again for its gradient.
+    """Call `attend` on all queries [B, T, ...], BLOCK of each row at a time, recomputing each block for its gradient.
+    Return (o, lse) of all, [B, T, ...] each.
 
-    attend: (indices i32[Q] in the row, queries [B, Q, ...]) to (o, lse), [B, Q, ...] each. Returns (o, lse) of all.
+    attend: function of (indices i32 [Q] in the row, queries [B, Q, ...]) that returns (o, lse), [B, Q, ...] each.
     """
     length = q.shape[1]
     indices = jnp.minimum(jnp.arange(-(-length // BLOCK) * BLOCK), length - 1).reshape(-1, BLOCK)
@@ -111,13 +116,13 @@ def _attend(
     schedule: Schedule,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend queries [B, Q, K, G, H] at `indices` i32[Q] of their rows, whose keys are k [B, T, K, H] and values v
-    [B, T, K, Hv]: output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G], with the sinks.
+    """Compute the attention of queries [B, Q, K, G, H] at `indices` i32 [Q] of their rows over keys k [B, T, K, H] and
+    values v [B, T, K, Hv]. Return output f32 [B, Q, K, G, Hv] and lse f32 [B, Q, K, G], sinks included.
 
     A query sees the tokens of its own run in `schedule` that causality, window and chunk of the spec allow.
 
-    sinks: f32[1, K, G, 1, 1], a further logit of each head, without a value; None for none. slopes: f32[K, G, 1, 1],
-    the loss of a logit for each position to the key; None for none.
+    sinks: f32 [1, K, G, 1, 1], one more logit of each head, without a value; None for none. slopes: f32 [K, G, 1, 1],
+    subtracted from a logit per position of distance to the key; None for none.
     """
     logits = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * spec.sm_scale
     if spec.soft_cap is not None:
@@ -138,8 +143,8 @@ def _attend(
 
 
 def _visible(indices: jax.Array, schedule: Schedule, spec: AttentionSpec) -> jax.Array:
-    """Return bool [B, Q, T]: which tokens of their row the tokens at `indices` i32[Q] see: of their own run in
-    `schedule`, those that causality, window and chunk of `spec` allow.
+    """Return bool [B, Q, T], whether the tokens at `indices` i32 [Q] of each row see each token of it: one of the same
+    run in `schedule` that causality, window and chunk of `spec` allow.
     """
     run, offset = (part[:, None] for part in schedule)
     own_run, own_offset = (part[:, indices, None] for part in schedule)

@@ -15,17 +15,17 @@ from jaxengine.pallas_kernels.registry import KERNELS, kernel
 
 
 def has_whole_prompts(spec: AttentionSpec, platform: str) -> bool:
-    """Whether `whole_prompt_attention` supports a layer of `spec` on a platform: one that is not causal, and whose
-    values are not parts of keys. False on a platform without an implementation.
+    """Whether `whole_prompt_attention` supports layers of `spec` on a platform: the attention must not be causal, the
+    values must not lie in keys, and the platform must have an implementation.
     """
     return not spec.causal and not spec.values_in_keys and ("whole_prompt_attention", platform) in KERNELS
 
 
 def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int, platform: str) -> Any:
-    """Build the work list that all layers of a step share, a pytree for `whole_prompt_attention`.
+    """Return the work list that all layers of a step share, a pytree for `whole_prompt_attention`.
 
-    cu_q_lens: i32[S + 1], the first token of each prompt. num_seqs: i32[], prompts; entries past them may hold garbage.
-    num_tokens: T. Raises ValueError for a platform without an implementation.
+    cu_q_lens: i32 [S + 1], the first token of each prompt, then the end. num_seqs: i32 [], number of prompts; entries
+    past them may hold garbage. num_tokens: T. Raises ValueError for a platform without an implementation.
     """
     return kernel("whole_prompt_schedule", platform)(cu_q_lens, num_seqs, num_tokens=num_tokens)
 
@@ -41,16 +41,16 @@ def whole_prompt_attention(
     biases: jax.Array | None = None,
     relative: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Attend q [T, N, H] to the keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt: [T, N, Hv] in q's
-    dtype.
+    """Compute the attention of q [T, N, H] over the keys k [T, K, H] and values v [T, K, Hv] of each token's own
+    prompt; return [T, N, Hv] in q's dtype.
 
-    A token sees the keys of its prompt less than `spec.window` positions away, all without a window. Tokens of no
+    A token sees the keys of its prompt less than `spec.window` positions away, or all without a window. Tokens of no
     prompt get 0. A token's result does not depend on other prompts, bit for bit. schedule: result of
-    `whole_prompt_schedule` for this step. biases: f32[N, 2 R + 1], added to a head's logits by the position of the key
-    less that of the query, from -R to R; those further away have the first and the last. relative: keys and queries of
-    such distances, [2 R + 1, N, H] each and of q's dtype: to a product of a query and a key are added those of the
-    query with its distance's key and of the key with its distance's query, before the scale. Raises ValueError for
-    shapes or a spec that do not fit.
+    `whole_prompt_schedule` for this step. biases: f32 [N, 2 R + 1], added to a head's logits by the distance, the
+    position of the key minus that of the query, from -R to R; greater distances use the nearest bias. relative: (keys,
+    queries) of the distances, [2 R + 1, N, H] each and of q's dtype. To the product of a query and a key are added,
+    before the scale, the products of the query with its distance's key and of the key with its distance's query. Raises
+    ValueError for shapes, dtypes or a spec that do not fit.
     """
     if not has_whole_prompts(spec, platform):
         raise ValueError(f"whole_prompt_attention does not run {spec} on platform {platform!r}")

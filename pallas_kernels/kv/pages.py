@@ -81,9 +81,10 @@ class KVSpec:
     token_scales: bool = False
 
     def __post_init__(self) -> None:
-        """Replace the dtype by its numpy name, one with scales per token by that of its codes.
+        """Replace the dtype by its numpy name; a name of PER_TOKEN becomes that of its codes, and token_scales becomes
+        True.
 
-        Raises ValueError, with the field's name, for sizes below 1 or that contradict each other or the dtype.
+        Raises ValueError, with the field's name, for sizes below 1, or sizes that contradict each other or the dtype.
         """
         if self.dtype in PER_TOKEN:
             object.__setattr__(self, "dtype", PER_TOKEN[self.dtype])
@@ -106,42 +107,40 @@ class KVSpec:
 
     @property
     def kv_dtype(self) -> str:
-        """Return the name of the cache dtype: that of PER_TOKEN for codes with token scales, else `dtype`."""
+        """Name of the cache dtype: one of PER_TOKEN for codes with token scales, else `dtype`."""
         names = {codes: name for name, codes in PER_TOKEN.items()}
         return names[self.dtype] if self.token_scales else self.dtype
 
     @property
     def key_width(self) -> int:
-        """Return the number of elements of one token's key in one KV head, its scale included."""
+        """Number of elements of one token's key in one KV head, its token scale included."""
         return self.head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def value_width(self) -> int:
-        """Return the number of elements of one token's value in one KV head, its scale included, if values are stored
-        by themselves.
+        """Number of elements of one token's value in one KV head, its token scale included, if the pool stores
+        values.
         """
         return self.v_head_dim + _SCALE_BYTES * self.token_scales
 
     @property
     def token_width(self) -> int:
-        """Return the number of elements of one token in one KV head: key_width, plus value_width unless values lie in
-        keys.
-        """
+        """Number of elements of one token in one KV head: key_width, plus value_width unless values lie in keys."""
         return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPages:
-    """Pool of pages; every writer takes `data` as donated and returns the successor.
+    """Pool of pages. Every writer takes `data` as donated and returns the new pool.
 
-    A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value); with `spec.token_scales`
-    it stands for c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
-    fewer heads than `spec` says: implementations read the head count from `data`.
+    A stored code c of kv head k means c * k_scale[k] (key) or c * value_scale[k] (value); with `spec.token_scales`
+    it means c times the scale stored after it, and there are no scales of heads. Inside shard_map `data` holds
+    fewer heads than `spec` says: implementations take the head count from `data`.
 
     platform: the one whose kernels read and write the pool, of registry.PLATFORMS, or UNPAGED.
-    lanes: [first, end) of the lanes of a row that hold a page of layout TOKEN_ROWS, multiples of LANES, where several
-    layers lie side by side in it; None where a page is a row.
+    lanes: [first, end) of the lanes of a row that hold a page of layout TOKEN_ROWS, multiples of LANES, if several
+    layers lie side by side in it; None if a page takes the whole row.
     """
 
     data: jax.Array  # `pool_shape` of `storage_dtype`
@@ -153,12 +152,12 @@ class KVPages:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool."""
+        """Number of pages of the pool."""
         return self.spec.num_pages
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens of a page."""
         return self.spec.page_size
 
     @property
@@ -168,22 +167,26 @@ class KVPages:
 
     @property
     def layout(self) -> str:
-        """Return the layout of `data`, one of LAYOUTS or SEQUENCES."""
+        """Layout of `data`, one of LAYOUTS or SEQUENCES."""
         return layout_of(self.platform)
 
     @property
     def lanes_of_page(self) -> tuple[int, int]:
-        """Return [first, end) of the lanes of a row of layout TOKEN_ROWS that hold a page."""
+        """Range [first, end) of the lanes of a row of layout TOKEN_ROWS that hold a page: `lanes`, or the whole row if
+        None.
+        """
         return self.lanes or (0, self.data.shape[2])
 
     @property
     def value_scale(self) -> jax.Array | None:
-        """Return f32 [K], the factor of the codes of values: `v_scale`, or `k_scale` if values lie in keys."""
+        """Factor f32 [K] of the codes of values: `v_scale`, or `k_scale` if values lie in keys. None for none."""
         return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
 def check_token_scales(platform: str, spec: KVSpec) -> None:
-    """Raise ValueError for a platform that has no pages, or whose kernels cannot read the token scales of `spec`."""
+    """Raise ValueError if the platform has no pages, or if `spec` has token scales and the platform's kernels cannot
+    read them.
+    """
     layout_of(platform)
     if spec.token_scales and not (platform in PLATFORMS and PLATFORMS[platform].reads_token_scales):
         allowed = ", ".join(name for name, row in PLATFORMS.items() if row.reads_token_scales)
@@ -198,8 +201,8 @@ def _check_layout(layout: str) -> None:
 
 def storage_dtype(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> np.dtype:
     """Return the element type of `KVPages.data` in a layout: the dtype of `spec`, or, for HEAD_TILES_AS_BITS, the
-    unsigned integer of equal width if that has 8 or 16 bits. Raises ValueError for a dtype not in DTYPES or another
-    layout.
+    unsigned integer of equal width if that is 8 or 16 bits. Raises ValueError for a dtype not in DTYPES or a layout not
+    in LAYOUTS.
     """
     _check_layout(layout)
     if spec.dtype not in DTYPES:
@@ -221,13 +224,15 @@ def pool_shape(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> tuple[int, ...
 
 
 def holds_heads(kv: KVPages, num_heads: int) -> bool:
-    """Whether `data` holds `num_heads` kv heads; inside shard_map it holds fewer than `spec` says."""
+    """Whether `data` holds `num_heads` kv heads, of the spec's sizes; inside shard_map it holds fewer than `spec`
+    says.
+    """
     return kv.data.shape[1:] == pool_shape(replace(kv.spec, num_kv_heads=num_heads), kv.layout)[1:]
 
 
 def page_bytes(spec: KVSpec, layout: str = HEAD_TILES_AS_BITS) -> int:
-    """Return the bytes of one row (page) of a pool of `spec` in memory, keys and values of all heads, padding included.
-    Raises ValueError as `storage_dtype` does.
+    """Return the bytes of one page of a pool of `spec` in memory, keys and values of all heads, padding included.
+    Raises ValueError for a dtype not in DTYPES or a layout not in LAYOUTS.
     """
     return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec, layout).itemsize
 
@@ -238,12 +243,14 @@ def is_quantized(spec: KVSpec) -> bool:
 
 
 def has_head_scales(spec: KVSpec) -> bool:
-    """Whether codes are multiplied by a scale per kv head, held in KVPages.k_scale and v_scale and not in the pool."""
+    """Whether codes have one scale per kv head, which is in KVPages.k_scale and v_scale and not in the pool: for
+    one-byte dtypes without token scales.
+    """
     return is_quantized(spec) and not spec.token_scales
 
 
 def alloc(spec: KVSpec, *, platform: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
-    """Allocate a zeroed pool, each device holding only its shard; scales of heads start as 1.
+    """Allocate and return a pool of zeros, of which each device holds only its shard. Scales of heads, if any, are 1.
 
     platform: the one whose kernels will read it. sharding: of `data` (see `partition_spec`), None for the default
     device. Raises ValueError for a platform without pages, or whose kernels do not read the dtype.
@@ -260,8 +267,8 @@ def alloc(spec: KVSpec, *, platform: str = "cpu", sharding: jax.sharding.Shardin
 
 
 def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = None) -> PartitionSpec:
-    """Return the PartitionSpec of `KVPages.data`: pages split over `data_axis`, KV heads over `head_axis`; None: not
-    split. Raises ValueError for a layout not in LAYOUTS.
+    """Return the PartitionSpec of `KVPages.data`, with pages split over `data_axis` and KV heads over `head_axis`; None
+    does not split. Raises ValueError for a layout not in LAYOUTS.
     """
     _check_layout(layout)
     return (
@@ -270,10 +277,11 @@ def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = Non
 
 
 def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
-    """Round values [..., K, C] to the pool's dtype, in the form that `layout` stores.
+    """Round values [..., K, C] to the pool's dtype and return them with the element type that `layout` stores.
 
-    Quantised ones are divided by `scale` f32 [K] and saturate; ValueError for None there. With token scales the result
-    is [..., K, C + 4], `scale` is not used, and the largest of a token's C values in a head becomes the largest code.
+    For a one-byte pool, values are divided by `scale` f32 [K] and saturate; raises ValueError if it is None. With token
+    scales the result is [..., K, C + 4], `scale` is not used, and the largest of a token's C values in a head becomes
+    the largest code.
     """
     stored = storage_dtype(spec, layout)
     if not is_quantized(spec):
@@ -297,8 +305,8 @@ def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | 
 
 
 def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
-    """Convert elements as a pool of `spec` stores them, in any layout, to float32 of the same shape; scales of codes
-    are not applied.
+    """Return stored elements of a pool of `spec`, in any layout, as float32 of the same shape. Scales of codes are not
+    applied.
     """
     if stored.dtype == jnp.uint16 and spec.dtype == "bfloat16":
         # A shift instead of a bitcast to bfloat16: XLA:CPU then has no bf16 array whose widening it could hoist.
@@ -307,21 +315,21 @@ def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
 
 
 def token_scales(rows: jax.Array) -> jax.Array:
-    """Return f32 [...], the scales stored after the codes of rows [..., C + 4]."""
+    """Return the scales f32 [...] that are stored after the codes of rows [..., C + 4]."""
     return lax.bitcast_convert_type(bits(rows[..., -_SCALE_BYTES:], jnp.dtype(jnp.uint8)), jnp.float32)
 
 
 def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Reinterpret the bits of `array` as `dtype`, of equal width."""
+    """Return `array` with its bits reinterpreted as `dtype`, which must have equal width."""
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
 def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """Return the largest magnitude of keys and of values in `count` pages from row i32[] `first` on, f32[K] each; None
-    for values that lie in keys.
+    """Return the largest magnitudes of keys and of values, f32 [K] each, in `count` pages from page `first`, i32 [],
+    on. The second is None if values lie in keys.
 
-    Slots that were never written count as zeros, and NaN as infinity, which XLA's maximum on CPUs may pass over. Raises
-    ValueError for a pool of codes.
+    All slots count, also those that were never written, which hold zeros. NaN counts as infinity, because XLA's maximum
+    on CPUs may pass over it. Raises ValueError for a pool of codes.
     """
     spec = kv.spec
     if is_quantized(spec):
@@ -338,10 +346,10 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
 
 
 def pages_of(rows: jax.Array, head_dim: int, page_size: int, platform: str) -> KVPages:
-    """Make a pool whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a key followed by
-    its value.
+    """Return a pool for `platform` whose pages are filled in order with rows [n * page_size, K, head_dim + Hv], each a
+    key followed by its value.
 
-    The pool has the dtype of `rows`, float32, bfloat16 or float16; ValueError for another.
+    The pool has the dtype of `rows`: float32, bfloat16 or float16. Raises ValueError for other dtypes.
     """
     num_tokens, num_heads, width = rows.shape
     spec = KVSpec(num_tokens // page_size, page_size, num_heads, head_dim, width - head_dim, rows.dtype.name)
@@ -373,12 +381,12 @@ def _parts(spec: KVSpec) -> int:
 
 
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
-    """Return a canonical copy [n, page_size, 2, K, H] of the pool's pages i32[n], bit for bit in the logical dtype
-    (codes, not scaled).
+    """Return a copy [n, page_size, 2, K, H] of the pool's pages i32 [n] in the canonical form, bit for bit in the
+    logical dtype (codes, not scaled).
 
     If values lie in keys it is [n, page_size, 1, K, H]; with token scales the last dimension is H + 4, the last four
-    bytes a scale. Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for
-    shard_map.
+    bytes being a scale. Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for use
+    in shard_map.
     """
     parts = _parts(kv.spec)
     pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.key_width
@@ -391,8 +399,8 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
 
 
 def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages:
-    """Write canonical pages, as `export_pages` returns them, to the pool's pages i32[n] and return the pool; ids out of
-    range, negative ones included, are dropped.
+    """Write canonical pages, as `export_pages` returns them, to the pool's pages i32 [n] and return the new pool. Pages
+    with ids out of range, negative ones included, are dropped.
 
     Donate `kv` when jitting. Raises ValueError for another dtype or shape, and if keys and values differ in head dim.
     Not for use in shard_map.

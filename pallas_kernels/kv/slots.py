@@ -1,4 +1,4 @@
-"""Reading of single slots of pages: a few neighbouring ones at a time, wherever they lie, in plain XLA."""
+"""Reads of a few neighbouring slots of pages, in plain XLA."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxengine.pallas_kernels.registry import TOKEN_ROWS
 
 
 def read_slots(kv: KVPages, pages: jax.Array, offsets: jax.Array, count: int, *, of_values: bool = False) -> jax.Array:
-    """Read the keys, or with of_values the values, of `count` neighbouring slots of a page from `offsets` on: f32[...,
-    count * H], or count * Hv.
+    """Return the keys, or with of_values the values, of `count` neighbouring slots of each page from `offsets` on, as
+    f32 [..., count * H], or f32 [..., count * Hv].
 
-    pages, offsets: i32[...], pool rows and the first of the slots, all of which are in the page; pages out of range are
-    clipped. kv: of one kv head, without scales; values that lie in keys are not read by themselves. Raises ValueError
-    for another pool.
+    pages, offsets: i32 [...], page ids and the first slot in the page; all of the slots must be in the page. Page ids
+    out of range are clipped. kv: a pool of one kv head without scales. Raises ValueError for another pool, and for
+    of_values if values lie in keys.
     """
     spec = kv.spec
     if spec.num_kv_heads != 1 or spec.token_scales or kv.k_scale is not None or (of_values and spec.values_in_keys):

@@ -16,11 +16,12 @@ from jaxengine.pallas_kernels.tuning import Tuning, tuning_of
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str, tuning: Tuning | None = None) -> Any:
-    """Group a step's tokens into aligned pieces of pages: a pytree to pass to `kv_cache_update`.
+    """Return the grouping of a step's tokens into aligned pieces of pages, a pytree to pass to `kv_cache_update`; None
+    on platforms that need none.
 
-    Build it once per step: it depends on the offsets of slot_mapping i32[T] within their pages and on which of them
+    Build it once per step: it depends on the offsets of slot_mapping i32 [T] within their pages and on which of them
     are consecutive, so all layers share it. platform: one of registry.PLATFORMS.
-    tuning: sizes to work with, None for the table's sizes of the chip; the update uses the same ones.
+    tuning: sizes, which the update then uses too; None takes the chip's sizes from the table.
     Raises ValueError for a page size that the platform's kernel cannot write.
     """
     build = kernel("kv_update_schedule", platform)
@@ -36,15 +37,16 @@ def kv_cache_update(
     schedule: Any = None,
     tuning: Tuning | None = None,
 ) -> KVPages:
-    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool and return it; v is None where values lie in
-    keys.
+    """Write k [T, K, H] and v [T, K, Hv] to the slots i32 [T] of the pool and return the new pool. v must be None if
+    values lie in keys.
 
     A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
-    be distinct. Quantised pools store round(x / scale), saturating; token scales are computed here, each from its own
-    token and head alone. Donate `kv` when jitting: the update is in place.
-    schedule: result of `kv_update_schedule` for the same step, None to build it here with `tuning`, which else must be
-        None.
-    Raises ValueError when shapes or dtypes do not fit the pool, and for a pool that the platform cannot write.
+    be distinct. One-byte pools store x / scale, rounded and saturating; token scales are computed here, each from its
+    own token and head alone. Donate `kv` when jitting: the update is in place.
+    schedule: result of `kv_update_schedule` for the same step, None to build it here with `tuning`. `tuning` may be
+    given
+        only if schedule is None.
+    Raises ValueError if shapes or dtypes do not fit the pool, and for a pool that the platform cannot write.
     """
     spec, num_tokens = kv.spec, slot_mapping.shape[0]
     num_heads = k.shape[1] if k.ndim == 3 and holds_heads(kv, k.shape[1]) else spec.num_kv_heads

@@ -33,17 +33,18 @@ GROUP = 8  # rows of a page that one DMA moves
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UpdateRuns:
-    """Runs of one step; entries past `count` are never read."""
+    """Runs of one step, in token order. Entries from `count` on are never read."""
 
     first: jax.Array  # i32 [T] token that a run starts with
     length: jax.Array  # i32 [T] tokens of a run, 1 to GROUP
     count: jax.Array  # i32 [] runs
     reads_ahead: jax.Array  # i32 [] reads that may overtake a write; 0 when two runs meet in one group
-    sizes: TpuUpdate = field(metadata={"static": True})  # sizes to work with
+    sizes: TpuUpdate = field(metadata={"static": True})  # sizes of buffers
 
 
 def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> UpdateRuns:
-    """Cut slot_mapping i32[T] into runs, by comparing all tokens with all: a sort or a scatter would cost more.
+    """Return the runs of slot_mapping i32 [T], found by comparing all tokens with all: a sort or a scatter would cost
+    more. Negative slots are in no run.
 
     Raises ValueError for a page size that is not a multiple of 8.
     """
@@ -76,11 +77,11 @@ def kv_cache_update(
     schedule: UpdateRuns,
     interpret: Any = False,
 ) -> KVPages:
-    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool on a TPU, in place; return the pool.
+    """Write k [T, K, H] and v [T, K, Hv] to the slots i32 [T] of the pool on a TPU, in place, and return the pool.
 
-    Arguments are those of kv.update.kv_cache_update, which has checked them. schedule: of `kv_update_schedule` for
-    slot_mapping, or for one that differs by a multiple of the page size. interpret: argument of `pl.pallas_call`, to
-    run on a CPU. Raises ValueError for a pool of float16, which the TPU does not have.
+    Arguments are those of kv.update.kv_cache_update, which has checked them. schedule: result of `kv_update_schedule`
+    for slot_mapping, or for one that differs by a multiple of the page size. interpret: argument of `pl.pallas_call`,
+    to run on a CPU. Raises ValueError for a pool of float16, which the TPU does not have.
     """
     if kv.data.dtype == jnp.float16:
         raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")
@@ -128,7 +129,7 @@ def kv_cache_update(
 
 
 def _token_words(rows: jax.Array) -> jax.Array:
-    """Return u32 of the shape of `rows`: the bits of each element, repeated to fill the word."""
+    """Return u32 of the shape of `rows`: the bits of each element, repeated to fill the 32-bit word."""
     bits = lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * rows.dtype.itemsize}")).astype(jnp.uint32)
     return bits * jnp.uint32({1: 0x01010101, 2: 0x00010001, 4: 1}[rows.dtype.itemsize])
 
@@ -150,12 +151,13 @@ def _write_runs(
     window: int,
     first_lane: int,
 ):
-    """Write the runs that start in this grid step's window of new tokens into `pool`, and start reads for later ones:
-    the kernel's body. Runs whose first slot is outside the pool are skipped. The last grid step waits for all writes.
+    """Body of the kernel: write the runs that start in this grid step's window of new tokens into `pool`, and start the
+    reads for later ones. Runs whose first slot is outside the pool are skipped. The last grid step waits for all
+    writes.
 
-    scalars: number of runs, and reads ahead. first, length: first token and number of tokens of each run; slots: i32
-    slot of each token; words: the new tokens' keys and values, as words [tiles, window + 2 * GROUP, LANES]. pool: the
-    pool [P, page_size, C] in HBM; groups: buffers in VMEM, of which run r uses r % groups in flight, with semaphores in
+    scalars: number of runs, and of reads ahead. first, length: first token and number of tokens of each run. slots: i32
+    slot of each token. words: the new tokens' keys and values, as words [tiles, window + 2 * GROUP, LANES]. pool:
+    [P, page_size, C] in HBM. groups: buffers in VMEM; run r uses number r modulo their count, with semaphores in
     read_sems and write_sems. next_run: the first run not written yet, kept across grid steps. window: tokens of a grid
     step. first_lane: where the words begin in a row of the pool.
     """
@@ -172,7 +174,7 @@ def _write_runs(
         row = pl.multiple_of(lax.div(lax.rem(slot, page_size), GROUP) * GROUP, GROUP)
         return pool.at[lax.div(slot, page_size), pl.ds(row, GROUP), lanes]
 
-    anywhere = pool.at[0, pl.ds(0, GROUP), lanes]  # a wait counts bytes, it does not look where they are
+    anywhere = pool.at[0, pl.ds(0, GROUP), lanes]  # a wait counts bytes, whatever their destination
 
     def read(run, at):
         buffer = lax.rem(run, in_flight)
@@ -228,7 +230,9 @@ def _write_runs(
 
 
 def _put_rows(groups, buffer, words, source, row, length):
-    """Overwrite rows [row, row + length) of group `buffer` in VMEM: row r with token source + r of `words`."""
+    """Overwrite rows [row, row + length) of group `buffer` in VMEM, bit for bit: row r gets token source + r of
+    `words`.
+    """
     per_word = 4 // groups.dtype.itemsize
     bits = 32 // per_word
     masks = []

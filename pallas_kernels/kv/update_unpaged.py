@@ -25,7 +25,7 @@ def kv_cache_update(
     kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
 ) -> KVPages:
     """Return a pool like `kv` whose data is k [B * T, K, H] joined with v [B * T, K, Hv] along the last axis, or k
-    alone for v None; what `kv` held is lost. slot_mapping and schedule are not used.
+    alone if v is None. The old data is dropped. slot_mapping and schedule are not used.
     """
     del slot_mapping, schedule
     return replace(kv, data=k if v is None else jnp.concatenate([k, v], axis=-1))

@@ -21,8 +21,8 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tunin
 def kv_cache_update(
     kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
 ) -> KVPages:
-    """Write k [T, K, H] and v [T, K, Hv] (None where values lie in keys) to the slots i32[T] of the pool by scatters;
-    return the pool. Slots outside it are dropped.
+    """Write k [T, K, H] and v [T, K, Hv] (None if values lie in keys) to the slots i32 [T] of the pool by scatters, and
+    return the new pool. Slots outside it are dropped.
 
     Arguments are those of kv.update.kv_cache_update, which has checked them; schedule is not used.
     """
@@ -39,8 +39,8 @@ def kv_cache_update(
 
 
 def _with_token_rows(kv: KVPages, k: jax.Array, v: jax.Array | None, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """Return the data of a pool in TOKEN_ROWS with the rows of k [T, K, H] and v [T, K, Hv] or None written at these
-    pages and offsets, i32[T] each; tokens with a page out of range are dropped.
+    """Return the data of a pool in TOKEN_ROWS with the rows of k [T, K, H] and v ([T, K, Hv] or None) written at these
+    pages and offsets, i32 [T] each. Tokens with a page out of range are dropped.
     """
     new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
     rows, (first, end) = jnp.concatenate(new, axis=-1).reshape(len(k), -1), kv.lanes_of_page
@@ -49,7 +49,8 @@ def _with_token_rows(kv: KVPages, k: jax.Array, v: jax.Array | None, page: jax.A
 
 
 def _scatter_rows(data: jax.Array, rows: jax.Array, page: jax.Array, column: jax.Array) -> jax.Array:
-    """Return data [P, K, C] with rows [T, K, c] written at pages i32[T] and columns [column, column + c), i32[T].
+    """Return data [P, K, C] with row t of rows [T, K, c] written at page page[t] and columns [column[t], column[t] +
+    c). page and column are i32 [T].
 
     Rows with a page of P or more are dropped; others must not overlap.
     """

@@ -8,10 +8,11 @@ from jax import lax
 
 
 def batched_matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """Multiply x [R, N, n] by N matrices over their axis `contract` of size n: float32 [R, N, size of the other axis].
+    """Multiply x [R, N, n] by N matrices, one per head, over their axis `contract`, of size n: return float32 [R, N,
+    size of the other axis].
 
     weight: [N * a, b], the matrices [a, b] stacked along the first axis.
-    Raises ValueError when the shapes do not fit together.
+    Raises ValueError if the shapes do not fit together.
     """
     heads = x.shape[1] if x.ndim == 3 else 0
     if not heads or weight.ndim != 2 or contract not in (0, 1) or weight.shape[0] % heads:

@@ -21,13 +21,13 @@ class Problem(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One choice of sizes.
+    """One choice of tile sizes for a kernel.
 
     Attributes:
       sizes: fields of the kernel's part of `tuning` that differ from the defaults.
-      function, arguments: the kernel or a part of it and its shapes, to compile for an estimate.
-      cost: estimated microseconds, from the compiler's figures ("bundles", "registers", "spill_bytes") and the chip's
-        "bandwidth" and "clock", in bytes and cycles a second. None where the candidate is not feasible.
+      function, arguments: the kernel or a part of it and the shapes of its arguments, to compile for an estimate.
+      cost: function that estimates microseconds from the compiler's figures ("bundles", "registers", "spill_bytes") and
+        the chip's "bandwidth" and "clock", in bytes and cycles a second. Returns None if the candidate is not feasible.
       product: the entire product as a function of x, codes, scales and zeros, to be timed.
     """
 
@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
 
 
 def operands(problem: Problem) -> tuple[Any, ...]:
-    """Return the shapes of x, codes, scales and zeros of a problem; None for no zeros."""
+    """Return the shapes and dtypes of x, codes, scales and zeros of a problem; None in place of zeros without them."""
     rows, size, out, group, codes, zeros = problem
     packed = 2 if codes == "uint8" else 1
     scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)

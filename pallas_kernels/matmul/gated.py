@@ -24,11 +24,12 @@ Gating = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -> dict[str, Callable[..., jax.Array]]:
-    """Return implementations of `op` with a bias, by platform: the platform's kernel if it adds biases, else product
-    plus bias.
+    """Return implementations, by platform, of `op` with a bias: the platform's kernel if it adds biases itself, else
+    its product followed by `biased`.
 
-    They take the operands of the product, the last of which are group sizes, then a bias [G, out] or None. products: by
-    platform; those of kernels that add biases take one as their last operand, the others none.
+    They take the operands of the product, the last of which is the group sizes, then a bias [G, out] or None. products:
+    the implementations by platform; those of kernels that add biases take the bias as their last operand, the others no
+    bias.
     """
 
     def product_then_bias(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
@@ -50,11 +51,12 @@ def check_bias(name: str, num_groups: int, out: int, bias: jax.Array | None) -> 
 def gated_products(
     op: str, products: Mapping[str, Callable[..., jax.Array]], activation: Gating, out_dtype: Any, **options: Any
 ) -> dict[str, Callable[..., jax.Array]]:
-    """Return implementations of gated `op`, by platform: the registry's kernel if there is one, else product and
-    `activated`.
+    """Return implementations of gated `op`, by platform: the registry's kernel if there is one, else the product
+    followed by `activated`.
 
-    They take the operands of the product, the last of which are group sizes, then a bias [G, 2 F] or None, and return
-    [M, F] in out_dtype. products: by platform, without a bias. options: further arguments of the registry's kernels.
+    They take the operands of the product, the last of which is the group sizes, then a bias [G, 2 F] or None, and
+    return [M, F] in out_dtype. products: the implementations by platform, without a bias. options: further arguments of
+    the registry's kernels.
     """
 
     def product_then_activation(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
@@ -80,8 +82,8 @@ def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -
 
 @functools.cache
 def say_once(size: int, width: int, why: str) -> None:
-    """Log, once per process for each size, width and reason, why products with gates and ups [size, 2 * width] are not
-    fused with their activation.
+    """Log, at level INFO and once per process for each size, width and reason, why products with gates and ups
+    [size, 2 * width] are not fused with their activation.
     """
     text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
     logger.info(text, size, width, why)
@@ -90,10 +92,10 @@ def say_once(size: int, width: int, why: str) -> None:
 def activated(
     y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
 ) -> jax.Array:
-    """Compute activation(gate, up) of y [M, 2 F], gates and then ups, plus the bias [G, 2 F] of each row's group: [M,
-    F] in out_dtype, computed in float32.
+    """Return activation(gate, up), where gate and up are the halves of y [M, 2 F] plus the bias [G, 2 F] of each row's
+    group: [M, F] in out_dtype, computed in float32.
 
-    group_sizes: i32[G], consecutive rows of each group; rows after the last get no bias. bias: None for none.
+    group_sizes: i32 [G], consecutive rows of each group; rows after the last get no bias. bias: None for none.
     """
     y = y if bias is None else y + rows_of_groups(bias, group_sizes, len(y))
     # XLA:TPU would store all of `y` in float32 before it is split.
@@ -102,18 +104,18 @@ def activated(
 
 
 def biased(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Return y [M, out] plus the bias [G, out] of each row's group, in y's dtype; rows of no group are unchanged.
+    """Return y [M, out] plus the bias [G, out] of each row's group, in y's dtype. Rows of no group are unchanged.
 
-    group_sizes: i32[G], consecutive rows of each group. bias: None for none.
+    group_sizes: i32 [G], consecutive rows of each group. bias: None for none.
     """
     return y if bias is None else (y + rows_of_groups(bias, group_sizes, len(y))).astype(y.dtype)
 
 
 def rows_of_groups(table: jax.Array, group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Return the row of a table [G, F] for the group of each of M = num_rows rows: f32[M, F], zeros for rows after the
-    last group.
+    """Return, for each of M = num_rows rows, the row of a table [G, F] for its group: f32 [M, F], zeros for rows after
+    the last group.
 
-    group_sizes: i32[G], consecutive rows of each group.
+    group_sizes: i32 [G], consecutive rows of each group.
     """
     # Compared rather than searched: a search is a loop of its own.
     group = jnp.sum(jnp.arange(num_rows)[:, None] >= jnp.cumsum(group_sizes), axis=1, dtype=jnp.int32)

@@ -20,20 +20,22 @@ from jaxengine.pallas_kernels.registry import UNPAGED, group_kernel, kernel, pla
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, bias: jax.Array | None = None, *, out_dtype: Any = None
 ) -> jax.Array:
-    """Multiply every row of x by the matrix of its group, summed in float32: [M, out] in `out_dtype` (default: x's).
+    """Multiply every row of x by the matrix of its group, summed in float32: return [M, out] in `out_dtype` (default:
+    x's).
 
-    Rows are sorted by group; those after the last group's are exactly 0 whatever x holds there.
+    Rows are sorted by group; rows after those of the last group give exactly 0, whatever x holds there.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
       x: [M, in], bfloat16 or float32.
       w: [G, in, out] in x's dtype.
-      group_sizes: i32[G], rows of each group; their sum is at most M.
-      bias: [G, out], added to the rows of each group: by the kernel, which rounds once then, or to the rounded product.
-        None for none.
+      group_sizes: i32 [G], rows of each group; their sum is at most M.
+      bias: [G, out], added to the rows of each group, None for none. Kernels that add it themselves round once;
+      elsewhere
+        it is added to the rounded product.
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Raises ValueError if shapes or dtypes do not fit together.
     """
     _check("grouped_matmul", x, w, group_sizes)
     check_bias("grouped_matmul", len(w), w.shape[2], bias)
@@ -51,14 +53,15 @@ def gated_matmul(
     activation: Gating,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Compute activation(gate, up) of rows times the matrix of their group: [M, F] in `out_dtype` (default: x's).
+    """Return activation(gate, up) of every row's product with the matrix of its group: [M, F] in `out_dtype` (default:
+    x's).
 
     Arguments are `grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the second ups,
     to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0: the activation must map zeros to
     zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to `out_dtype` before
     it is activated.
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Raises ValueError if shapes or dtypes do not fit together.
     """
     _check("gated_matmul", x, w, group_sizes)
     check_halves("gated_matmul", len(w), w.shape[2], bias)
@@ -68,11 +71,11 @@ def gated_matmul(
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows that group sizes should be padded to a multiple of, on the device of the trace; 1 if
-    padding is no help: on all devices but TPUs, and in unpaged programs.
+    """Return the number to a multiple of which group sizes should be padded on the device of the trace, in rows. It is
+    1, for no padding, on all devices but TPUs and in unpaged programs.
 
-    num_rows, num_groups: rows of all groups, and groups. The kernel for TPUs multiplies rows in eighths; code that
-    sorts rows by group pads each group.
+    num_rows, num_groups: rows of all groups, and groups. The kernel for TPUs multiplies rows in eighths of a tile; code
+    that sorts rows by group pads each group.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -90,7 +93,9 @@ def _products(out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
 
 
 def _check(name: str, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
-    """Raise ValueError, naming operation `name`, unless the operands are as `grouped_matmul` describes them."""
+    """Raise ValueError, naming operation `name`, unless the operands have the shapes and dtypes that `grouped_matmul`
+    documents.
+    """
     if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
         raise ValueError(f"{name}: x [M, in] and w [G, in, out] must agree, got {x.shape} and {w.shape}")
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):

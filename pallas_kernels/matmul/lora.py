@@ -42,13 +42,13 @@ class LoraVisits(NamedTuple):
 
 
 def has_lora_product(platform: str) -> bool:
-    """Whether `platform`, one of registry.PLATFORMS, has this operation."""
+    """Whether `platform`, one of registry.PLATFORMS, has an implementation of lora_product."""
     return (OP, platform) in KERNELS
 
 
 def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dtype: Any) -> str:
-    """Return the name of the module that multiplies with adapters on `platform`; "MODULE: REASON" if a shape makes the
-    platform's own module leave it to XLA.
+    """Return the name of the module that computes lora_product on `platform`, or "MODULE: REASON", with the name of the
+    plain XLA module, if the platform's own module leaves these shapes to XLA.
 
     size, widths: inputs of the matrix and outputs of its sources. rank, dtype: of the adapters. Raises ValueError if
     the platform does not have this operation.
@@ -60,15 +60,15 @@ def grouped_form(platform: str, size: int, widths: Sequence[int], rank: int, dty
 
 
 def slots_of_tile(rank: int, sizes: LoraTiles) -> int:
-    """Return the number of slots whose matrices, of `rank` columns each, are multiplied together in a tile:
+    """Return the number of slots in a tile, whose matrices of `rank` columns each are multiplied together:
     sizes.columns // rank, at least 1.
     """
     return max(sizes.columns // rank, 1)
 
 
 def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
-    """Return the rows of a tile: all num_rows rows if they are at most sizes.rows, else the largest multiple of 16 up
-    to sizes.rows that divides them, sizes.rows if none does.
+    """Return the number of rows of a tile: num_rows if that is at most sizes.rows, else the largest multiple of 16 up
+    to sizes.rows that divides num_rows, or sizes.rows if none does.
     """
     if num_rows <= sizes.rows:
         return num_rows
@@ -76,10 +76,11 @@ def tile_rows_of(num_rows: int, sizes: LoraTiles) -> int:
 
 
 def lora_visits(slots: jax.Array, *, num_slots: int, rank: int, sizes: LoraTiles | None = None) -> LoraVisits:
-    """Compute the visits of rows with adapters in slots i32[T], -1 for none, of `num_slots` slots of this rank.
+    """Return the visits of rows whose adapters are in `slots`, i32 [T] with -1 for none, out of `num_slots` slots of
+    this rank.
 
-    A tile has rows in order, and slots in the order of their first rows. sizes: those that the product will work with;
-    None for the default, which `lora_product` takes.
+    Rows are cut into tiles in order, and slots in the order of their first rows. sizes: tile sizes, the same that the
+    product will use; None for the default, which `lora_product` uses.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = slots.shape[0], slots_of_tile(rank, sizes)
@@ -110,22 +111,24 @@ def lora_product(
     modules: Sequence[int],
     rank: int,
 ) -> jax.Array:
-    """Add adapters to y f32[T, out]: (x A) B of each row, summed in float32; rows without an adapter are unchanged.
+    """Return y f32 [T, out] plus (x A) B of each row's adapter, summed in float32; rows without an adapter are
+    unchanged.
 
     x A is rounded to x's dtype. Only tiles of slots that rows use are read. The outputs are those of several sources,
-    concatenated, each with a B of its own and the A of a module.
+    concatenated; each source has its own B and uses the A of a module.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
+      y: f32 [T, out], the product without adapters.
       x: [T, in], bfloat16 or float32.
       a: [modules * slots * rank, in] in x's dtype, A transposed: rows of a module, then of a slot.
-      bs: [slots * rank, out of a source] in x's dtype.
+      bs: for each source [slots * rank, its outputs] in x's dtype.
       visits: `lora_visits` of the rows' slots.
       modules: for each source, the module whose A it uses.
       rank: a power of two.
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Raises ValueError if shapes or dtypes do not fit together.
     """
     slot_rows = bs[0].shape[0]
     widths = [b.shape[1] for b in bs]

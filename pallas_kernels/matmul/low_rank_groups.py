@@ -22,22 +22,22 @@ _TRIP_TILES, _TRIP_ROWS, _TRIP_BYTES = 128, 2048, 32 << 20
 def add_low_rank(
     y: jax.Array, x: jax.Array, group: jax.Array, a: jax.Array, b: Sequence[jax.Array], part: Sequence[int]
 ) -> jax.Array:
-    """Add x_i A_g B_g, in float32, to each row i of group g of y: [M, out] in y's dtype.
+    """Return y [M, out], in its dtype, with x_i A_g B_g, computed in float32, added to each row i of group g.
 
     Rows of no group are unchanged. x_i A_g is rounded to x's dtype.
 
-    Each b[j] gives the columns of one source of y, concatenated; it multiplies the part[j]-th of the equal parts into
-    which the rows of A are cut.
+    The columns of y are those of several sources, concatenated. The rows of A are cut into equal parts; b[j] is
+    multiplied with the part[j]-th of these and gives the columns of source j.
 
     Args:
       y: [M, out].
       x: [M, in].
-      group: i32[M], 0 to G - 1; G and above for rows of no group.
+      group: i32 [M], 0 to G - 1; G and above for rows of no group.
       a: [G, parts * r, in], A transposed, in x's dtype.
-      b: each [G, r, its width], in x's dtype; their widths add up to `out`.
-      part: for each b, its part of A.
+      b: for each source [G, r, its width], in x's dtype; the widths add up to `out`.
+      part: for each source, the index of its part of A.
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Raises ValueError if shapes or dtypes do not fit together.
     """
     num_groups, rank = a.shape[0], b[0].shape[1]
     widths = sum(each.shape[2] for each in b)
@@ -85,16 +85,16 @@ def add_low_rank(
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Return the rows of a tile: a power of two from 4 to 64, 8 * num_rows / num_groups rounded down, the size of an
-    average group if an eighth of the groups have rows.
+    """Return the number of rows of a tile: 8 * num_rows / num_groups, rounded down to a power of two, at least 4 and at
+    most 64. That is the size of an average group if an eighth of the groups have rows.
     """
     average = max(8 * num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _LEAST_TILE), _MOST_TILE)
 
 
 def _products(rows: jax.Array, matrices: jax.Array, contract: int) -> jax.Array:
-    """Multiply rows [n, tile, k] of n tiles by a matrix each, over axis `contract` (1 or 2, of size k) of matrices:
-    f32[n, tile, size of their other axis].
+    """Return the products f32 [n, tile, size of the other axis] of rows [n, tile, k] of n tiles with one matrix per
+    tile, over axis `contract` (1 or 2, of size k) of matrices [n, ., .].
     """
     dims = ((2,), (contract,)), ((0,), (0,))
     return lax.dot_general(rows, matrices, dims, preferred_element_type=jnp.float32)

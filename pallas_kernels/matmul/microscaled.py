@@ -25,15 +25,15 @@ def microscaled_rows(
 ) -> jax.Array:
     """Round rows [M, in] to codes of `dtype` with a scale per `group` inputs, and return their values in x's dtype.
 
-    Scales are powers of two; with E4M3 the values are those of the e4m3 scales, `global_scale` times too large. Either
-    way they are exact in bfloat16, so that a product needs no scales. Results of a group with a number that is not
-    finite are undefined; other groups are not affected.
+    Scales are powers of two; with E4M3 they are e4m3 numbers, and the values are `global_scale` times too large. Either
+    way the values are exact in bfloat16, so that a product needs no scales. Results of a group that holds a number that
+    is not finite are undefined; other groups are not affected.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
       x: bfloat16 or float32.
-      group: 16 or 32, and divides `in`.
+      group: 16 or 32; must divide `in`.
       dtype: one of DTYPES.
       kind: UE8M0, E8M0 or E4M3 (jaxengine.pallas_kernels.matmul.rounding).
       global_scale: with E4M3 the divisor of all scales, f32 [M, 1] or [1, 1]; else not used.

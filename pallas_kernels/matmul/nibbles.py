@@ -20,8 +20,8 @@ def per_byte(dtype: Any) -> int:
 
 
 def code_parts(codes: jax.Array) -> list[jax.Array]:
-    """Split codes [..., n, out] into the factors of successive products: the codes themselves; of uint8 pairs those of
-    the even and those of the odd inputs, int8 [..., n, out] each.
+    """Return a list of the factors of successive products: the codes [..., n, out] themselves, or for uint8 pairs the
+    codes of the even and those of the odd inputs, int8 [..., n, out] each.
     """
     if codes.dtype != jnp.uint8:
         return [codes]
@@ -31,8 +31,8 @@ def code_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def row_parts(x: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Split rows x [..., in] to match the `code_parts` of codes of this dtype: the rows themselves, or for uint8 pairs
-    their even and their odd inputs, [..., in / 2] each.
+    """Return a list of the parts of rows x [..., in] that match `code_parts` of codes of this dtype: the rows
+    themselves, or for uint8 pairs their even and their odd inputs, [..., in / 2] each.
     """
     count = per_byte(dtype)
     return [x[..., first::count] for first in range(count)]

@@ -33,7 +33,7 @@ def quantized_matmul(
     dtype: Any = None,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros [in, out]: [M, out] in `out_dtype`.
+    """Multiply x [M, in] by codes * scales - zeros [in, out]: return [M, out] in `out_dtype`.
 
     A scale, and a zero, belongs to in / n neighbouring inputs of one output; n = 1 is a scale per channel. Sums are
     float32, rounded to `out_dtype` once; a matrix that is widened before it is multiplied is rounded to `dtype`.
@@ -41,14 +41,14 @@ def quantized_matmul(
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
-      x: bfloat16 or float32, or rounded rows, whose scales divide `in` as those of the matrix do, or more coarsely.
+      x: bfloat16 or float32, or rounded rows, whose number of scales divides n or is a multiple of it.
       codes: [in, out] int8 or float8_e4m3fn, or [in / 2, out] uint8, pairs of four-bit codes (see nibbles). A pair then
         has one scale.
       scales: [n, out], bfloat16 or float32.
       zeros: [n, out], the zero points times their scales; None for none.
-      dtype: dtype that codes are widened to; default x's, float32 where x is rounded.
+      dtype: dtype that codes are widened to; default x's, float32 for rounded rows.
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Raises ValueError if shapes or dtypes do not fit together.
     """
     operands, dtype = _checked("quantized_matmul", x, codes, scales, zeros, dtype, 2)
     by_platform = {
@@ -59,8 +59,8 @@ def quantized_matmul(
 
 
 def product_of(op: str, platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Return the name of the module that multiplies with a matrix [size, out] on a registry platform; "MODULE: REASON"
-    if the shape makes the platform's own module leave it to XLA.
+    """Return the name of the module that computes product `op` with a matrix [size, out] on a registry platform, or
+    "MODULE: REASON", with the name of the plain XLA module, if the platform's own module leaves this shape to XLA.
 
     op: a product of the registry. num_scales: scales along the inputs. codes: dtype of the stored codes. dtype: the
     model's. Raises ValueError for an op that the platform does not have.
@@ -82,13 +82,13 @@ def quantized_grouped_matmul(
     dtype: Any = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Multiply rows by the quantised matrix of their group: [M, out] in `out_dtype`, by default `dtype`.
+    """Multiply rows by the quantised matrix of their group: return [M, out] in `out_dtype`, by default `dtype`.
 
-    Rows (x [M, in], also rounded ones), group_sizes (i32[G]) and bias ([G, out] or None) are those of
-    jaxengine.pallas_kernels.matmul.grouped: rows after the last group's give 0. Matrices are those of
+    Rows (x [M, in], also rounded ones), group_sizes (i32 [G]) and bias ([G, out] or None) are those of
+    jaxengine.pallas_kernels.matmul.grouped: rows after those of the last group give 0. Matrices are those of
     `quantized_matmul` with a first axis of groups: codes [G, in, out], scales and zeros [G, n, out].
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Raises ValueError if shapes or dtypes do not fit together.
     """
     name = "quantized_grouped_matmul"
     operands, dtype = _checked(name, x, codes, scales, zeros, dtype, 3)
@@ -111,7 +111,7 @@ def quantized_gated_matmul(
     dtype: Any = None,
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Compute activation(gate, up) of rows times the quantised matrix of their group: [M, F] in `out_dtype`, default
+    """Return activation(gate, up) of rows times the quantised matrix of their group: [M, F] in `out_dtype`, by default
     `dtype`.
 
     Arguments are `quantized_grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the
@@ -119,7 +119,7 @@ def quantized_gated_matmul(
     map zeros to zeros. A platform with one kernel for both steps rounds once; elsewhere the product is rounded to
     `out_dtype` before it is activated.
 
-    Raises ValueError when shapes or dtypes do not fit together.
+    Raises ValueError if shapes or dtypes do not fit together.
     """
     name = "quantized_gated_matmul"
     operands, dtype = _checked(name, x, codes, scales, zeros, dtype, 3)
@@ -132,7 +132,7 @@ def quantized_gated_matmul(
 
 def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
     """Return the implementations of quantized_grouped_matmul by platform (`platform_rows`), which compute in `dtype`
-    and give `out_dtype`.
+    and return results in `out_dtype`.
     """
     return {
         platform: partial(kernel("quantized_grouped_matmul", row), dtype=dtype, out_dtype=out_dtype)
@@ -150,10 +150,10 @@ def _check_sizes(name: str, group_sizes: jax.Array, num_groups: int) -> None:
 def _checked(
     name: str, x: Any, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any, rank: int
 ) -> tuple[QuantizedOperands, Any]:
-    """Return the operands, and `dtype` or its default: x's, float32 for rounded rows.
+    """Return the checked operands, and `dtype` or its default: x's dtype, or float32 for rounded rows.
 
     rank: dimensions of codes and scales, 3 with an axis of groups. Raises ValueError, naming operation `name`, unless
-    operands are as `quantized_matmul` describes them.
+    operands have the shapes and dtypes that `quantized_matmul` documents.
     """
     values, x_scales, default = (*x, jnp.float32) if isinstance(x, RoundedRows) else (x, None, x.dtype)
     inputs = codes.shape[-2] * per_byte(codes.dtype) if codes.ndim == rank else 0

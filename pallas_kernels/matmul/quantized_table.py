@@ -25,12 +25,13 @@ def quantized_table_matmul(
     dtype: Any = None,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Multiply x [M, in] by the transpose of a table [V, in], codes * scales - zeros: [M, V] in `out_dtype`.
+    """Multiply x [M, in] by the transpose of a table [V, in], codes * scales - zeros: return [M, V] in `out_dtype`.
 
-    x, dtype and rounding: as of jaxengine.pallas_kernels.matmul.quantized.quantized_matmul. codes: [V, in] int8, or [V,
-    in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n neighbouring numbers of a token.
+    x: bfloat16 or float32. codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n
+    neighbouring numbers of a token; zeros None for none. dtype: dtype that codes are widened to, default x's. Sums are
+    float32, rounded to `out_dtype` once. The implementation is chosen when the program is compiled.
 
-    Raises ValueError when the shapes do not fit together, and for codes of another dtype.
+    Raises ValueError if the shapes do not fit together, and for codes of another dtype.
     """
     inputs = codes.shape[1] * per_byte(codes.dtype) if codes.ndim == 2 else 0
     if x.ndim != 2 or inputs != x.shape[1] or codes.dtype not in (jnp.int8, jnp.uint8):

@@ -39,13 +39,13 @@ class RoundedRows(NamedTuple):
     scales: jax.Array
 
     def widened(self, dtype: Any) -> jax.Array:
-        """Return the values of the rounded rows, [M, in] in `dtype`: exact in float32."""
+        """Return the values codes * scales, [M, in] in `dtype`; they are exact in float32."""
         codes = by_group(self.codes.astype(jnp.float32), self.scales.shape[1])
         return as_rows(codes * of_groups(self.scales, codes)).astype(dtype)
 
     def in_units(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the rounded rows in units of their own, rounded to `dtype` once, and the units f32 [M, 1]: see
-        `units_of`.
+        """Return the values divided by a unit of their row, rounded to `dtype` once, and the units f32 [M, 1], powers
+        of two: see `units_of`.
         """
         units = units_of(self.scales, 1)
         return RoundedRows(self.codes, self.scales / units).widened(dtype), units
@@ -63,15 +63,15 @@ def largest_values(x: jax.Array, group: int) -> jax.Array:
 
 
 def largest_of(values: jax.Array) -> jax.Array:
-    """Return the largest magnitude per group of values shaped by `by_group`, with the last dimension 1."""
+    """Return the largest magnitude per group of values shaped by `by_group`; the last dimension becomes 1."""
     return jnp.max(jnp.abs(values), axis=3, keepdims=True)
 
 
 def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> jax.Array:
-    """Return scales for which the largest values just fit into codes of `dtype`: f32 of the shape of `largest`.
+    """Return scales f32, of the shape of `largest`, for which these largest values just fit into codes of `dtype`.
 
-    They are 1 for zeros, and for values so small that their scale would be subnormal. With E8M0 a value may exceed the
-    largest code, and saturates. kind: any of SCALES but E4M3 (AssertionError).
+    A scale is 1 for 0, and for values so small that it would be subnormal. With E8M0 a value may exceed the largest
+    code, and then saturates. kind: any of SCALES but E4M3 (AssertionError).
     """
     assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:
@@ -92,9 +92,10 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
 
 
 def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
-    """Return `scales`, f32 [M, 1] or [1, 1], for rows x [M, in] rounded to codes of `dtype`.
+    """Return the scales for rows x [M, in] rounded to codes of `dtype` with given `scales`, f32 [M, 1] or [1, 1]:
+    `scales` itself for float codes.
 
-    For integer codes, which cannot express NaN, the result is [M, 1], with NaN for rows that hold one.
+    For integer codes, which cannot express NaN, the result is [M, 1], with NaN for rows that hold a NaN.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         return scales
@@ -102,11 +103,11 @@ def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
 
 
 def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.Array | None) -> jax.Array:
-    """Return scales as the format `kind` stores them: f32, of the shape of `largest`, the largest values that share a
-    scale.
+    """Return scales as the format `kind` stores them: f32, of the shape of `largest`, the largest magnitudes of the
+    values that share a scale.
 
-    E4M3: largest / the largest code of `dtype` * f32 `global_scale`, at most 448, rounded to the nearest e4m3 number,
-    which is 0 below half of the least one; AssertionError without a global scale. Other kinds: as `dynamic_scales`, and
+    E4M3: (largest / the largest code of `dtype`) * f32 `global_scale`, at most 448, rounded to the nearest e4m3 number,
+    which is 0 below half of the least one; AssertionError if `global_scale` is None. Other kinds: `dynamic_scales`, and
     `global_scale` is not used.
     """
     if kind != E4M3:
@@ -116,9 +117,10 @@ def held_scales(largest: jax.Array, dtype: str, *, kind: str, global_scale: jax.
 
 
 def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale: jax.Array | None) -> jax.Array:
-    """Round f32 values, shaped by `by_group`, to numbers of `dtype` times `held` scales, of `held_scales`.
+    """Round f32 values, shaped by `by_group`, to numbers of `dtype` times the scales `held`, results of `held_scales`;
+    return f32 of the same shape.
 
-    global_scale: that of E4M3 scales, by which results are then too large; None for powers of two.
+    global_scale: that of E4M3 scales, by which the results are then too large; None for scales that are powers of two.
     """
     if global_scale is None:
         # The inverse of a power of two: half of the number with the complemented exponent.
@@ -130,15 +132,15 @@ def microscaled(values: jax.Array, held: jax.Array, dtype: str, *, global_scale:
 
 
 def _in_largest(largest: jax.Array, dtype: str) -> jax.Array:
-    """Divide `largest` by the largest code of `dtype`, by multiplication: XLA does so for a constant divisor, kernels
-    do not.
+    """Return `largest` divided by the largest code of `dtype`. It is multiplied by the inverse, as XLA does for a
+    constant divisor and kernels do not.
     """
     return largest * (1 / LARGEST[dtype])
 
 
 def _short(values: jax.Array, dtype: str) -> jax.Array:
-    """Round f32 values in the range of a float of few bits, "float8_e4m3fn" or "float4_e2m1fn", to its nearest numbers,
-    ties to even, subnormal ones included: f32. Raises KeyError for another dtype.
+    """Return f32 values rounded to the nearest numbers of a short float, "float8_e4m3fn" or "float4_e2m1fn", ties to
+    even, its subnormal numbers included. The values must be in its range. Raises KeyError for another dtype.
     """
     mantissa, least = _SHORT[dtype]
     # Adding a number this much larger leaves float32 no smaller steps.
@@ -153,8 +155,8 @@ def _power(x: jax.Array) -> jax.Array:
 
 
 def units_of(scales: jax.Array, axis: int) -> jax.Array:
-    """Return powers of two in which any code times the scales [..., n, ...] along `axis` is below 2^15: f32, `axis` of
-    size 1.
+    """Return powers of two, f32, in units of which any code times the scales [..., n, ...] along `axis` is below 2^15.
+    The result has size 1 along `axis`; it is 1 for scales of 0.
 
     In such units float16 holds codes as well as bfloat16 does, and eight times as finely, unless a scale is very small:
     codes of a scale 2^20 times smaller than the largest are still normal numbers.
@@ -165,8 +167,8 @@ def units_of(scales: jax.Array, axis: int) -> jax.Array:
 
 
 def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
-    """Divide rows x [M, in] by scales f32 [M, n] or [1, 1] and round to the nearest codes of `dtype`, int8 or
-    float8_e4m3fn, ties to even; too large values saturate.
+    """Return rows x [M, in] divided by scales f32 [M, n] or [1, 1] and rounded to the nearest codes of `dtype`, int8 or
+    float8_e4m3fn, ties to even, with those scales as [M, n]. Too large values saturate.
     """
     scales = jnp.broadcast_to(scales, (x.shape[0], scales.shape[1]))
     values = by_group(x.astype(jnp.float32), scales.shape[1])
@@ -175,8 +177,8 @@ def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
 
 
 def by_group(x: jax.Array, num_groups: int) -> jax.Array:
-    """Reshape rows x [M, in] to [M / rows, n, rows, in / n], n = num_groups; rows is the largest of 8, 4, 2 and 1 that
-    divides M if in / n is a multiple of 128, else 1.
+    """Return rows x [M, in] reshaped to [M / rows, n, rows, in / n], n = num_groups. If in / n is a multiple of 128,
+    rows is the largest of 8, 4, 2 and 1 that divides M, else 1.
 
     Where these are full tiles of a TPU's memory no data moves, and XLA rounds in one pass; with groups before rows it
     would reorder everything first.
@@ -187,12 +189,12 @@ def by_group(x: jax.Array, num_groups: int) -> jax.Array:
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """Return the rows [M, in] of values x shaped by `by_group`, its inverse."""
+    """Return values x shaped by `by_group` as rows [M, in] again."""
     blocks, groups, rows, size = x.shape
     return x.swapaxes(1, 2).reshape(blocks * rows, groups * size)
 
 
 def of_groups(scales: jax.Array, values: jax.Array) -> jax.Array:
-    """Reshape scales [M, n] to broadcast with values shaped by `by_group`."""
+    """Return scales [M, n] reshaped to broadcast with values shaped by `by_group`."""
     blocks, groups, rows, _ = values.shape
     return scales.reshape(blocks, rows, groups, 1).swapaxes(1, 2)

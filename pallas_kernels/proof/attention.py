@@ -1,4 +1,4 @@
-"""Cases of attention and of the write of keys and values, with pools in which what nobody may read is NaN."""
+"""Cases of attention and of the write of keys and values, with pools in which slots that may not be read are NaN."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxengine.pallas_kernels.proof.random_arrays import normal, typical, unifor
 from jaxengine.pallas_kernels.registry import TOKEN_ROWS, kernel
 from jaxengine.pallas_kernels.tuning import tuning_of
 
-# What a pool that is read, and one that is written, takes unless the sequences need more.
+# Bytes of a pool that is read, and of one that is written, unless the sequences need more.
 _POOL_BYTES, _WRITTEN_BYTES = 256 << 20, 32 << 20
 
 
 def attention_case(call: Call) -> Case:
-    """Make the case of a call of `ragged_paged_attention`: the schedule, then attention, on random ragged batches of
-    the call's shapes, of each of MIXES, over a pool in which slots that no token sees are NaN.
+    """Return the case of a call of `ragged_paged_attention`: it builds the schedule and runs the attention on random
+    ragged batches of the call's shapes, one for each of MIXES. Pool slots that no token sees are NaN.
     """
     names = "q", "kv", "batch", "schedule"
     given = dict(zip(names, call.arguments, strict=True)) | call.options
@@ -53,8 +53,8 @@ def attention_case(call: Call) -> Case:
 
 
 def update_case(call: Call) -> Case:
-    """Make the case of a call of `kv_cache_update`: its schedule, then the write of random keys and values to random
-    slots of a random pool, of which the data is the result. One mix, "ragged".
+    """Return the case of a call of `kv_cache_update`: it builds the schedule and writes random keys and values to
+    random slots of a random pool, whose data is the result. It has one mix, "ragged".
     """
     kv, k, v, slot_mapping = call.arguments
     num_tokens, page_size = slot_mapping.shape[0], kv.page_size
@@ -85,18 +85,18 @@ def _page_bytes(kv: KVPages) -> int:
 
 
 def _num_pages(kv: KVPages, num_seqs: int) -> int:
-    """Return the number of pages of a pool to read: 2 * num_seqs + 64, or fewer if they would exceed _POOL_BYTES, but
+    """Return the number of pages of a pool to read: 2 * num_seqs + 64, or fewer if these exceed _POOL_BYTES, but
     never fewer than `num_seqs` sequences need.
     """
     return max(least_pages(num_seqs), min(2 * num_seqs + 64, _POOL_BYTES // _page_bytes(kv)))
 
 
 def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
-    """Make a further operand of attention, by its name: q_rest, sinks, slopes or tree_mask, of this shape and dtype for
-    batch `made`; None for no shape.
+    """Return a random operand of attention by its name, q_rest, sinks, slopes or tree_mask, of this shape and dtype for
+    the batch `made`; None if `shape` is.
 
-    A tree_mask has a token see itself and each of its sequence's earlier new tokens with probability 1/2; others are
-    normally distributed.
+    In a tree_mask a token sees itself, and each of its sequence's earlier new tokens with probability 1/2. The other
+    operands are normally distributed.
     """
     if shape is None:
         return None
@@ -114,10 +114,10 @@ def _further(name: str, shape: Any, made: Any, rng: np.random.Generator) -> Any:
 def _pool(
     kv: KVPages, num_pages: int, spec: AttentionSpec | None, unseen: np.ndarray | None, rng: np.random.Generator
 ) -> KVPages:
-    """Make a pool like `kv`, of shapes, with `num_pages` random pages.
+    """Return a pool like `kv`, which may hold shapes instead of arrays, with `num_pages` random pages.
 
-    unseen: bool[pages, page_size], slots that are NaN, if the dtype has it. spec: of the attention, which counts the
-    heads; None where nothing is unseen.
+    unseen: bool [pages, page_size], slots that become NaN if the dtype has NaN; None for none. spec: of the attention,
+    which counts the heads; may be None if `unseen` is.
     """
     shape, dtype = (num_pages, *kv.data.shape[1:]), kv.dtype
     values = normal(rng, shape, dtype)
@@ -128,16 +128,16 @@ def _pool(
 
 
 def _scale(shape: Any, dtype: Any, rng: np.random.Generator) -> jax.Array | None:
-    """Return random scales with which codes of `dtype` stand for values of about 1.
+    """Return random scales with which codes of `dtype` represent values of about 1; None if `shape` is.
 
-    shape: an array of their shape and dtype; None, which is returned, for no scales.
+    shape: an array or ShapeDtypeStruct of the scales' shape and dtype.
     """
     return None if shape is None else uniform(rng, shape.shape, shape.dtype, 1 / typical(dtype))
 
 
 def _slots_of(kv: KVPages, spec: AttentionSpec, slots: np.ndarray) -> jax.Array:
-    """Return which elements of a pool like `kv` belong to the slots that are True in bool[pages, page_size]: bool, in a
-    form that broadcasts to its data. spec: of the attention, which counts the heads.
+    """Return bool, in a shape that broadcasts to the data of a pool like `kv`, whether each element belongs to a slot
+    that is True in `slots`, bool [pages, page_size]. spec: of the attention, which counts the heads.
     """
     if kv.layout == TOKEN_ROWS:
         first, _ = kv.lanes_of_page

@@ -12,17 +12,17 @@ import jax
 from jaxengine.pallas_kernels.kv.pages import KVPages
 from jaxengine.pallas_kernels.registry import is_kernel, kernel_kind, observed, without_rows
 
-# Every trace that jax remembers has this in its key: a function that was traced before is traced anew.
+# Part of the key of jax's trace caches: with another value, a function that was traced before is traced anew.
 _ANEW = jax.make_user_context(None)
 # Indices of arguments that follow from the others.
 _WORK_LISTS = {"ragged_paged_attention": 3, "lora_product": 4}
 
 
 class Call(NamedTuple):
-    """Call of an implementation, with shapes in place of arrays.
+    """Recorded call of an implementation, with shapes in place of arrays.
 
     Attributes:
-      op, platform: as `registry.kernel` takes them; kind: as which it ran.
+      op, platform: arguments of `registry.kernel`. kind: the kind of implementation as which it ran.
       arguments, options: those of the implementation; an array is a ShapeDtypeStruct. A pool has one page, as kernels
         do not depend on their number.
     """
@@ -35,9 +35,9 @@ class Call(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return a text that names operation, kind, shapes and options; equal for equal calls of any process.
+        """Text that names operation, kind, shapes and options; equal for equal calls in any process.
 
-        Arrays of a work list come last, without their shapes, which follow from the others.
+        Arrays of a work list are represented without their shapes, which follow from the others.
         """
         given = [each for index, each in enumerate(self.arguments) if index != _WORK_LISTS.get(self.op)]
         given += [each for name, each in self.options.items() if name != "schedule"]
@@ -46,21 +46,21 @@ class Call(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Return operation, kind and shapes for a person to read."""
+        """Operation, kind and shapes as a text for people."""
         return self.text.partition("; ")[0]
 
 
 class _NotTraceable(Exception):
-    """Raised where a kernel fails while it is traced; its row is the argument."""
+    """Error of a kernel that fails while it is traced; its arguments are the kernel's row, (op, kind)."""
 
 
 def recorded_calls(function: Callable, arguments: Sequence[Any], platforms: Collection[str]) -> list[Call]:
-    """Trace a function of these arguments, arrays or shapes, and return its calls of kernels on `platforms`, without
+    """Trace a function with these arguments, arrays or shapes, and return its calls of kernels on `platforms`, without
     repetitions.
 
-    Where an operation is chosen at compilation, all platforms' implementations are traced; those of other platforms are
-    left out, and so are operations in plain XLA. A kernel that fails while it is traced is one of the calls, and the
-    rest is traced without it.
+    If an operation is chosen at compilation, all platforms' implementations are traced; calls of other platforms and of
+    operations in plain XLA are left out. A kernel that fails while it is traced is among the calls, and the function is
+    traced again without it.
     """
     found: dict[str, Call] = {}
     unused: set[tuple[str, str]] = set()
@@ -86,8 +86,8 @@ def recorded_calls(function: Callable, arguments: Sequence[Any], platforms: Coll
 
 
 def _abstract(tree: Any) -> Any:
-    """Return the pytree `tree` with ShapeDtypeStructs in place of arrays, and KVPages with pools of one page; other
-    leaves stay.
+    """Return the pytree `tree` with ShapeDtypeStructs in place of arrays, and KVPages with pools of one page. Other
+    leaves stay as they are.
     """
 
     def shapes(leaf: Any) -> Any:
@@ -102,7 +102,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether a leaf is an array or a shape."""
+    """Whether a leaf has a shape and a dtype, as arrays and ShapeDtypeStructs do."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -112,8 +112,8 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _described(value: Any) -> str:
-    """Return the static parts of a value as text, the same in any process: functions by their names, arrays as "*",
-    fields of mappings and dataclasses sorted by name, anything else by its repr.
+    """Return a text of the static parts of a value, the same in any process: functions as their names, arrays as "*",
+    fields of mappings and dataclasses sorted by name, anything else as its repr.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return "*"

@@ -16,7 +16,7 @@ from jaxengine.pallas_kernels.proof.case import Case, Maker
 from jaxengine.pallas_kernels.proof.products import ARGUMENTS, lora_case, product_case
 from jaxengine.pallas_kernels.registry import PLAIN_KINDS, PLATFORMS, without_rows
 
-# Operations without a case of their own: built, and so proven, with those that read them.
+# Operations without a case: schedules are built, and so proven, in the cases of the operations that use them.
 _SCHEDULES = {"attention_schedule", "kv_update_schedule"}
 _CASES: dict[str, Maker] = {
     "ragged_paged_attention": attention_case,
@@ -53,19 +53,22 @@ class Verdict(NamedTuple):
 
 
 def judged_calls(calls: Iterable[Call]) -> list[Call]:
-    """Return the calls that `judge` is to judge: all but schedules."""
+    """Return the calls that have to be judged: all but those of schedules, which are proven together with the
+    operations that use them.
+    """
     return [call for call in calls if call.op not in _SCHEDULES]
 
 
 class Trial(NamedTuple):
-    """A call and its two programs, over the same inputs: with the kernel, and in plain XLA alone.
+    """Call with its two programs over the same inputs: one with the kernel, and one in plain XLA.
 
     Attributes:
       call: as recorded.
-      note: why there is nothing to run; "" otherwise, and only then there is what follows.
-      case, mixes: where inputs come from, and those that are run.
-      plain, kernel: each a jax.stages.Lowered or, once compiled, a jax.stages.Compiled; the exception that was raised
-        in place of one.
+      note: why there is nothing to run, in which case all other fields have their defaults; "" otherwise.
+      case, mixes: source of the inputs, and the mixes that are run.
+      plain, kernel: each a jax.stages.Lowered or, once compiled, a jax.stages.Compiled, or the exception that was
+      raised
+        instead.
     """
 
     call: Call
@@ -77,8 +80,8 @@ class Trial(NamedTuple):
 
 
 def lowered_trial(call: Call, *, thorough: bool) -> Trial:
-    """Trace and lower the programs of a call, for jax's default device. thorough: with all mixes of lengths, not one.
-    Never raises.
+    """Trace and lower the programs of a call, for jax's default device, and return the trial. thorough: whether for all
+    mixes of lengths instead of the first. Never raises: a failure is in the trial's note or programs.
     """
     if (make := _CASES.get(call.op)) is None:
         return Trial(call, f"no inputs are known for {call.op}")
@@ -86,14 +89,14 @@ def lowered_trial(call: Call, *, thorough: bool) -> Trial:
         case = make(call)
         mixes = case.mixes if thorough else case.mixes[:1]
         inputs = _inputs(case, mixes[0])
-    except Exception as error:  # says nothing of the kernel
+    except Exception as error:  # no fault of the kernel
         return Trial(call, _not_run(error))
     return Trial(call, "", case, mixes, _lowered(case, inputs, _kernel_rows(call)), _lowered(case, inputs, ()))
 
 
 def compiled_trial(trial: Trial, compile_lowered: Compiler) -> Trial:
-    """Compile the programs of a lowered trial, on any thread. compile_lowered: from jax.stages.Lowered to
-    jax.stages.Compiled. Never raises.
+    """Return the trial with its lowered programs compiled, or replaced by the exception that compiling raised. It may
+    run in any thread. compile_lowered: function from jax.stages.Lowered to jax.stages.Compiled. Never raises.
     """
 
     def compiled(program: Any) -> Any:
@@ -106,8 +109,8 @@ def compiled_trial(trial: Trial, compile_lowered: Compiler) -> Trial:
 
 
 def verdict_of(trial: Trial, *, timed: bool) -> Verdict:
-    """Run a compiled trial on random inputs and compare the kernel with plain XLA. timed: measure both. Never raises:
-    an error of the kernel is the verdict's error, one of plain XLA its note.
+    """Run a compiled trial on random inputs, compare the kernel with plain XLA, and return the verdict. timed: whether
+    to measure both. Never raises: an error of the kernel is the verdict's error, one of plain XLA its note.
     """
     case, mixes, plain, kernel = trial.case, trial.mixes, trial.plain, trial.kernel
     if case is None:
@@ -136,16 +139,18 @@ def verdict_of(trial: Trial, *, timed: bool) -> Verdict:
 
 
 def judge(call: Call, *, thorough: bool, timed: bool, compile_lowered: Compiler) -> Verdict:
-    """Lower, compile and run a call's programs, on jax's default device; return its verdict. Arguments as of
+    """Lower, compile and run a call's programs on jax's default device, and return its verdict. Arguments are those of
     `lowered_trial`, `compiled_trial` and `verdict_of`. Never raises.
     """
     return verdict_of(compiled_trial(lowered_trial(call, thorough=thorough), compile_lowered), timed=timed)
 
 
 def compare(got: Any, want: Any) -> tuple[float, str]:
-    """Return the largest difference of two pytrees of results, a kernel's and plain XLA's, as LIMITS counts it, and
-    what is wrong, "" for nothing. NaN in `got`, and a row that differs by more than its limit, are wrong; the first
-    array with one ends the comparison. Raises ValueError for pytrees of different sizes.
+    """Compare two pytrees of results, a kernel's and plain XLA's. Return the largest difference, relative to the
+    largest value of its row as LIMITS counts it, and a text that says what is wrong, "" for nothing.
+
+    NaN in `got`, and a row that differs by more than its limit, are wrong; the first array with one ends the
+    comparison. An array with NaN in `want` alone counts as equal. Raises ValueError for pytrees of different sizes.
     """
     largest = 0.0
     for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -153,7 +158,7 @@ def compare(got: Any, want: Any) -> tuple[float, str]:
         a, b = (np.asarray(x, np.float32).reshape(len(x), -1) for x in (own, other))
         if np.isnan(a).any():
             return _MOST, f"is wrong: {int(np.isnan(a).sum())} values are NaN"
-        # Of tokens that see nothing both are -inf.
+        # For tokens that see no key both are -inf.
         same = a == b
         with np.errstate(invalid="ignore"):
             apart = np.where(same, 0.0, np.abs(a - b))
@@ -170,7 +175,9 @@ def compare(got: Any, want: Any) -> tuple[float, str]:
 
 
 def too_slow(verdicts: Iterable[Verdict]) -> str:
-    """Return why a kernel is not worth its calls, given their verdicts; "" if it is, or nothing was measured."""
+    """Return a text that says by how much a kernel is slower than plain XLA over all timed verdicts without an error;
+    "" if it takes at most MOST_TIME times as long, or if nothing was measured.
+    """
     timed = [each for each in verdicts if each.plain_seconds and not each.error]
     own, plain = sum(each.seconds for each in timed), sum(each.plain_seconds for each in timed)
     if own <= MOST_TIME * plain:
@@ -179,37 +186,39 @@ def too_slow(verdicts: Iterable[Verdict]) -> str:
 
 
 def _kernel_rows(call: Call) -> list[tuple[str, str]]:
-    """Return the rows of kernels, without which all of the call is plain XLA."""
+    """Return the registry rows (op, kind) of all kernels of the call's platform and kind; without them the whole call
+    is plain XLA.
+    """
     others = PLATFORMS[call.platform].kinds if call.platform in PLATFORMS else ()
     kinds = [kind for kind in (call.kind, *others) if kind not in PLAIN_KINDS]
     return [(op, kind) for kind in kinds for op in (call.op, *_CASES)]
 
 
 def _not_run(error: Exception) -> str:
-    """Return the note of a call whose plain XLA cannot be run because of an error."""
+    """Return a note that says that a call's plain XLA cannot be run, with the error."""
     return f"plain XLA cannot be run: {_first_line(error)}"
 
 
 def _inputs(case: Case, mix: str) -> tuple[Any, ...]:
-    """Make the inputs of a case for a mix, always the same."""
+    """Return the inputs of a case for a mix. They are the same in every call."""
     return case.inputs(mix, np.random.default_rng(7))
 
 
 def _lowered(case: Case, inputs: tuple[Any, ...], unused: Iterable[tuple[str, str]]) -> Any:
-    """Trace and lower a case for these inputs, without the rows `unused` of the registry; return the
-    jax.stages.Lowered, or the exception that was raised.
+    """Trace and lower a case for these inputs, without the registry rows `unused`. Return the jax.stages.Lowered, or
+    the exception that was raised.
     """
     try:
         with without_rows(unused):
-            # A function of its own: jax remembers traces by function, and does not see which rows it was traced with.
+            # A new function: jax caches traces by function, and its key does not include the registry's rows.
             return jax.jit(lambda *arguments: case.run(*arguments)).trace(*inputs).lower()
     except Exception as error:
         return error
 
 
 def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:
-    """Return the median, over _RUNS runs, of the seconds of a launch of `program(*inputs)`, _LAUNCHES of which follow
-    each other in a run. Blocks until they are done.
+    """Return the seconds of a launch of `program(*inputs)`: the median of _RUNS runs, each of _LAUNCHES launches in a
+    row until all are done.
     """
     found = []
     for _ in range(_RUNS):
@@ -221,6 +230,6 @@ def _seconds(program: Any, inputs: tuple[Any, ...]) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message, at most 300 characters."""
+    """Return "TYPE: LINE", the type of an error and the first line of its message, at most 300 characters of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"

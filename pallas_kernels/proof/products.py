@@ -1,4 +1,4 @@
-"""Cases of products: with matrices, quantised ones, those of groups of rows, adapters, and rounded rows."""
+"""Cases of products: with plain, quantised and grouped matrices, with adapters, and of microscaled rows."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _GATED = {"gated_matmul": "grouped_matmul", "quantized_gated_matmul": "quantized
 
 
 def product_case(call: Call) -> Case:
-    """Make the case of a call of one of the operations in ARGUMENTS, on random arguments of its shapes and dtypes.
+    """Return the case of a call of one of the operations in ARGUMENTS, on random arguments of its shapes and dtypes.
 
-    Activation and bias are computed apart where the implementation leaves them out. Mixes: "ragged", and for an
-    operation with groups "one" (see `_divide`).
+    The case adds activation and bias itself if the implementation does not. Mixes: "ragged", and for an operation with
+    groups also "one" (see `_divide`).
     """
     shapes: dict[str, Any] = {}
     for name, shape in zip(ARGUMENTS[call.op], call.arguments, strict=False):
@@ -69,7 +69,7 @@ def product_case(call: Call) -> Case:
 
 
 def lora_case(call: Call) -> Case:
-    """Make the case of a call of `lora_product`: `lora_visits` of the rows' slots, then the product.
+    """Return the case of a call of `lora_product`: it computes `lora_visits` of the rows' slots, then the product.
 
     Mixes: "ragged", a random slot or none for each row; "one", the last slot for all rows.
     """
@@ -93,8 +93,8 @@ def lora_case(call: Call) -> Case:
 
 
 def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generator) -> Any:
-    """Make the argument `name` of a product, random, of this shape and dtype, so that results are about 1; None for
-    group sizes. Scales and zeros are uniform, others normal.
+    """Return the random argument `name` of a product, of this shape and dtype, scaled so that results are about 1; None
+    for group sizes. Scales and zeros are uniformly distributed, others normally.
 
     shapes: of all arguments, by name.
     """
@@ -114,12 +114,13 @@ def _array(name: str, shape: Any, shapes: dict[str, Any], rng: np.random.Generat
 
 
 def _divide(made: dict[str, Any], mix: str, platform: str, rng: np.random.Generator) -> None:
-    """Fill in `group_sizes` of the arguments `made`, in place: ragged ones, some of them empty, or for mix "one" all
-    rows in one group; on platform "tpu" multiples of its group_step. Rows of no group become NaN, unless x holds codes.
+    """Set `group_sizes` in the arguments `made`, in place: random sizes, some of them 0, or for mix "one" all rows in
+    one group. On platform "tpu" they are multiples of its group_step. Rows of no group become NaN, unless x holds
+    codes.
     """
     x = made["x"]
     num_rows, num_groups = len(x), len(made["w"] if "w" in made else made["codes"])
-    # Groups begin where code that sorts rows has them begin (matmul.grouped.group_step).
+    # Groups begin at multiples of the step to which code that sorts rows pads them (matmul.grouped.group_step).
     step = group_kernel(platform).group_step(num_rows, num_groups) if platform == "tpu" else 1
     sizes = np.zeros(num_groups, np.int64)
     if mix == "one":

@@ -1,4 +1,4 @@
-"""Ragged batches for the proof of attention: lengths, page tables and slots that a scheduler could have made."""
+"""Ragged batches for the proof of attention, with lengths, page tables and slots as a scheduler could make them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxengine.pallas_kernels.attention.ragged_batch import AttentionSpec
 
 # Mixes of lengths: decodes, then runs, with padding after them; one sequence with all tokens; a single token.
 MIXES = ("ragged", "one", "least")
-# Most keys of a sequence: longer ones repeat what these do, and take plain XLA long.
+# Most keys of a sequence: longer ones show nothing new, and take plain XLA long.
 MOST_KEYS = 4096
 
 
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Batch in numpy, int32, with the fields of RaggedBatch, and the slots that no token sees."""
+    """Ragged batch in numpy, int32, with the fields of RaggedBatch, and the slots that no token sees."""
 
     cu_q_lens: np.ndarray  # [S + 1], as the next five see RaggedBatch
     kv_lens: np.ndarray  # [S]
@@ -37,8 +37,8 @@ class Batch(NamedTuple):
 
 
 def least_pages(num_seqs: int) -> int:
-    """Return the fewest pages of a pool for batches of `num_seqs` sequences: one that no sequence reads, the last page
-    of each sequence, and eight that they share.
+    """Return the smallest number of pages of a pool for batches of `num_seqs` sequences: page 0, which no sequence
+    reads, the last page of each sequence, and eight that they share.
     """
     return num_seqs + 1 + 8
 
@@ -46,11 +46,12 @@ def least_pages(num_seqs: int) -> int:
 def ragged_batch(
     mix: str, sizes: Sizes, spec: AttentionSpec, rng: np.random.Generator, *, most_new: int | None = None
 ) -> Batch:
-    """Make a random batch of this mix, one of MIXES, with `sizes`. most_new: limit of a sequence's new tokens, None for
-    none.
+    """Return a random batch of this mix, one of MIXES, with `sizes`. most_new: limit of a sequence's new tokens, None
+    for none.
 
-    The last page of a sequence is its own, earlier ones are drawn from shared pages. Entries that no token sees, by the
-    window or chunk of `spec` too, are page 0; that page and slots after a sequence's end are `unseen`.
+    The last page of a sequence belongs to it alone; earlier ones are drawn from shared pages. Page-table entries that
+    no token sees, also because of the window or chunk of `spec`, are page 0. That page, and slots after a sequence's
+    end, are `unseen`.
     """
     q_lens, num_decode = _new_tokens(mix, sizes, rng, min(most_new or sizes.num_tokens, sizes.num_tokens))
     longest, page_size = sizes.num_columns * sizes.page_size, sizes.page_size
@@ -79,8 +80,8 @@ def ragged_batch(
 
 
 def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.random.Generator) -> np.ndarray:
-    """Return i32[T] slots to write, T = num_tokens: runs of consecutive ones that begin anywhere in a page, singles,
-    and -1 at the end, for an eighth of the tokens and those for which the `num_pages` pages do not suffice.
+    """Return i32 [T] slots to write, T = num_tokens: runs of one or more consecutive slots that begin anywhere in a
+    page, then -1 for the last eighth of the tokens and for those for which the `num_pages` pages do not suffice.
 
     No two runs share a page, and a run's pages are drawn at random.
     """
@@ -99,9 +100,10 @@ def written_slots(num_tokens: int, page_size: int, num_pages: int, rng: np.rando
 
 
 def _new_tokens(mix: str, sizes: Sizes, rng: np.random.Generator, most: int) -> tuple[np.ndarray, int]:
-    """Return the number of new tokens of each sequence that has some, i64, and how many leading ones have one each.
+    """Return the numbers of new tokens, i64, of the sequences that have some, and how many of the first sequences are
+    decodes of one token.
 
-    mix: one of MIXES. most: of one sequence.
+    mix: one of MIXES. most: most tokens of one sequence.
     """
     num_tokens, num_seqs = sizes.num_tokens, sizes.num_seqs
     if mix == "least":
@@ -121,8 +123,8 @@ def _new_tokens(mix: str, sizes: Sizes, rng: np.random.Generator, most: int) -> 
 
 
 def _first_seen(position: int, spec: AttentionSpec) -> int:
-    """Return the first position of which a token at `position` sees the key: of its chunk if `spec` has chunks, else of
-    its window, 0 without either.
+    """Return the position of the first key that a token at `position` sees: the begin of its chunk if `spec` has
+    chunks, else of its window, 0 without either.
     """
     if spec.chunk is not None:
         return position // spec.chunk * spec.chunk

@@ -14,8 +14,8 @@ _MOST_DRAWN = (1 << 20) - 3
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
-    """Return normally distributed values times `scale`, of `shape` and `dtype`; of an integer dtype, uniform values of
-    its whole range, without the least one of a signed dtype and without `scale`.
+    """Return normally distributed values times `scale`, of `shape` and `dtype`. For an integer dtype, return uniform
+    values of its whole range, except the least one of a signed dtype, without `scale`.
     """
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -26,19 +26,21 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: 
 
 
 def uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jnp.ndarray:
-    """Return uniform values from `scale` / 2 to 3 `scale` / 2, of `shape` and `dtype`."""
+    """Return uniformly distributed values from 0.5 * `scale` to 1.5 * `scale`, of `shape` and `dtype`."""
     return _repeated(lambda count: (rng.uniform(0.5, 1.5, count) * scale).astype(np.float32), shape, jnp.dtype(dtype))
 
 
 def _repeated(draw: Callable[[int], np.ndarray], shape: tuple[int, ...], dtype: Any) -> jnp.ndarray:
-    """Return an array of `shape` and `dtype` from draw(n), n random values, repeated from _MOST_DRAWN on."""
+    """Return an array of `shape` and `dtype` filled with draw(n), n random values; at most _MOST_DRAWN are drawn, and
+    repeated for a larger array.
+    """
     values = draw(min(math.prod(shape), _MOST_DRAWN)).astype(dtype)
     return jnp.asarray(np.resize(values, shape))
 
 
 def typical(dtype: Any) -> float:
-    """Return about the standard deviation of `normal`'s values of a dtype: 1 for floats, the largest integer by the
-    square root of 3 for integers.
+    """Return about the standard deviation of `normal`'s values of a dtype: 1 for floats, the largest integer divided by
+    the square root of 3 for integers.
     """
     dtype = jnp.dtype(dtype)
     return 1.0 if not jnp.issubdtype(dtype, jnp.integer) else float(jnp.iinfo(dtype).max) / 3**0.5

@@ -24,10 +24,10 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
     Args:
       x: [T, C].
       weight: [C, k], k >= 2.
-      windows: [R, k - 1, C], the tokens before, the latest last.
+      windows: [R, k - 1, C], the previous tokens of sequences, the latest last.
       rows: tokens of each sequence, and rows of their windows.
 
-    Returns y f32[T, C] and the windows after the step. Raises ValueError when shapes or dtypes do not fit together.
+    Returns y f32 [T, C] and the windows after the step. Raises ValueError if shapes or dtypes do not fit together.
     """
     check_rows(rows)
     fits = x.ndim == weight.ndim == 2 and weight.shape[0] == x.shape[1] and weight.shape[1] > 1

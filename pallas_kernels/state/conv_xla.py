@@ -9,9 +9,9 @@ from jaxengine.pallas_kernels.state.rows import StateRows, read_rows, write_rows
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Convolve x [T, C] causally along each sequence with weight [C, k]: y f32[T, C], 0 for tokens of no sequence, and
-    the windows [R, k - 1, C] after the step, those of several new tokens also in rows.saves; arguments as of
-    state.conv.causal_conv, which has checked them.
+    """Convolve x [T, C] causally along each sequence with weight [C, k]: return y f32 [T, C], 0 for tokens of no
+    sequence, and the windows [R, k - 1, C] after the step. The window of a sequence of several new tokens is also
+    written to its row in rows.saves. Arguments are those of state.conv.causal_conv, which has checked them.
     """
     (num_tokens, _), num_seqs, before = x.shape, rows.reads.shape[0], weight.shape[1] - 1
     taps = weight.astype(jnp.float32).T  # [k, C]

@@ -25,7 +25,7 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply o[t] = q[t] M[t], where M[t] = e^decay[t] M[t - 1] + k[t] (x) beta[t] (v[t] - k[t] e^decay[t] M[t - 1]).
 
-    A decay is that of a head's matrix, or of each of its H rows (Kimi Team 2025, arXiv:2510.26692).
+    A decay is that of a head's whole matrix, or one of each of its H rows (Kimi Team 2025, arXiv:2510.26692).
 
     All in float32, in an order that depends on a sequence's own tokens only. Tokens of no sequence give 0; rows that no
     sequence reads may hold NaN.
@@ -35,10 +35,11 @@ def gated_delta_rule(
     Args:
       q, k: [T, K, H], already normalised and scaled; head h serves the N / K heads from h * N / K on of v.
       v: [T, N, Hv].
-      decay: f32[T, N] or f32[T, N, H], at most 0; beta: f32[T, N].
-      state: f32[R, N, H, Hv], M of each row.
+      decay: f32 [T, N] or f32 [T, N, H], at most 0; beta: f32 [T, N].
+      state: f32 [R, N, H, Hv], M of each row.
+      rows: tokens of each sequence, and rows of their states.
 
-    Returns o f32[T, N, Hv], and the states. Raises ValueError when shapes or dtypes do not fit together.
+    Returns o f32 [T, N, Hv], and the states after the step. Raises ValueError if shapes or dtypes do not fit together.
     """
     check_rows(rows)
     num_tokens, num_heads = v.shape[:2]

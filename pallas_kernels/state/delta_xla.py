@@ -18,7 +18,7 @@ BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the rule, arguments of state.delta.gated_delta_rule of n tokens."""
+    """Per-token inputs of the rule for n tokens; the fields are arguments of state.delta.gated_delta_rule."""
 
     q: jax.Array  # [n, K, H]
     k: jax.Array  # [n, K, H]
@@ -36,22 +36,23 @@ def gated_delta_rule(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply the gated delta rule to a ragged batch: o f32[T, N, Hv] and the states f32[R, N, H, Hv] after the step.
+    """Apply the gated delta rule to a ragged batch: return o f32 [T, N, Hv] and the states f32 [R, N, H, Hv] after the
+    step.
 
-    Arguments as of state.delta.gated_delta_rule, which has checked them: q, k [T, K, H], v [T, N, Hv], decay [T, N] or
-    [T, N, H], beta [T, N], and the rows of the states.
+    Arguments are those of state.delta.gated_delta_rule, which has checked them: q, k [T, K, H], v [T, N, Hv], decay [T,
+    N] or [T, N, H], beta [T, N], and the rows of the states.
     """
     return recurrence(Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=single, chunk=chunk)
 
 
 def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
-    """Repeat the heads of q or k (`part`), its axis `axis`, to the number that `like` has along the same axis."""
+    """Return q or k (`part`) with its heads, along `axis`, repeated to the number that `like` has along that axis."""
     return jnp.repeat(part, like.shape[axis] // part.shape[axis], axis=axis)
 
 
 def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the rule to one token of each of n sequences with states m f32[n, N, H, Hv]: outputs f32[n, N, Hv], and
-    the new states.
+    """Apply the rule to one token of each of n sequences with states m f32 [n, N, H, Hv]: return outputs f32 [n, N,
+    Hv], and the new states.
     """
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 1), _heads(k, v, 1)
@@ -62,10 +63,10 @@ def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[jax.Array, jax.Array]:
-    """Apply the rule to a chunk of C tokens of one sequence: outputs f32[N, C, Hv], and the state after it.
+    """Apply the rule to a chunk of C tokens of one sequence: return outputs f32 [N, C, Hv], and the state after it.
 
-    tokens: fields [heads, C, ...]; m: f32[N, H, Hv], the state before the chunk. runs: those of the tokens, None
-    where all go on from that state.
+    tokens: fields [heads, C, ...]; m: f32 [N, H, Hv], the state before the chunk. runs: runs of the tokens, if they are
+    of several sequences; None if all tokens continue from that state.
     """
     q, k, v, decay, beta = tokens
     q, k = _heads(q, v, 0), _heads(k, v, 0)
@@ -86,16 +87,16 @@ def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[
 
 
 def _products(x: jax.Array, k: jax.Array, until: jax.Array, causal: jax.Array) -> jax.Array:
-    """Return f32[N, C, C], the products of x [N, C, H] and earlier tokens' k [N, C, H], each element times the factor
-    by which it has decayed in between; 0 where `causal` bool[C, C] is false.
+    """Return f32 [N, C, C], the products of x [N, C, H] and earlier tokens' k [N, C, H], in which each element is
+    multiplied by its decay between the two tokens; 0 where `causal` bool [C, C] is False.
 
-    until: f32[N, C, 1 or H], the logarithm of the decay from before the chunk until after each token.
+    until: f32 [N, C, 1 or H], logarithm of the decay from before the chunk until after each token.
     """
     if until.shape[2] == 1:
         between = until - jnp.swapaxes(until, 1, 2)
         return jnp.einsum("nik,njk->nij", x, k) * jnp.exp(jnp.where(causal, between, -jnp.inf))
-    # Elements decay by themselves, so that a pair of tokens is no product of what each has alone: its two factors would
-    # overflow. Within BLOCK tokens pairs are computed one by one; those before meet at the first token of the block.
+    # Each element has its own decay. Written as a product of one factor per token, the factors would overflow. So pairs
+    # within BLOCK tokens are computed one by one; for earlier tokens the factors are relative to the block's first.
     num_heads, size = x.shape[:2]
     blocks = (num_heads, size // BLOCK, BLOCK, -1)
     own_x, own_k, own = (part.reshape(blocks) for part in (x, k, until))
@@ -118,9 +119,10 @@ def _products(x: jax.Array, k: jax.Array, until: jax.Array, causal: jax.Array) -
 
 
 def solve_unit_lower(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Solve (I + a) x = b for x f32[N, C, D], with a f32[N, C, C] zero on and above its diagonal; BLOCK divides C.
+    """Return the solution x f32 [N, C, D] of (I + a) x = b, with a f32 [N, C, C] zero on and above its diagonal; BLOCK
+    must divide C.
 
-    Uses substitution, because powers of `a` overflow float32 when keys are all alike. The blocks on the diagonal are
+    Uses substitution, because powers of `a` overflow float32 if keys are all alike. The blocks on the diagonal are
     inverted token by token, all blocks at once; then blocks are substituted in order.
     """
     size = a.shape[1]

@@ -21,9 +21,9 @@ from jaxengine.pallas_kernels.zeros import zeros_in_layer
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Convolve x [T, C] causally with weight [C, k], one token after the other: y f32[T, C] and the windows [R, k - 1,
-    C] after them; arguments as of state.conv.causal_conv, for rows of one token each. Raises ValueError unless `rows`
-    has T rows.
+    """Convolve x [T, C] causally with weight [C, k], one token after the other: return y f32 [T, C] and the windows [R,
+    k - 1, C] after them. Arguments are those of state.conv.causal_conv, for rows of one token each. Raises ValueError
+    unless `rows` has T rows.
     """
     taps = weight.astype(jnp.float32).T  # [k, C]
 
@@ -40,10 +40,11 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
 def gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply the gated delta rule to one token after the other: o f32[T, N, Hv] and the states [R, N, H, Hv] after them.
+    """Apply the gated delta rule to one token after the other: return o f32 [T, N, Hv] and the states [R, N, H, Hv]
+    after them.
 
-    Arguments as of state.delta.gated_delta_rule: q, k [T, K, H], v [T, N, Hv], decay [T, N] or [T, N, H], beta [T, N].
-    Raises ValueError unless `rows` has T rows.
+    Arguments are those of state.delta.gated_delta_rule: q, k [T, K, H], v [T, N, Hv], decay [T, N] or [T, N, H], beta
+    [T, N]. Raises ValueError unless `rows` has T rows.
     """
     return _one_by_one(delta_xla.Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, delta_xla.single)
 
@@ -51,10 +52,11 @@ def gated_delta_rule(
 def state_space(
     x: jax.Array, b: jax.Array, c: jax.Array, decay: jax.Array, dt: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba-2's recurrence to one token after the other: y f32[T, N, P] and the states [R, N, P, H] after them.
+    """Apply Mamba-2's recurrence to one token after the other: return y f32 [T, N, P] and the states [R, N, P, H] after
+    them.
 
-    Arguments as of state.space.state_space: x [T, N, P], b, c [T, G, H], decay, dt [T, N]. Raises ValueError unless
-    `rows` has T rows.
+    Arguments are those of state.space.state_space: x [T, N, P], b, c [T, G, H], decay, dt [T, N]. Raises ValueError
+    unless `rows` has T rows.
     """
     return _one_by_one(space_xla.Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, space_xla.single)
 
@@ -62,10 +64,10 @@ def state_space(
 def selective_scan(
     x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba's recurrence to one token after the other: y f32[T, C] and the states [R, C, H] after them.
+    """Apply Mamba's recurrence to one token after the other: return y f32 [T, C] and the states [R, C, H] after them.
 
-    Arguments as of state.scan.selective_scan: x, dt [T, C], b, c [T, H], a [C, H]. Raises ValueError unless `rows` has
-    T rows.
+    Arguments are those of state.scan.selective_scan: x, dt [T, C], b, c [T, H], a [C, H]. Raises ValueError unless
+    `rows` has T rows.
     """
     return _one_by_one(scan_xla.Tokens(x, b, c, dt), x.shape[1:], state, rows, partial(scan_xla.single, a))
 
@@ -73,11 +75,11 @@ def selective_scan(
 def _one_by_one(
     tokens: Any, shape: tuple[int, ...], state: jax.Array, rows: StateRows, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply a rule of recurrence_xla to one token after the other: outputs f32[T, *shape], zeros from rows.num_seqs on,
-    and the states after the step.
+    """Apply a rule of recurrence_xla to one token after the other: return outputs f32 [T, *shape], zeros from
+    rows.num_seqs on, and the states after the step, written to both rows.writes and rows.saves.
 
-    tokens: an array [T, ...] or a tuple of them. state: [R, ...]. rule: from tokens [1, ...] and states [1, ...], in
-    float32, to outputs and states. Raises ValueError unless `rows` has T rows.
+    tokens: an array [T, ...] or a tuple of them. state: [R, ...]. rule: function of tokens [1, ...] and states [1,
+    ...], in float32, that returns outputs and new states. Raises ValueError unless `rows` has T rows.
     """
     like = jax.tree.leaves(tokens)[-1]
     num_tokens = like.shape[0]

@@ -26,11 +26,11 @@ Rule = Callable[[Tokens, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class ChunkRuns(NamedTuple):
-    """Runs of a chunk's C tokens, where these are of several sequences.
+    """Runs of consecutive tokens of one sequence in a chunk of C tokens, for chunks with tokens of several sequences.
 
     Attributes:
-      same: bool[C, C], whether two tokens are of one run.
-      goes_on: bool[C], whether a token is of the run whose state the chunk gets.
+      same: bool [C, C], whether two tokens belong to one run.
+      goes_on: bool [C], whether a token belongs to the run that continues from the chunk's initial state.
     """
 
     same: jax.Array
@@ -40,17 +40,18 @@ class ChunkRuns(NamedTuple):
 def recurrence(
     tokens: Tokens, shape: tuple[int, ...], state: jax.Array, rows: StateRows, *, single: Rule, chunk: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Run a recurrence over a ragged batch: its outputs f32[T, *shape], and the states after the step.
+    """Run a recurrence over a ragged batch: return its outputs f32 [T, *shape], and the states after the step.
 
-    The first num_decode sequences, all where T is S, have one token at most and take `single`; the others take `chunk`.
-    Zeros as a chunk's last tokens must leave the state unchanged.
+    The first num_decode sequences, or all if T is S, have one token at most and use the rule `single`; the others use
+    `chunk`. Zeros as a chunk's last tokens must leave the state unchanged.
 
     Args:
       tokens: a tuple of arrays [T, n, ...]; the rules get them as float32.
-      state: [R, ...]; rows: which rows of it each sequence reads, writes and saves to.
       shape: heads, and the output of each head.
-      single: tokens [S, n, ...] of S sequences and their states [S, ...] to f32[S, *shape] and the states.
-      chunk: tokens [n, CHUNK, ...] of one sequence and its state [...] to f32[heads, CHUNK, ...] and the state.
+      state: [R, ...].
+      rows: row of `state` that each sequence reads, writes and saves to.
+      single: tokens [S, n, ...] of S sequences and their states [S, ...] to f32 [S, *shape] and the states.
+      chunk: tokens [n, CHUNK, ...] of one sequence and its state [...] to f32 [heads, CHUNK, ...] and the state.
     """
     num_tokens, num_seqs = tokens[0].shape[0], rows.reads.shape[0]
     o = zeros_in_layer(tokens[-1], (num_tokens + CHUNK, *shape))
@@ -66,9 +67,9 @@ def recurrence(
 def _single_tokens(
     tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, end: jax.Array, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """Run `rule` over sequences [0, end), each of at most one new token, a few at a time: updated (o, state). tokens,
-    state, rows, rule: as of `recurrence`, whose `single` the rule is; o: f32[T + CHUNK, *shape]. rows.saves is not
-    used.
+    """Run `rule` over sequences [0, end), each of at most one new token, a few at a time, and return the updated (o,
+    state). tokens, state, rows: see `recurrence`, whose `single` is the rule. o: f32 [T + CHUNK, *shape]. rows.saves is
+    not used.
     """
     num_tokens = tokens[0].shape[0]
     block = max(2, min(SEQS, rows.reads.shape[0]))  # see _chunks: never a single row
@@ -90,9 +91,9 @@ def _single_tokens(
 
 
 def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rule: Rule) -> tuple[jax.Array, jax.Array]:
-    """Run `rule` over the sequences from num_decode on, chunk by chunk in order: updated (o, state); a sequence of
-    several tokens also writes rows.saves. Arguments as of `recurrence`, whose `chunk` the rule is; o: f32[T + CHUNK,
-    *shape].
+    """Run `rule` over the sequences from num_decode on, chunk by chunk in order, and return the updated (o, state). A
+    sequence of several tokens writes its state to rows.saves, too. Arguments: see `recurrence`, whose `chunk` is the
+    rule. o: f32 [T + CHUNK, *shape].
     """
     num_tokens = tokens[0].shape[0]
     seq = jnp.arange(rows.reads.shape[0], dtype=jnp.int32)
@@ -110,7 +111,9 @@ def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rul
         valid = jnp.arange(CHUNK) < left
 
         def taken(part: jax.Array) -> jax.Array:
-            """Take the chunk's tokens of `part` [T, n, ...]: f32[n, CHUNK, ...], zeros after the sequence's last."""
+            """Return the chunk's tokens of `part` [T, n, ...] as f32 [n, CHUNK, ...], with zeros after the sequence's
+            last token.
+            """
             part = part[token].astype(jnp.float32)
             return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (part.ndim - 1)), part, 0.0), 0, 1)
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 
 class StateRows(NamedTuple):
-    """New tokens of S sequences, concatenated, and the rows of their states; every array int32.
+    """New tokens of S sequences, concatenated, and the rows of their states; every array is int32.
 
-    Sequences from `num_seqs` on have no new tokens. One without new tokens reads and writes nothing. No row is written
-    twice, or read by a sequence when another one writes it.
+    Sequences from `num_seqs` on have no new tokens. A sequence without new tokens reads and writes nothing. No row may
+    be written twice, or read by one sequence and written by another.
     """
 
     cu_q_lens: jax.Array  # [S + 1] first token of each sequence
@@ -30,8 +30,8 @@ class StateRows(NamedTuple):
 
 
 def check_rows(rows: StateRows) -> None:
-    """Raise ValueError, with the field's name, unless the arrays of `rows` are int32 and have S = rows.reads.size
-    entries, cu_q_lens S + 1, and the counts none.
+    """Raise ValueError, with the field's name, unless the arrays of `rows` are int32, cu_q_lens has S + 1 entries,
+    num_seqs and num_decode are scalars, and the others have S = rows.reads.size entries.
     """
     num_seqs = rows.reads.size
     shapes = {"cu_q_lens": (num_seqs + 1,), "num_seqs": (), "num_decode": ()}
@@ -42,14 +42,14 @@ def check_rows(rows: StateRows) -> None:
 
 
 def read_rows(state: jax.Array, index: jax.Array) -> jax.Array:
-    """Read rows `index` i32[n] of state [R, ...] as float32 [n, ...]; zeros for -1, the last row for R or more."""
+    """Return rows `index` i32 [n] of state [R, ...] as float32 [n, ...]: zeros for -1, the last row for R or more."""
     found = state[jnp.clip(index, 0, state.shape[0] - 1)].astype(jnp.float32)
     return jnp.where((index >= 0).reshape(-1, *(1,) * (state.ndim - 1)), found, 0.0)
 
 
 def write_rows(state: jax.Array, index: jax.Array, values: jax.Array, keep: Any = True) -> jax.Array:
-    """Return state [R, ...] with rows i32[n] set to values [n, ...]; rows with `keep` (bool[n] or one bool) False, and
-    indices of R or more, are dropped.
+    """Return state [R, ...] with rows `index` i32 [n] set to values [n, ...]. Rows for which `keep` (bool [n] or one
+    bool) is False, and indices of R or more, are dropped.
     """
     index = jnp.where(keep, index, state.shape[0])
     return state.at[index].set(values.astype(state.dtype), mode="drop")

@@ -26,11 +26,12 @@ def selective_scan(
     Args:
       x: [T, C].
       b, c: [T, H].
-      dt: f32[T, C], at least 0.
-      a: f32[C, H], at most 0.
-      state: f32[R, C, H], M of each row.
+      dt: f32 [T, C], at least 0.
+      a: f32 [C, H], at most 0.
+      state: f32 [R, C, H], M of each row.
+      rows: tokens of each sequence, and rows of their states.
 
-    Returns y f32[T, C], and the states. Raises ValueError when shapes or dtypes do not fit together.
+    Returns y f32 [T, C], and the states after the step. Raises ValueError if shapes or dtypes do not fit together.
     """
     check_rows(rows)
     fits = x.ndim == 2 and b.ndim == 2 and b.shape[0] == x.shape[0]

@@ -17,7 +17,7 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the recurrence, arguments of state.scan.selective_scan of n tokens."""
+    """Per-token inputs of the recurrence for n tokens; the fields are arguments of state.scan.selective_scan."""
 
     x: jax.Array  # [n, C]
     b: jax.Array  # [n, H]
@@ -28,18 +28,18 @@ class Tokens(NamedTuple):
 def selective_scan(
     x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba's recurrence to a ragged batch: y f32[T, C] and the states f32[R, C, H] after the step.
+    """Apply Mamba's recurrence to a ragged batch: return y f32 [T, C] and the states f32 [R, C, H] after the step.
 
-    Arguments as of state.scan.selective_scan, which has checked them: x, dt [T, C], b, c [T, H], a [C, H], and the rows
-    of the states.
+    Arguments are those of state.scan.selective_scan, which has checked them: x, dt [T, C], b, c [T, H], a [C, H], and
+    the rows of the states.
     """
     rules = {"single": partial(single, a), "chunk": partial(chunk, a)}
     return recurrence(Tokens(x, b, c, dt), x.shape[1:], state, rows, **rules)
 
 
 def single(a: jax.Array, tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the recurrence to one token of each of n sequences with states m f32[n, C, H]: outputs f32[n, C], and the
-    new states. a: f32[C, H].
+    """Apply the recurrence to one token of each of n sequences with states m f32 [n, C, H]: return outputs f32 [n, C],
+    and the new states. a: f32 [C, H].
     """
     x, b, c, dt = tokens
     m = m * jnp.exp(dt[..., None] * a) + (x * dt)[..., None] * b[:, None, :]
@@ -47,10 +47,11 @@ def single(a: jax.Array, tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def chunk(a: jax.Array, tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[jax.Array, jax.Array]:
-    """Apply the recurrence to a chunk of n tokens of one sequence: outputs f32[C, n], and the state after it.
+    """Apply the recurrence to a chunk of n tokens of one sequence, token by token: return outputs f32 [C, n], and the
+    state after it.
 
-    a: f32[C, H]. tokens: fields [channels or H, n]; m: f32[C, H], the state before the chunk. runs: those of the
-    tokens, None where all go on from that state.
+    a: f32 [C, H]. tokens: fields [channels or H, n]; m: f32 [C, H], the state before the chunk. runs: runs of the
+    tokens, if they are of several sequences; None if all tokens continue from that state.
     """
     size = tokens.x.shape[1]
     goes_on = jnp.ones((size,), bool)

@@ -34,10 +34,11 @@ def state_space(
     Args:
       x: [T, N, P].
       b, c: [T, G, H]; group g serves the N / G heads from g * N / G on of x.
-      decay: f32[T, N], at most 0; dt: f32[T, N].
-      state: f32[R, N, P, H], M of each row.
+      decay: f32 [T, N], at most 0; dt: f32 [T, N].
+      state: f32 [R, N, P, H], M of each row.
+      rows: tokens of each sequence, and rows of their states.
 
-    Returns y f32[T, N, P], and the states. Raises ValueError when shapes or dtypes do not fit together.
+    Returns y f32 [T, N, P], and the states after the step. Raises ValueError if shapes or dtypes do not fit together.
     """
     check_rows(rows)
     num_tokens, num_heads = x.shape[:2]

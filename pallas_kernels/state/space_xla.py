@@ -17,7 +17,7 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of the recurrence, arguments of state.space.state_space of n tokens."""
+    """Per-token inputs of the recurrence for n tokens; the fields are arguments of state.space.state_space."""
 
     x: jax.Array  # [n, N, P]
     b: jax.Array  # [n, G, H]
@@ -35,17 +35,18 @@ def state_space(
     state: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba-2's recurrence to a ragged batch: y f32[T, N, P] and the states f32[R, N, P, H] after the step.
+    """Apply Mamba-2's recurrence to a ragged batch: return y f32 [T, N, P] and the states f32 [R, N, P, H] after the
+    step.
 
-    Arguments as of state.space.state_space, which has checked them: x [T, N, P], b, c [T, G, H], decay, dt [T, N], and
-    the rows of the states.
+    Arguments are those of state.space.state_space, which has checked them: x [T, N, P], b, c [T, G, H], decay, dt [T,
+    N], and the rows of the states.
     """
     return recurrence(Tokens(x, b, c, decay, dt), x.shape[1:], state, rows, single=single, chunk=chunk)
 
 
 def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the recurrence to one token of each of n sequences with states m f32[n, N, P, H]: outputs f32[n, N, P],
-    and the new states.
+    """Apply the recurrence to one token of each of n sequences with states m f32 [n, N, P, H]: return outputs f32 [n,
+    N, P], and the new states.
     """
     x, b, c, decay, dt = tokens
     b, c = (jnp.repeat(part, x.shape[1] // part.shape[1], axis=1)[:, :, None, :] for part in (b, c))
@@ -54,10 +55,11 @@ def single(tokens: Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def chunk(tokens: Tokens, m: jax.Array, runs: ChunkRuns | None = None) -> tuple[jax.Array, jax.Array]:
-    """Apply the recurrence to a chunk of C tokens of one sequence: outputs f32[N, C, P], and the state after it.
+    """Apply the recurrence to a chunk of C tokens of one sequence: return outputs f32 [N, C, P], and the state after
+    it.
 
-    tokens: fields [heads or groups, C, ...]; m: f32[N, P, H], the state before the chunk. runs: those of the tokens,
-    None where all go on from that state.
+    tokens: fields [heads or groups, C, ...]; m: f32 [N, P, H], the state before the chunk. runs: runs of the tokens, if
+    they are of several sequences; None if all tokens continue from that state.
     """
     x, b, c, decay, dt = tokens
     (num_heads, size, _), num_groups = x.shape, b.shape[0]

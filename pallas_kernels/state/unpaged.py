@@ -21,8 +21,8 @@ from jaxengine.pallas_kernels.state.rows import StateRows
 
 
 def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Convolve x [B * T, C] causally with weight [C, k] along runs (rows.cu_q_lens) that start from zeros: y f32[B * T,
-    C], and the windows unchanged; arguments as of state.conv.causal_conv.
+    """Convolve x [B * T, C] causally with weight [C, k] along runs (rows.cu_q_lens) that start from zeros: return y f32
+    [B * T, C], and `windows` itself. Arguments are those of state.conv.causal_conv.
     """
     num_tokens, before = x.shape[0], weight.shape[1] - 1
     index = run_indexes(rows.cu_q_lens, num_tokens)[:, None]
@@ -37,11 +37,11 @@ def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: State
 def gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply the gated delta rule to runs (rows.cu_q_lens) that start from zeros: o f32[B * T, N, Hv], and `state` [B,
-    N, H, Hv] unchanged, of which only the shape counts.
+    """Apply the gated delta rule to runs (rows.cu_q_lens) that start from zeros: return o f32 [B * T, N, Hv], and
+    `state` [B, N, H, Hv] itself, of which only the shape is used.
 
-    Arguments as of state.delta.gated_delta_rule: q, k [B * T, K, H], v [B * T, N, Hv], decay [B * T, N] or [B * T, N,
-    H], beta [B * T, N].
+    Arguments are those of state.delta.gated_delta_rule: q, k [B * T, K, H], v [B * T, N, Hv], decay [B * T, N] or [B *
+    T, N, H], beta [B * T, N].
     """
     return _recurrence(delta_xla.Tokens(q, k, v, decay, beta), state, rows, delta_xla.chunk), state
 
@@ -49,10 +49,10 @@ def gated_delta_rule(
 def state_space(
     x: jax.Array, b: jax.Array, c: jax.Array, decay: jax.Array, dt: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba-2's recurrence to runs (rows.cu_q_lens) that start from zeros: y f32[B * T, N, P], and `state` [B, N,
-    P, H] unchanged, of which only the shape counts.
+    """Apply Mamba-2's recurrence to runs (rows.cu_q_lens) that start from zeros: return y f32 [B * T, N, P], and
+    `state` [B, N, P, H] itself, of which only the shape is used.
 
-    Arguments as of state.space.state_space: x [B * T, N, P], b, c [B * T, G, H], decay, dt [B * T, N].
+    Arguments are those of state.space.state_space: x [B * T, N, P], b, c [B * T, G, H], decay, dt [B * T, N].
     """
     return _recurrence(space_xla.Tokens(x, b, c, decay, dt), state, rows, space_xla.chunk), state
 
@@ -60,24 +60,28 @@ def state_space(
 def selective_scan(
     x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, a: jax.Array, state: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba's recurrence to runs (rows.cu_q_lens) that start from zeros: y f32[B * T, C], and `state` [B, C, H]
-    unchanged, of which only the shape counts.
+    """Apply Mamba's recurrence to runs (rows.cu_q_lens) that start from zeros: return y f32 [B * T, C], and `state` [B,
+    C, H] itself, of which only the shape is used.
 
-    Arguments as of state.scan.selective_scan: x, dt [B * T, C], b, c [B * T, H], a [C, H].
+    Arguments are those of state.scan.selective_scan: x, dt [B * T, C], b, c [B * T, H], a [C, H].
     """
     return _recurrence(scan_xla.Tokens(x, b, c, dt), state, rows, partial(scan_xla.chunk, a)), state
 
 
 def _recurrence(tokens: Any, state: jax.Array, rows: StateRows, rule: Any) -> jax.Array:
-    """Apply a rule of recurrence_xla to the rows of tokens, from states of zeros: outputs f32[B * T, heads, ...].
+    """Apply a chunk rule of recurrence_xla to B rows of tokens, from states of zeros: return outputs f32 [B * T, heads,
+    ...].
 
-    state: [B, ...], of which only the shape counts. rule: for chunks, with ChunkRuns as its third argument.
+    state: [B, ...], of which only the shape is used. rule: function of (tokens of a chunk, state, ChunkRuns) that
+    returns outputs and the state.
     """
     num_tokens, num_rows = tokens[0].shape[0], state.shape[0]
     length = num_tokens // num_rows
 
     def cut(part: jax.Array, mode: Any) -> jax.Array:
-        """Cut `part` [B * T, ...] into [chunks, B, CHUNK, ...], with T padded to whole chunks; mode: jnp.pad's."""
+        """Return `part` [B * T, ...] as [chunks, B, CHUNK, ...], with T padded to whole chunks. mode: padding mode of
+        jnp.pad.
+        """
         part = part.reshape(num_rows, length, *part.shape[1:])
         part = jnp.pad(part, ((0, 0), (0, -length % CHUNK), *((0, 0),) * (part.ndim - 2)), mode=mode)
         return jnp.moveaxis(part.reshape(num_rows, -1, CHUNK, *part.shape[2:]), 1, 0)

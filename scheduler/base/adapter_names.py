@@ -13,8 +13,8 @@ _UNSEEN = re.compile(
 
 
 def seen_as(name: str) -> str:
-    """Return a name in the form in which lookalikes are equal: lower case, NFKC, single inner spaces, none at the ends,
-    and without invisible characters.
+    """Return a name in a form that is equal for all names that look alike: case-folded, NFKC, white space reduced to
+    single inner spaces, invisible characters removed.
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", _UNSEEN.sub("", name)).casefold())
     return " ".join(_UNSEEN.sub("", folded).split())

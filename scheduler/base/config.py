@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# Who is next: the first to come, the lowest priority, or the client that was served least.
+# Next request: the first to arrive, the one of the lowest priority number, or that of the client served least.
 POLICIES = ("fcfs", "priority", "fair")
 
 
@@ -13,7 +13,7 @@ class ExtensionOptions(Protocol):
     """Options of an optional capability: a frozen dataclass in the capability's file in `scheduler/extensions`."""
 
     def extension(self) -> Any:
-        """Make the capability's `SchedulerExtension`, for one scheduler."""
+        """Return a new `SchedulerExtension` of the capability, for one scheduler."""
         ...
 
 
@@ -57,8 +57,8 @@ class SchedulerConfig:
 
     @property
     def num_tables(self) -> int:
-        """Return the number of page tables of a slot: one for each cache group, and one for snapshots
-        if any are kept.
+        """Number of page tables of a slot: one for each cache group, and one for snapshots if num_snapshots is above
+        0.
         """
         return len(self.windows) + (self.num_snapshots > 0)
 
@@ -69,5 +69,5 @@ class SchedulerConfig:
 
     @property
     def max_pages_per_seq(self) -> int:
-        """Return the number of columns of a page table."""
+        """Number of columns of a page table."""
         return -(-self.max_model_len // self.page_size)

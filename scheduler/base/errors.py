@@ -17,14 +17,16 @@ class RequestError(ValueError):
     """
 
     def __init__(self, message: str, *, param: str | None = None, value: Any = None):
-        """Make an error with a message for the caller, and what it is about; None for nothing in particular."""
+        """Create an error with a message for the caller, and the field and value that it is about; None for no
+        particular field.
+        """
         super().__init__(message)
         self.param = param
         self.value = value
 
 
 class UnknownAdapterError(RequestError):
-    """Error of a request whose adapter does not exist (any more); servers answer that there is no such model."""
+    """Error of a request whose adapter does not exist (any more). Servers answer that there is no such model."""
 
 
 class OverloadedError(RequestError):
@@ -35,17 +37,17 @@ class OverloadedError(RequestError):
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
-        """Make an error with a message for the caller, without param and value."""
+        """Create an error with a message for the caller; param and value are None."""
         super().__init__(message)
         self.retry_after = retry_after
 
 
 def prompt_length_error(param: str, length: int, most: int, max_model_len: int, unit: str = "tokens") -> RequestError:
-    """Return the error of a prompt that has no tokens, or more than `most` of them.
+    """Return the error for a prompt that has no tokens, or more than `most` of them.
 
-    param: the prompt's field. length: of the prompt, in `unit`: "tokens", or "characters" where it was not tokenised.
-    Clients look for these words, to shorten a conversation or to choose another model: LiteLLM and Claude Code for the
-    first part, vLLM's for the second.
+    param: the prompt's field. length: of the prompt, in `unit`: "tokens", or "characters" if it was not tokenised.
+    max_model_len: named in the message. Clients look for its words, to shorten a conversation or to choose another
+    model: LiteLLM and Claude Code for the first part, vLLM's for the second.
     """
     place = "" if param == "prompt" else f"{param}: "
     problem = f"{place}prompt is too long: {length} {unit} > {most} maximum; this model's maximum context length is"
@@ -54,10 +56,10 @@ def prompt_length_error(param: str, length: int, most: int, max_model_len: int, 
 
 
 def show_value(value: Any) -> str:
-    """Return a value as short text for an error message: reprlib's abbreviated repr, "<set of n>" for dicts and sets of
-    more than 1000 entries, "<int too long to print>" for an int that Python does not print.
+    """Return a value as short text for an error message: reprlib's abbreviated repr. Dicts and sets of more than 1000
+    entries give "<set of n>" with their type, an int that is too long for Python to print "<int too long to print>".
     """
-    # reprlib sorts what has no order, however many there are.
+    # reprlib sorts the entries of unordered collections, however many there are.
     if isinstance(value, dict | set | frozenset) and len(value) > _MOST_SORTED:
         return f"<{type(value).__name__} of {len(value)}>"
     try:

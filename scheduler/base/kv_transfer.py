@@ -10,13 +10,14 @@ class KVTransferParams:
     """vLLM's kv_transfer_params of a request.
 
     Attributes:
-      do_remote_decode: another engine goes on with the request, and gets the pages of its prompt.
+      do_remote_decode: another engine continues the request, and gets the pages of its prompt.
       do_remote_prefill: another engine has computed the pages of the prompt; the other fields say which and where.
-      remote_engine_id: of that engine.
-      remote_request_id: the lease under which it keeps them.
-      remote_block_ids: columns of the prompt whose pages it has, of each cache group; then those with a recurrent
+      remote_engine_id: id of that engine.
+      remote_request_id: id of the lease under which it keeps them.
+      remote_block_ids: for each cache group, columns of the prompt whose pages that engine has; then those with a
+      recurrent
         state after them, if the model has any.
-      remote_host, remote_port: where it listens; None for nowhere.
+      remote_host, remote_port: address on which that engine listens; None for none.
       tp_size: its tensor_parallel_size.
     """
 

@@ -41,13 +41,13 @@ class Column:
 
     @property
     def dtype(self) -> str:
-        """Return the parameter's dtype: "float32", "int32" or "bool"."""
+        """Dtype of the parameter: "float32", "int32" or "bool"."""
         return {bool: "bool", int: "int32", float: "float32"}[type(self.default)]
 
     @property
     def allowed(self) -> str:
-        """Return the allowed values, in words for a message: "one of 1, 2", "True or False", "an int from 0 to 8" or "a
-        number from 0 to 1".
+        """Allowed values in words, for a message: "one of 1, 2", "True or False", "an int from 0 to 8" or "a number
+        from 0 to 1".
         """
         if self.values is not None:
             return "one of " + ", ".join(map(repr, self.values))
@@ -57,17 +57,18 @@ class Column:
         return f"an int from {low} to {high}" if isinstance(self.default, int) else f"a number from {low:g} to {high:g}"
 
     def read(self, name: str, value: Any) -> float | int | bool:
-        """Check a value and return it in the parameter's type.
+        """Return a value in the parameter's type after checking it.
 
-        name: for messages. A bool is no number here. Raises RequestError with the value and what is allowed.
+        name: of the parameter, for messages. A bool does not count as a number. Raises RequestError with the value and
+        what is allowed.
         """
         if not self._allows(value):
             raise RequestError(f"{name} must be {self.allowed}, got {show_value(value)}", param=name, value=value)
         return type(self.default)(value)
 
     def _allows(self, value: Any) -> bool:
-        """Whether a value has the parameter's kind (bool, integer, or real number) and is within its limits and among
-        its `values`, if there are any. NaN is not.
+        """Whether a value is of the parameter's kind (bool, integer, or real number), within its limits, and among its
+        `values` if there are any. False for NaN.
         """
         kind = type(self.default)
         if isinstance(value, bool) or kind is bool:
@@ -79,12 +80,16 @@ class Column:
         return right and (self.values is None or value in self.values)
 
     def word(self, value: float | int | bool) -> int:
-        """Return the 32 bits of a value as an int32: those of an f32 if the default is a float, else of an i32."""
+        """Return the 32 bits of a value as an int32: those of a float32 if the default is a float, else those of an
+        int32.
+        """
         return struct.unpack("<i", struct.pack("<f" if isinstance(self.default, float) else "<i", value))[0]
 
     @property
     def _limits(self) -> tuple[float, float]:
-        """Return `low` and `high`, both allowed; those of int32, or -1e20 and 1e20, where they are None."""
+        """Smallest and largest allowed value: `low` and `high`, or, where these are None, the limits of int32 or -1e20
+        and 1e20.
+        """
         least, most = _INT32 if isinstance(self.default, int) else _FLOAT
         return least if self.low is None else self.low, most if self.high is None else self.high
 
@@ -110,8 +115,8 @@ class LogitsProcessor:
 
     Attributes:
       columns: the parameters by name. A request that gives one in `SamplingParams(extra_args={name: value})` uses the
-        processor; the others of its columns then have their defaults.
-      uses_counts: count the tokens of the requests that use it.
+        processor; its other columns then have their defaults.
+      uses_counts: whether `process` needs the token counts of the requests that use it.
     """
 
     columns: ClassVar[Mapping[str, Column]]
@@ -119,15 +124,15 @@ class LogitsProcessor:
 
     @staticmethod
     def process(logits: Any, columns: Any, vocab: VocabColumns) -> Any:
-        """Return the logits of rows, f32[S, C], changed. Every subclass defines it; here it raises NotImplementedError.
-        Traced by JAX; pure.
+        """Return changed logits of rows, f32 [S, C]. JAX traces the function, which must be pure. Subclasses must
+        define it; here it raises NotImplementedError.
 
         Runs after masks and logit_bias, before penalties and temperature. Rows whose requests do not use the processor
         keep their logits, and forbidden tokens (-inf) stay forbidden, whatever it returns.
 
         Args:
-          logits: f32[S, C]. With a vocabulary that n devices split, C is V / n.
-          columns: name -> [S, 1], each row's value, in the parameter's dtype.
+          logits: f32 [S, C]. With a vocabulary that n devices split, C is V / n.
+          columns: each row's value of every column, [S, 1] in the parameter's dtype, by name.
           vocab: the tokens of the C columns of logits; with `uses_counts` also how often each is in a row's output, and
             whether in its prompt.
         """
@@ -135,10 +140,10 @@ class LogitsProcessor:
 
 
 def check_processors(processors: Sequence[type[LogitsProcessor]]) -> str | None:
-    """Return one sentence on the first fault of an engine's processors, None if there is none.
+    """Return one sentence on the first fault of an engine's processors, or None if there is none.
 
-    Faults: too many processors, no columns, no `process`, a column whose name is taken or not allowed, or a default
-    that is no finite number or bool.
+    Faults: too many processors, no columns, no `process`, a column whose name is used twice or not allowed, or a
+    default that is not a finite number or a bool.
     """
     if len(processors) > MAX_PROCESSORS:
         return f"{len(processors)} processors; at most {MAX_PROCESSORS} are allowed"
@@ -167,9 +172,9 @@ def read_extra_args(
 ) -> dict[int, tuple[float | int | bool, ...]]:
     """Check a request's extra_args (`given`, None for none) for an engine with these processors.
 
-    Returns, by number of each processor that the request uses, the values of all its columns. A request uses a
-    processor if it gives any of its columns; the others then have their defaults. Raises RequestError for a name that
-    no processor has, and for a value that is not allowed.
+    Returns a dict with, for the index of each processor that the request uses, the values of all its columns. A request
+    uses a processor if it gives any of its columns; the others then have their defaults. Raises RequestError for a name
+    that no processor has, and for a value that is not allowed.
     """
     found: dict[int, tuple[float | int | bool, ...]] = {}
     known = [name for each in processors for name in each.columns]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-# The modality of what comes encoded.
+# Modality of items that are given as embeddings.
 EMBEDS = "embeds"
 AUDIO = "audio"
-# Most tokens that no transcript begins with.
+# Limit of TranscriptRules.begin, the tokens that are not chosen first.
 MAX_BEGIN = 8
 
 
@@ -19,17 +19,17 @@ MAX_BEGIN = 8
 class MediaItem:
     """Image, video or sound of one prompt.
 
-    A sound that all tokens attend to (TowerConfig.crosses) has one position, the first: with it, the digests of the
+    A sound that all tokens attend to (TowerConfig.crosses) has one position, the first one: with it, the digests of the
     pages that begin with this token differ from sound to sound.
 
     Attributes:
       modality: "image", "video" or "audio"; with EMBEDS, `patches` are the embeddings themselves, and nothing is
         encoded.
       digest: of its decoded pixels and all processing of them; equal digests mean equal embeddings.
-      positions: i32[n], the prompt positions of its n embeddings, ascending.
-      patches: f32[P, F], input of the model's tower (jaxengine.models.config.tower), padded to a multiple of its unit.
-      columns: i32[C, P], integer inputs of each patch, -1 in padding.
-      rows: i32[P / merge], index among the n embeddings of each output row of the tower, -1 for one that is not used.
+      positions: i32 [n], the prompt positions of its n embeddings, ascending.
+      patches: f32 [P, F], input of the model's tower (jaxengine.models.config.tower), padded to a multiple of its unit.
+      columns: i32 [C, P], integer inputs of each patch, -1 in padding.
+      rows: i32 [P / merge], index among the n embeddings of each output row of the tower, -1 for one that is not used.
       cached: whether its processed form was found in the cache when its prompt was read; None without such a cache.
     """
 
@@ -43,29 +43,29 @@ class MediaItem:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of its embeddings."""
+        """Number of its embeddings."""
         return len(self.positions)
 
     @property
     def num_patches(self) -> int:
-        """Return the number of patches to be encoded; 0 for an item that came as embeddings."""
+        """Number of patches to be encoded; 0 for an item that came as embeddings."""
         return 0 if self.modality == EMBEDS else len(self.patches)
 
     @property
     def begin(self) -> int:
-        """Return its first position in the prompt."""
+        """First position of the item in the prompt."""
         return int(self.positions[0])
 
     @property
     def end(self) -> int:
-        """Return the position after its last one."""
+        """Position after the last one of the item."""
         return int(self.positions[-1]) + 1
 
     def in_windows(self, unit: int, merge: int) -> Iterator[MediaItem]:
-        """Yield a sound in parts of at most `unit` patches, in order, each with a digest of its own, but none for
-        patches that end in no embedding; yield a shorter sound and any other item as it is.
+        """Yield a sound of more than `unit` patches in parts of at most `unit` patches, in order, each with its own
+        digest. Parts without any embedding are left out. Yield any other item as it is.
 
-        merge: patches of an output row, by which `unit` is divisible.
+        merge: patches of an output row; it must divide `unit`.
         """
         count = len(self.patches)
         if self.modality != AUDIO or count <= unit:
@@ -95,13 +95,15 @@ class Media:
 
     Attributes:
       items: in the prompt's order, at least one.
-      rope_positions: i32[3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
+      rope_positions: i32 [3, num_prompt_tokens], M-RoPE positions of its tokens in time, height and width; None for a
         model that rotates queries and keys by token positions.
-      prefix_length, prefix_digest: number of the first tokens that all see each other, of images or not, and the
-        SHA-256 of all of these; 0 and empty where only an image's own tokens may.
+      prefix_length, prefix_digest: number of the prompt's first tokens that all attend to each other, images or not,
+      and
+        the SHA-256 of all of these; 0 and empty if only the tokens of one image do.
       rope_delta: M-RoPE position, in each of the three, minus token position of a token after the prompt.
-      end: position after the last item and the prefix, and after what else is elsewhere than text; later tokens need
-        nothing from here but rope_delta.
+      end: position after the last item, the prefix, and the last token whose M-RoPE positions are not those of text;
+      later
+        tokens need nothing from here but rope_delta.
     """
 
     items: tuple[MediaItem, ...]
@@ -112,6 +114,7 @@ class Media:
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
+        """Compute `end`."""
         end = max(self.items[-1].end, self.prefix_length)
         if self.rope_positions is not None:
             after = self.rope_positions[:, end:]
@@ -120,19 +123,18 @@ class Media:
         object.__setattr__(self, "end", end)
 
     def in_windows(self, unit: int, merge: int) -> Media:
-        """Return the same with sounds in parts that are encoded by themselves, see MediaItem.in_windows: a step need
-        not encode all of a long one.
+        """Return a copy with long sounds split into parts that are encoded separately (MediaItem.in_windows), so that a
+        step need not encode all of one.
         """
         return replace(self, items=tuple(part for item in self.items for part in item.in_windows(unit, merge)))
 
     def marks(self, page_size: int) -> dict[int, bytes]:
-        """Return, by page number, bytes that distinguish each page with embeddings from other pages with the same
-        tokens.
+        """Return, by page number, bytes that distinguish a page with embeddings from other pages with the same tokens.
 
         They contain, for each item with embeddings in the page, its digest, which of its rows these are, and their
-        offsets in the page; the M-RoPE positions of a page's tokens, if those of one differ from each other, as those
-        of a mark before an image may; for the first page, the digest of a prefix. Other pages have no entry.
-        page_size: in tokens.
+        offsets in the page. If the three M-RoPE positions of a token in the page differ from each other, as those of a
+        marker before an image may, the M-RoPE positions of the page's tokens are added. The first page has the digest
+        of the prefix. Pages without any of these have no entry. page_size: tokens of a page.
         """
         found = {0: self.prefix_digest} if self.prefix_length else dict[int, bytes]()
         for item in self.items:
@@ -149,8 +151,8 @@ class Media:
         return found
 
     def mrope_positions(self, start: int, count: int) -> np.ndarray:
-        """Return i32[3, count]: rope_positions of the `count` tokens from `start` on; -1 for tokens after the prompt,
-        and for all if the model has no M-RoPE.
+        """Return i32 [3, count], the rope_positions of the `count` tokens from `start` on; -1 for tokens after the
+        prompt, and for all tokens if the model has no M-RoPE.
         """
         found = np.full((3, count), -1, np.int32)
         if self.rope_positions is not None:
@@ -164,11 +166,11 @@ class TranscriptRules:
     """Rules of a model's transcripts, by token ids.
 
     Attributes:
-      first_timestamp: the timestamp of 0.00 seconds; all later ids are timestamps, and the id before it stands for a
+      first_timestamp: the timestamp of 0.00 seconds. All higher ids are timestamps, and the id before it requests a
         transcript without them.
-      eos: the token that ends a transcript; text tokens are those before it.
-      tasks: tokens of which a prompt has one, the task; empty for a model that only transcribes.
-      suppressed: tokens that are never chosen. begin: at most MAX_BEGIN that are not chosen first.
+      eos: the token that ends a transcript; text tokens have lower ids.
+      tasks: the tokens that name a task, one of which a prompt has; empty for a model that only transcribes.
+      suppressed: tokens that are never chosen. begin: at most MAX_BEGIN tokens that are not chosen first.
       most_initial: last timestamp that a transcript may begin with, -1 for no limit.
     """
 
@@ -180,6 +182,8 @@ class TranscriptRules:
     most_initial: int = -1
 
     def is_timed(self, prompt: Sequence[int]) -> bool:
-        """Whether a transcript after this prompt has timestamps: it names a task and does not ask for none."""
+        """Whether a transcript after this prompt has timestamps: the prompt names a task, if the model has several, and
+        does not contain the token that requests a transcript without them.
+        """
         has_task = not self.tasks or any(task in prompt for task in self.tasks)
         return has_task and self.first_timestamp - 1 not in prompt

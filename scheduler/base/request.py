@@ -14,12 +14,12 @@ from jaxengine.scheduler.base.token_params import ADAPTER, TokenParams
 if TYPE_CHECKING:
     from jaxengine.scheduler.base.media import Media
 
-# Why a request ended whose row could not be sampled: its stop_reason.
+# stop_reason of a request whose row could not be sampled.
 NOT_FINITE = "logits are not finite"
 
 
 class RequestStatus(enum.Enum):
-    """State of a request: it has not run, holds a slot, has lost its slot and is to run again, or has ended."""
+    """State of a request: it has not run yet, holds a slot, has lost its slot and will run again, or has ended."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,8 +30,8 @@ class RequestStatus(enum.Enum):
 class Wait(enum.IntEnum):
     """Reason why a request gets no row in a step, even if there is room.
 
-    NONE: there is no such reason. TOKEN: it was preempted before the token that it sampled last was known. APART: it
-    waits for something that an extension provides, apart from the queue, so that it blocks nobody.
+    NONE: there is no such reason. TOKEN: it was preempted before its last sampled token was known. APART: it waits
+    outside the queue for something that an extension provides, so that it blocks no other request.
     """
 
     NONE = 0
@@ -53,11 +53,12 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Identity of a loaded LoRA adapter, different from that of any other, even an earlier one of the same name.
+    """Identity of a loaded LoRA adapter. It is different from that of any other adapter, even an earlier one of the
+    same name.
 
     Attributes:
       name: by which requests name it.
-      digest: of its name and of all that it computes with; begins the digests of pages.
+      digest: of its name and of all that it computes with; it begins the digests of pages.
     """
 
     name: str
@@ -70,42 +71,46 @@ class Request:
 
     Attributes:
       request_id: unique among the requests alive in an engine.
-      prompt_token_ids: i32[num_prompt_tokens].
+      prompt_token_ids: i32 [num_prompt_tokens].
       params: how to sample.
-      max_tokens: new tokens at most, already capped by max_model_len; 0 for a request whose answer is no text, so that
-        its prompt may have max_model_len tokens: the row that ends it gives a stop token.
+      max_tokens: most new tokens, already limited by max_model_len. 0 for a request that generates no text, whose
+      prompt
+        may thus have max_model_len tokens: the row that ends it gives a stop token.
       stop_token_ids: ids that end the request, `eos_token_ids` among them.
-      eos_token_ids: the model's end-of-sequence ids, empty when the request ignores them.
+      eos_token_ids: the model's end-of-sequence ids, empty if the request ignores them.
       seed: 64-bit seed of the request's random stream.
-      priority: smaller runs first under the priority policy.
-      client: whose it is, under the fair policy; "" for all who have no name.
-      arrival_time: when its caller asked, seconds of the engine's clock.
-      deadline: the same clock; the request is aborted once it has passed.
-      cache_salt: requests share cached pages only within one salt.
-      weights_digest: which weights compute its pages, b"" for those that the engine started with.
-      adapter_digest: of the adapter that does, b"" for none. Of a running request, that with which it was let in.
+      priority: under the priority policy, requests with smaller numbers run first.
+      client: name of its client, under the fair policy; "" for all without a name.
+      arrival_time: when the caller submitted it, in seconds of the engine's clock.
+      deadline: on the same clock; the request is aborted once it has passed.
+      cache_salt: requests share cached pages only with requests of the same salt.
+      weights_digest: digest of the weights that compute its pages, b"" for those that the engine started with.
+      adapter_digest: digest of the adapter that does so, b"" for none. For a running request, the one at its admission.
       weight_versions: (version, number of output tokens before the first that was computed with it), in order; empty
         while the engine's weights have never been replaced.
-      media: the images and videos of the prompt, which has a placeholder for each of their embeddings.
-      lora: the name of the adapter to run with, None for the model alone.
-      session: the conversation that it continues, by its owner's name and its own; "" for none.
-      adapter: what the engine has found under that name; adapter_slot: where on the devices it is while this runs.
-      per_step: report every token when it is known, not only the end.
-      text_ends: its text may end it, so that whoever makes text of its tokens knows how it ended and with how many.
-      wait: why it is not to run yet; one with a slot waits for nothing.
-      status: where it stands; arrival_index: number of requests that the scheduler got before it, -1 until then.
-      output_token_ids: i32[n], its output as of the time when it last lost its slot; current only while it has none.
-      tag: a number of the caller's own, which comes back with the request's tokens.
+      media: the images, videos and sounds of the prompt, which has a placeholder for each of their embeddings.
+      lora: name of the adapter to run with, None for the model alone.
+      session: the conversation that it continues, identified by the client's name and its own; "" for none.
+      adapter: the adapter that the engine has found under the name `lora`. adapter_slot: its slot on the devices while
+      this
+        request runs.
+      per_step: whether to report every token when it is known, not only the end.
+      text_ends: whether its text may end it, so that the detokenizer determines how it ended and with how many tokens.
+      wait: why it may not run yet; a request with a slot waits for nothing.
+      status: its state. arrival_index: number of requests that the scheduler got before it, -1 until then.
+      output_token_ids: i32 [n], its output as of the time when it last lost its slot; current only while it has no
+      slot. tag: a number chosen by the caller, which is returned with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
-      rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
+      rank, slot: replica and slot where it runs. slot is -1 while it has none; rank then stays the last one, and is -1
+        before the first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
-      num_external_tokens: those of them that had been brought there for it from outside of the devices.
-      num_preemptions: times that it lost its slot for want of pages or was recomputed.
-      finish_reason, stop_reason: of Scheduler.finish; None until it has ended.
-      queued_time: when the engine got it, the same clock; None until then.
-      first_scheduled_time, first_token_time, finished_time: likewise.
-      kv_transfer_params: by which another engine gets the pages of its prompt, once it has ended; None for none.
-      last_token_time: when its last token came; kept here while it holds no slot, meaningless before the first.
+      num_external_tokens: number of these that had been loaded for it from outside of the devices.
+      num_preemptions: times that it lost its slot for lack of pages or was recomputed.
+      finish_reason, stop_reason: set by Scheduler.finish; None until it has ended.
+      queued_time: when the engine got it, on the same clock; None until then.
+      first_scheduled_time, first_token_time, finished_time: when these happened, on the same clock; None until then.
+      kv_transfer_params: how another engine gets the pages of its prompt, once it has ended; None for none.
+      last_token_time: when its last token came, kept here while it has no slot; meaningless before the first token.
     """
 
     request_id: str
@@ -153,12 +158,14 @@ class Request:
 
     @property
     def features(self) -> int:
-        """Return the optional parts of a step that the request needs: bits of jaxengine.scheduler.base.token_params."""
+        """Optional parts of a step that the request needs: bits of jaxengine.scheduler.base.token_params, ADAPTER
+        included if it has an adapter.
+        """
         return self.params.features | (ADAPTER if self.adapter is not None else 0)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the number of tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.prompt_token_ids)
 
     def known_token_ids(self) -> np.ndarray:
@@ -168,8 +175,8 @@ class Request:
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def compute_with(self, weights_digest: bytes) -> None:
-        """Set the digests of the weights and of the adapter (`adapter`, b"" for none) that will compute all its tokens;
-        forget page digests made with others.
+        """Set weights_digest and adapter_digest (that of `adapter`, b"" for none), which will compute all of the
+        request's tokens. If either changes, clear `page_hashes`, which were made with others.
         """
         adapter_digest = b"" if self.adapter is None else self.adapter.digest
         if (self.weights_digest, self.adapter_digest) != (weights_digest, adapter_digest):
@@ -177,13 +184,13 @@ class Request:
             self.page_hashes.clear()
 
     def extend_page_hashes(self, token_ids: np.ndarray, page_size: int) -> list[bytes]:
-        """Extend the digest chain, `page_hashes`, over every full page of token_ids i32[n], and return that list.
+        """Extend the digest chain, `page_hashes`, over every full page of token_ids i32 [n], and return that list.
 
-        token_ids: the known tokens from the first on; pages that have a digest already are not read again.
+        token_ids: the known tokens from the first on; pages that already have a digest are not read again.
 
-        A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes; the
-        first parent carries weights, adapter, vectors and cache salt, and a page with embeddings the marks of its
-        media.
+        A page's digest is SHA-256 over its parent's digest, its token ids, and the marks of its media if it has
+        embeddings, so equal digests mean equal prefixes. The parent of the first page covers weights, adapter, steering
+        vectors and cache salt.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size
@@ -199,10 +206,10 @@ class Request:
         return hashes
 
     def _first_digest(self) -> bytes:
-        """Return the SHA-256 of the digests of weights, adapter and vectors (`steer`), as far as there are any, and of
-        the cache salt: the parent of the first page's digest.
+        """Return the parent of the first page's digest: the SHA-256 of the digests of weights, adapter and steering
+        vectors (`steer`), as far as there are any, and of the cache salt.
         """
-        # No text has the bytes 253 to 255, so that no salt can stand for weights, an adapter or vectors.
+        # UTF-8 text never contains the bytes 253 to 255, so no salt can be taken for weights, an adapter or vectors.
         weights = b"\xfe" + self.weights_digest if self.weights_digest else b""
         adapter = b"\xff" + self.adapter_digest if self.adapter_digest else b""
         steer = b"\xfd" + self.params.steer_digest if self.params.steer else b""

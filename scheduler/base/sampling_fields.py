@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# What a request needs beyond the best token, one bit each; see jaxengine.scheduler.base.token_params.
+# Features that a request needs besides argmax sampling, one bit each; see jaxengine.scheduler.base.token_params.
 RANDOM, TRUNCATION, PENALTIES = 1, 2, 4
 # Keeps logits finite in float32 after any multiplication.
 FLOAT_LIMIT = 1e20
@@ -20,15 +20,15 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Facts about a parameter; its type, f32 or i32 on the devices, is that of `neutral`.
+    """Facts about a sampling parameter. Its type on the devices, f32 or i32, follows from that of `neutral`.
 
     Attributes:
       neutral: the value that changes nothing.
-      feature: what a request with another value needs of the sampler.
-      low, high: limits, both allowed.
+      feature: the feature bit of a request with another value.
+      low, high: smallest and largest allowed value.
       allowed: the values that are allowed, in words.
-      off: another way to write `neutral`.
-      least: the least value that the devices get, instead of smaller ones.
+      off: another way to write `neutral`; None for none.
+      least: smaller values are replaced by this one on the devices.
       grpc: the field of a GenerateRequest.
       reads_prompt: whether its effect depends on the tokens of the prompt.
     """
@@ -45,8 +45,8 @@ class Row:
 
 
 def _row(default: Any, **fields: Any) -> Any:
-    """Make a dataclass field with this default and a Row of `fields` in its metadata; `neutral` is the default unless
-    it is among them.
+    """Return a dataclass field with this default and a Row of `fields` in its metadata. `neutral` is the default unless
+    it is among `fields`.
     """
     return field(default=default, metadata={"row": Row(neutral=fields.pop("neutral", default), **fields)})
 
@@ -74,7 +74,7 @@ class SamplingFields:
         low=math.ulp(0.0),
         high=1,
         allowed="a number in (0, 1]",
-        least=2.0**-126,  # one below float32's range would become 0, which keeps nothing
+        least=2.0**-126,  # a value below float32's range would become 0, which keeps no token
         grpc="sampling.top_p",
     )
     min_p: float = _row(0.0, feature=TRUNCATION, low=0, high=1, allowed="a number from 0 to 1", grpc="sampling.min_p")

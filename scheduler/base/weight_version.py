@@ -6,14 +6,14 @@ from typing import Any
 
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
-# Of versions that are numbers: answers of both protocols and the processes' messages have 64 bits for them.
+# Limits of integer versions: answers of both protocols and messages between processes have 64 bits for them.
 MIN_VERSION, MAX_VERSION = -(2**63), 2**63 - 1
-MAX_VERSION_LENGTH = 256  # of texts, which every answer may repeat
+MAX_VERSION_LENGTH = 256  # of text versions, which every answer may repeat
 
 
 def check_version(version: Any) -> None:
-    """Raise RequestError unless `version` may be a version of weights: a signed 64-bit integer (no bool), a text of at
-    most MAX_VERSION_LENGTH characters without lone surrogates, or None, which means the last number plus one.
+    """Raise RequestError unless `version` may be a version of weights: a signed 64-bit integer (not a bool), a text of
+    at most MAX_VERSION_LENGTH characters without lone surrogates, or None, which means the last number plus one.
     """
     if isinstance(version, str):
         if len(version) > MAX_VERSION_LENGTH:

@@ -1,4 +1,4 @@
-"""Messages between scheduler and engine: the rows that a step computes, and the results that came of them."""
+"""Messages between scheduler and engine: the rows that a step computes, and their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxengine.scheduler.base.request import Request
 
 
 class PageDeltas(NamedTuple):
-    """Page-table entries written since the last step: rows (group * max_num_seqs + slot), columns and page ids, i32[n]
+    """Page-table entries written since the last step: rows (group * max_num_seqs + slot), columns and page ids, i32 [n]
     each.
     """
 
@@ -21,7 +21,9 @@ class PageDeltas(NamedTuple):
 
     @staticmethod
     def concatenate(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> PageDeltas:
-        """Join (rows, columns, pages) of several writes, in order; three empty i32 arrays for none."""
+        """Return the joined (rows, columns, pages) of several writes, in order; three empty i32 arrays for no
+        writes.
+        """
         if not parts:
             empty = np.empty(0, np.int32)
             return PageDeltas(empty, empty, empty)
@@ -33,12 +35,13 @@ class ScheduledBatch:
     """Rows of one replica in a step, decodes first, n rows.
 
     Attributes:
-      slots: i64[n], the replica's slot of each row.
-      num_scheduled, start, sample: i32[n], i32[n], bool[n]; see `jaxengine.models.forward_batch.StepLayout`.
-      epochs: i64[n], Slots.epoch of each slot, by which results that come too late for its owner are recognised.
-      num_rows: n.
+      slots: i64 [n], the replica's slot of each row.
+      num_scheduled, start, sample: i32 [n], i32 [n], bool [n]; see `jaxengine.models.forward_batch.StepLayout`.
+      epochs: i64 [n], Slots.epoch of each slot, by which results that come too late for the slot's owner are
+      recognised. num_rows: n.
       num_tokens: sum of num_scheduled.
-      num_decode: number of leading rows whose first token is the one sampled last; the others are to be verified.
+      num_decode: number of leading rows whose first token is the last sampled one; their further tokens are drafts to
+        verify.
       decode_token_ids: i32, tokens of the decodes, -1 where the device knows the token or proposes it; None if all are
         -1.
       token_ids: for each row after the decodes, its i32 token ids.
@@ -46,11 +49,12 @@ class ScheduledBatch:
       deltas: page-table entries that the device does not have yet.
       admitted: requests that took a slot in this step.
       sections: data of extensions for the engine, by capability; extensions without data have no entry.
-      message: data of extensions for the device: i32[n, num_tokens], a message section of the capability's name.
-      choice: i32[n], the message's `sample` field where it holds more than the `sample` attribute
-        (jaxengine.models.forward_batch.StepLayout).
-      features: union of the features of the rows; PROMPT_FEATURES only where a known prompt token follows one of the
-        step's.
+      message: data of extensions for the device: i32 [n, num_tokens], a message section of the capability's name.
+      choice: i32 [n], the message's `sample` field if it says more than the `sample` attribute
+        (jaxengine.models.forward_batch.StepLayout); else None.
+      features: union of the features of the rows. PROMPT_FEATURES are only among them if the prompt token after one of
+      the
+        step's is known.
     """
 
     slots: np.ndarray
@@ -77,11 +81,12 @@ class ScheduledStep:
     """One step: a batch for each replica, possibly empty. It is dispatched if any replica has rows.
 
     Attributes:
+      batches: the batch of each replica.
       expired: requests that ended in this step because their deadline had passed or their values fit no column.
-      num_rows, num_tokens: of all replicas.
+      num_rows, num_tokens: sums over all replicas.
       features: union over the replicas, which all take the same branches.
-      has_sections: some replica fills message sections of extensions.
-      width: the most tokens of any decode, over all replicas; a step with more than 1 has no rows but decodes.
+      has_sections: whether some replica fills message sections of extensions.
+      width: the most tokens of any decode, over all replicas; a step with more than 1 has only decodes.
     """
 
     batches: list[ScheduledBatch]
@@ -93,7 +98,9 @@ class ScheduledStep:
     has_sections: bool = field(init=False)
 
     def __post_init__(self):
-        """Set the fields that follow from `batches`: sums of rows and tokens, union of features, has_sections."""
+        """Compute the fields that follow from `batches`: sums of rows and tokens, the union of features,
+        has_sections.
+        """
         self.num_rows = self.num_tokens = self.features = 0
         self.has_sections = False
         for batch in self.batches:
@@ -107,10 +114,10 @@ class TokenScores(NamedTuple):
     """Logprobs of n tokens.
 
     Attributes:
-      logprobs: f32[n].
-      ranks: i32[n], the token's place among all by logprob; 1 is the most likely.
-      top_ids, top_logprobs: i32[n, k], f32[n, k], best first.
-      given_logprobs: f32[n, g], of a request's logprob_token_ids in its order, then unused columns; g is 0 where no
+      logprobs: f32 [n].
+      ranks: i32 [n], the token's rank among all by logprob; 1 is the most likely.
+      top_ids, top_logprobs: i32 [n, k], f32 [n, k], best first.
+      given_logprobs: f32 [n, g], of a request's logprob_token_ids in its order, then unused columns; g is 0 if no
         request has any. In an engine with return_sampling_mass the last columns are the values that it reports.
     """
 
@@ -129,12 +136,12 @@ class TokenRows(NamedTuple):
     dominate.
 
     Attributes:
-      tags: i32[n] or i64[n], numbers by which callers know their requests.
-      token_ids: i32[n]; a negative one is no token, its request ends with an error.
-      scored: i64[m], indices of the requests that asked for logprobs; scores: their logprobs, None until they are known
-        and if nobody asked.
-      rank, rows: the replica, and i64[n], its rows in the step; meaningless once the scores are known.
-      vectors: f32[n, N], results of requests that generate no text; None for generated tokens.
+      tags: i32 [n] or i64 [n], Request.tag of each.
+      token_ids: i32 [n]; a negative one is not a token: its request ends with an error.
+      scored: i64 [m], indices of the requests with logprobs. scores: their logprobs, None until they are known
+        and if no request has any.
+      rank, rows: the replica, and i64 [n], indices of the tokens in the step; meaningless once the scores are known.
+      vectors: f32 [n, N], results of requests that generate no text; None for generated tokens.
     """
 
     tags: np.ndarray

@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-# Tokens of a step whose decodes have several each: where the products of so many rows take longer than reading the
-# weights, a further token costs about what it saves.
+# Most tokens of a step whose decodes have several tokens each: if the products of the rows take longer than reading the
+# weights, another token costs about what it saves.
 MAX_WIDE_TOKENS = 256
 
 
@@ -61,7 +61,9 @@ class Buckets:
         *,
         sections: tuple[str, ...] = (),
     ):
-        """Make all buckets. Raises ValueError for a size of decode_sizes or mixed_sizes beyond its limit or below 1."""
+        """Create all buckets. Raises ValueError for a size of decode_sizes or mixed_sizes beyond its limit or below
+        1.
+        """
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
             ("mixed_sizes", mixed_sizes := list(mixed_sizes), max_num_batched_tokens),
@@ -76,7 +78,7 @@ class Buckets:
         tokens = sorted({*(size for size in mixed_sizes if size > 1), largest}) if max_num_batched_tokens > 1 else []
         self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
         self.with_sections = tuple(replace(bucket, sections=sections) for bucket in self.mixed if sections)
-        # The shapes of steps with prompt tokens; decode-only ones where prompts are fed token by token.
+        # Shapes of steps with prompt tokens; decode-only ones if prompts are fed token by token.
         self.prompt = (*self.mixed, *self.with_sections) or self.decode
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
@@ -124,8 +126,8 @@ class Buckets:
         With one token per sequence and no flag set it is a decode-only bucket, else a mixed one:
           mixed: some sequence has more than one token although the counts, each the largest of any replica, do not show
             it.
-          prompt: PROMPT_FEATURES act on its prompt tokens; changes nothing if there are no mixed buckets.
-          sections: it has the message sections that `Buckets` was given, of which there must be some.
+          prompt: PROMPT_FEATURES act on its prompt tokens. Without mixed buckets the flag has no effect.
+          sections: the step has the message sections that `Buckets` was given, which must not be empty.
 
         Raises ValueError for counts that no step may have, IndexError if a mixed bucket is needed and there is none.
         """

@@ -22,10 +22,11 @@ class StepInput:
 
     Attributes:
       bucket: the step's bucket.
-      buffer: i32[replicas, layout.size], newly allocated, since the device may read it after the next one is written.
+      buffer: i32 [replicas, layout.size], newly allocated, since the device may read it after the next one is written.
         Slots in a replica's message are its own, 0 to max_num_seqs - 1; the features of the header are the same for
         all.
-      overflow: page-table entries that did not fit and must be written before the step, by rows over all replicas.
+      overflow: page-table entries that did not fit, which must be written before the step. Their rows count over all
+        replicas.
     """
 
     bucket: Bucket
@@ -40,10 +41,10 @@ class Packer:
     Attributes:
       buckets: the closed set of step shapes.
       page_size: tokens of a page; bounds the page-table entries that a step can bring.
-      num_ranks: replicas, each with a message of its own.
-      num_groups: page tables of a slot: one for each cache group, and further ones of extensions.
-      sections: function from a bucket to the shapes of further fields of its messages, by name; None for no such
-        fields.
+      num_ranks: number of replicas, each of which has its own message.
+      num_groups: number of page tables of a slot: one for each cache group, and further ones of extensions.
+      sections: by name of a further message field, a function from a bucket to the field's shape, or None if the
+        bucket's messages do not have it.
     """
 
     buckets: Buckets
@@ -54,25 +55,25 @@ class Packer:
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
-        """Return the layout of each bucket's message."""
+        """Layout of each bucket's message."""
         return {bucket: self._layout(bucket) for bucket in self.buckets}
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so this
-        number stands for none.
+        """Number of slots of all replicas. A slot's global number is rank * max_num_seqs + slot, so this number is no
+        slot's.
         """
         return self.num_ranks * self.buckets.max_num_seqs
 
     @property
     def num_table_rows(self) -> int:
-        """Return the number of rows of a replica's page tables. The row of a slot is group * max_num_seqs + slot, so
-        this number stands for none.
+        """Number of rows of a replica's page tables. The row of a slot is group * max_num_seqs + slot, so this number
+        is no slot's.
         """
         return self.num_groups * self.buckets.max_num_seqs
 
     def pack(self, step: ScheduledStep) -> StepInput:
-        """Write the messages of a step of at least one row, in the smallest bucket that holds every replica's batch.
+        """Return the messages of a step of at least one row, in the smallest bucket that holds every replica's batch.
 
         Raises ValueError if no bucket holds them or there is no row; for decodes of several tokens (step.width > 1)
         IndexError for too many rows, KeyError for a width that the buckets lack.
@@ -93,7 +94,7 @@ class Packer:
         buffer = self._empty[bucket].copy()
         overflow = []
         for rank, (row, batch) in enumerate(zip(buffer, batches, strict=True)):
-            # What kernels take for decodes has one token a row.
+            # Kernels take the first num_decode rows to have one token each.
             num_decode = batch.num_decode if step.width == 1 else 0
             layout.view(row, "header")[:] = batch.num_rows, num_decode, step.features
             if batch.num_rows:
@@ -104,8 +105,8 @@ class Packer:
         return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
 
     def nothing(self, bucket: Bucket, features: int) -> np.ndarray:
-        """Return the messages i32[replicas, size] of a step without rows in this bucket, newly allocated, with these
-        feature bits set.
+        """Return the messages i32 [replicas, size] of a step without rows in this bucket, newly allocated, with these
+        feature bits set in the header.
         """
         message = self._empty[bucket].copy()
         for own in message:
@@ -114,7 +115,7 @@ class Packer:
 
     def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
         """Write one replica's rows, tokens, sections, and as many new page-table entries (deltas) as fit, into its
-        message, i32[layout.size] of padding, in place. `sample` is batch.choice if there is one.
+        message, i32 [layout.size] of padding, in place. The field `sample` gets batch.choice unless that is None.
         """
         num_rows, first = batch.num_rows, batch.num_decode
         slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")
@@ -134,8 +135,8 @@ class Packer:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
 
     def _layout(self, bucket: Bucket) -> StepLayout:
-        """Return the layout of a bucket's message, with room for page-table entries of all pages that the step's tokens
-        can begin, in every group. Only a prefix-cache hit can bring more, which `pack` returns as overflow.
+        """Return the layout of a bucket's message, with room for the page-table entries of all pages that the step's
+        tokens can begin, in every group. Only a prefix-cache hit can bring more, which `pack` returns as overflow.
         """
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
@@ -146,9 +147,7 @@ class Packer:
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:
-        """Return, for each bucket, the messages i32[replicas, size] of a step without rows: padding only, all token ids
-        -1.
-        """
+        """Messages i32 [replicas, size] of a step without rows, for each bucket: padding only, all token ids -1."""
         messages = {}
         for bucket, layout in self.layouts.items():
             message = np.full(layout.size, -1, np.int32)
@@ -162,9 +161,9 @@ class Packer:
 
 
 def delta_chunks(deltas: PageDeltas, size: int, padding_row: int) -> Iterator[np.ndarray]:
-    """Split page-table deltas into messages i32[3, size] of rows, columns and pages; none for no deltas.
+    """Yield page-table deltas in messages i32 [3, size] of rows, columns and pages; nothing for no deltas.
 
-    The last one is padded with entries of `padding_row` (a row that no page table has), column 0 and page 0.
+    The last message is padded with entries of `padding_row` (a row that no page table has), column 0 and page 0.
     """
     for first in range(0, len(deltas.rows), size):
         chunk = np.zeros((3, size), np.int32)

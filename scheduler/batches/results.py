@@ -16,7 +16,7 @@ from jaxengine.scheduler.batches.slots import Slots
 
 
 class End(NamedTuple):
-    """Request that its last token ended, with the finish reason and stop_reason."""
+    """End of a request by its last token, with finish reason and stop_reason."""
 
     request: Request
     reason: FinishReason
@@ -24,7 +24,7 @@ class End(NamedTuple):
 
     @classmethod
     def by(cls, request: Request, token: int, stopped: bool) -> End:
-        """Return the end that a token brings its request; it must bring one.
+        """Return the end of a request whose last token is `token`.
 
         stopped: whether the token is one of the request's stop tokens. The reason is ERROR for a negative token (the
         row's logits were not finite); else STOP if it stopped, with the token as stop_reason unless it is in
@@ -41,17 +41,17 @@ class Results:
     """Application of sampled tokens to the slots of a replica."""
 
     def __init__(self, slots: Slots, rank: int, max_model_len: int):
-        """Keep the slots of replica number `rank`. max_model_len: most tokens of a request, its prompt included."""
+        """Store the slots of replica number `rank`. max_model_len: most tokens of a request, its prompt included."""
         self._slots = slots
         self._rank = rank
         self._max_model_len = max_model_len
-        # Requests preempted while tokens of theirs were in flight, by the (slot, epoch) these will come back to.
+        # Requests preempted while tokens of theirs were in flight, by the (slot, epoch) of these tokens.
         self._late: dict[tuple[int, int], Request] = {}
         self._rows = np.arange(slots.max_num_seqs)
 
     def expect_late(self, request: Request) -> None:
-        """Record that a request is about to lose its slot while tokens of it are in flight; it waits for them
-        (Wait.TOKEN).
+        """Record that a request is about to lose its slot while some of its tokens are in flight, and set its `wait` to
+        Wait.TOKEN. `take` then applies these tokens to the request.
         """
         self._late[request.slot, int(self._slots.epoch[request.slot])] = request
         request.wait = Wait.TOKEN
@@ -67,13 +67,15 @@ class Results:
 
         Args:
           batch: the step's, from the replica's `commit`.
-          token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
-            least one; fewer than were scheduled if some were not accepted.
-          counts: None if each row has one token.
-          now: when they came, seconds of the engine's clock.
+          token_ids: i32 [>= rows], or i32 [>= rows, W], of which the first `counts` tokens of each row are valid.
+          counts: i32 [>= rows], at least 1 each, fewer than were scheduled if some drafts were not accepted; None if
+          each row
+            has one token.
+          result: what is added to: new tokens, intervals, first tokens, tokens to stream or to follow.
+          now: when the tokens came, in seconds of the engine's clock.
         """
         s, width = self._slots, 1 if counts is None else token_ids.shape[1]
-        # A decode always chooses, and never a request's first token.
+        # A decode always samples, and never a request's first token.
         only_decodes = batch.num_decode == batch.num_rows
         rows = self._rows[: batch.num_rows] if only_decodes else batch.sample.nonzero()[0]
         own, epochs = (batch.slots, batch.epochs) if only_decodes else (batch.slots[rows], batch.epochs[rows])
@@ -86,7 +88,7 @@ class Results:
                     late = token_ids[row : row + 1] if counts is None else token_ids[row, : counts[row]]
                     self._take_late(request, row * width, late, result, ends, now)
             rows, own = rows[current], own[current]
-        # Of each token its slot, its id, how many are known with it, and its place among all that were chosen.
+        # For each token its slot, its id, the number of known tokens including it, and its index in the step.
         slots = own
         if counts is None:
             tokens, known, places = token_ids[rows], s.num_known[slots] + 1, rows
@@ -145,11 +147,11 @@ class Results:
         ends: list[End],
         now: float,
     ) -> None:
-        """Apply tokens i32[n] of a request that was preempted before they came: append them to its output and to
-        `result`. The request no longer waits for them (Wait.NONE).
+        """Apply tokens i32 [n] of a request that was preempted before they came: append them to its output and to
+        `result`, and set its `wait` to Wait.NONE.
 
         An end that they bring is appended to `ends`, and tokens after it are dropped. place: index of the first one
-        among all positions for which the step sampled tokens. now: as in `take`.
+        among all positions for which the step sampled tokens. now: see `take`.
         """
         request.wait = Wait.NONE
         for column, token in enumerate(token_ids.tolist()):

@@ -9,8 +9,8 @@ from numpy.typing import DTypeLike
 
 from jaxengine.scheduler.base.request import Request
 
-# Stop ids of a slot that are compared with those of all others in one operation. The rare longer lists are sets beside
-# the table, so that one request does not make the steps of others slower.
+# Most stop ids of a slot in the table, which is compared for all slots at once. The rare longer lists are sets outside
+# the table, so that one request does not slow down the steps of others.
 STOP_COLUMNS = 8
 
 
@@ -25,12 +25,12 @@ class Slots:
     slot had a row, `last_token_time` when its last token came.
 
     Attributes:
-      requests: object[max_num_seqs], the owners, None where there is none.
-      known: for each slot the tokens to feed, i32[num_fed], None where it has no owner.
+      requests: object [max_num_seqs], the owners, None for a free slot.
+      known: for each slot the tokens to feed, i32 [num_fed], None for a free slot.
     """
 
     def __init__(self, max_num_seqs: int):
-        """Start with `max_num_seqs` free slots."""
+        """Create `max_num_seqs` free slots."""
 
         def column(dtype: DTypeLike = np.int32, fill: float = 0) -> np.ndarray:
             return np.full(max_num_seqs, fill, dtype)
@@ -55,7 +55,7 @@ class Slots:
         self.tag = column(np.int64)
         self.features = column(np.int32)
         self._stop_ids = np.full((STOP_COLUMNS, max_num_seqs), -1, np.int32)
-        self._num_stop_columns = 0  # that requests use
+        self._num_stop_columns = 0  # columns that requests use
         self._has_many_stop_ids = column(np.bool_, False)
         self._many_stop_ids: dict[int, frozenset[int]] = {}
         self.known: list[np.ndarray | None] = [None] * max_num_seqs
@@ -64,24 +64,25 @@ class Slots:
 
     @property
     def num_active(self) -> int:
-        """Return the number of slots with an owner."""
+        """Number of slots with an owner."""
         return self.max_num_seqs - len(self._free)
 
     @property
     def num_free(self) -> int:
-        """Return the number of slots without an owner."""
+        """Number of slots without an owner."""
         return len(self._free)
 
     def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int) -> int:
-        """Give a request a free slot, of which there must be one (IndexError), and return its number, `request.slot`.
+        """Assign a free slot to a request, set the slot's columns and `request.slot`, and return the slot's number.
+        Raises IndexError if no slot is free.
 
         Args:
-          known: i32[n], the tokens to feed: all of the prompt, and the output so far.
+          known: i32 [n], the tokens to feed: all of the prompt, and the output so far.
           num_computed: how many of these have their KV already.
-          limit: tokens, those of the prompt included, at which the request ends.
+          limit: number of tokens, those of the prompt included, at which the request ends.
 
-        Raises OverflowError, TypeError or ValueError if a value of the request fits no column; the slot is then free as
-        before.
+        Raises OverflowError, TypeError or ValueError if a value of the request fits no column; the slot then stays
+        free.
         """
         slot = self._free[-1]
         num_output = len(known) - request.num_prompt_tokens
@@ -118,7 +119,7 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Free the slot. Its request, whose slot is then -1, keeps the known output and the time of its last token."""
+        """Free the slot. Its request gets the known output, the time of its last token, and slot -1."""
         request = self.requests[slot]
         assert request is not None
         request.output_token_ids = self.output(slot).copy()
@@ -155,8 +156,8 @@ class Slots:
         self.num_known[slots] = known
 
     def are_stops(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """Return bool[n]: whether each of `token_ids` i32[n] is a stop id of its slot in `slots` i64[n]. `min_stop` is
-        ignored.
+        """Return bool [n], whether each of `token_ids` i32 [n] is a stop id of its slot in `slots` i64 [n]. `min_stop`
+        is not taken into account.
         """
         stops = np.zeros(len(slots), np.bool_)
         for ids in self._stop_ids[: self._num_stop_columns]:
@@ -167,15 +168,17 @@ class Slots:
         return stops
 
     def last_in_line(self) -> int:
-        """Return the active slot to preempt first: of the largest `priority` number, the latest arrival. Raises
-        IndexError without active slots.
+        """Return the active slot to preempt first: the one with the largest `priority` number, and of these the latest
+        arrival. Raises IndexError without active slots.
         """
         slots = np.flatnonzero(self.active)
         order = np.lexsort((self.arrival_index[slots], self.priority[slots]))
         return int(slots[order[-1]])
 
     def _reserve(self, num_output: int) -> None:
-        """Make room for `num_output` output tokens in every slot: the array at least doubles if it lacks room."""
+        """Make room for `num_output` output tokens in every slot. If the array lacks room, it grows to at least twice
+        its size.
+        """
         rows, columns = self._output.shape
         if num_output > columns:
             wider = np.empty((rows, max(num_output, 2 * columns)), np.int32)

@@ -1,7 +1,7 @@
 """Assignment of adapter slots on the devices to LoRA adapters, and admission of requests whose adapter has one.
 
-Slots are pooled like pages: running requests hold their adapter's slot, and a slot that nobody holds is reused, the
-least recently used first. A request whose adapter has no slot waits apart from the queue, so that it blocks nobody.
+Slots are pooled like pages: running requests hold their adapter's slot, and a slot that no request holds is reused, the
+least recently used first. A request whose adapter has no slot waits outside the queue, so that it blocks no other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Options of LoRA adapters in the scheduler. num_slots: adapters that may run at once."""
+    """Options of LoRA adapters in the scheduler. num_slots: most adapters that may run at once."""
 
     num_slots: int
 
     def extension(self) -> Adapters:
-        """Make the scheduler extension with this many adapter slots."""
+        """Return a new scheduler extension with this many adapter slots."""
         return Adapters(self.num_slots)
 
 
@@ -42,8 +42,8 @@ class _Slot:
       ready: whether the devices hold the owner's matrices in it.
       used: sequence number of its last assignment or use; larger is later.
       promised: the request that it was assigned for, until that request runs.
-      claim: the first request waiting to take this slot from its present owner: later requests for the owner must wait,
-        too, so that the slot becomes free.
+      claim: the first request waiting to take this slot from its present owner. Later requests for the owner must then
+        wait, too, so that the slot becomes free.
     """
 
     owner: Adapter | None = None
@@ -60,11 +60,11 @@ class AdapterSlots:
     that slot's use.
 
     Attributes:
-      loads: (slot, adapter) to be uploaded to the devices, in order; the caller that takes them empties the list.
+      loads: (slot, adapter) to be uploaded to the devices, in order; the code that uploads them empties the list.
     """
 
     def __init__(self, num_slots: int):
-        """Start with `num_slots` empty slots, and nobody waiting."""
+        """Create `num_slots` empty slots, with no request waiting."""
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: dict[Request, None] = {}
         self._clock = 0
@@ -76,21 +76,24 @@ class AdapterSlots:
 
     @property
     def owners(self) -> list[Adapter | None]:
-        """Return, for each slot, the adapter that is on the devices or on its way there; None for an empty slot."""
+        """For each slot, the adapter that is on the devices or being uploaded to them; None for an empty slot."""
         return [slot.owner for slot in self._slots]
 
     @property
     def waiting(self) -> list[Request]:
-        """Return the requests that wait for their adapters."""
+        """Requests that wait for their adapters, in the order in which they came here. Finished ones are removed
+        first.
+        """
         for request in [each for each in self._waiting if each.status is RequestStatus.FINISHED]:
             del self._waiting[request]
         return list(self._waiting)
 
     def admits(self, request: Request) -> bool:
-        """Whether the first request in the queue may run as far as its adapter is concerned; if so, set its
-        `adapter_slot`.
+        """Return whether the first request in the queue may run as far as its adapter is concerned; if so, set its
+        `adapter_slot`, and count this as a use of the slot.
 
-        A request that may not is recorded as waiting; keep it apart from the queue until `assign` returns it.
+        A request that may not run is recorded as waiting; the caller keeps it outside the queue until `assign` returns
+        it.
         """
         index = self._find(request.adapter)
         if index is not None:
@@ -105,9 +108,10 @@ class AdapterSlots:
         return False
 
     def assign(self, is_running: np.ndarray) -> list[Request]:
-        """Assign slots to the adapters of waiting requests, in the order of the requests; adds the uploads to `loads`.
+        """Assign slots to the adapters of waiting requests, in order of priority and arrival; add the uploads to
+        `loads`.
 
-        Returns the requests whose adapters are now on the devices; they no longer wait here. is_running: bool[slots],
+        Returns the requests whose adapters are now on the devices; they no longer wait here. is_running: bool [slots],
         slots whose adapters running requests use.
         """
         ready = []
@@ -131,13 +135,13 @@ class AdapterSlots:
         return ready
 
     def loaded(self, index: int, adapter: Adapter) -> None:
-        """Mark an adapter of `loads` as present in slot `index`; do nothing if the slot belongs to another by now."""
+        """Mark an adapter of `loads` as present in slot `index`. Does nothing if the slot has another owner by now."""
         if self._slots[index].owner is adapter:
             self._slots[index].ready = True
 
     def drop(self, adapter: Adapter) -> list[Request]:
-        """Free an adapter's slot, if it has one, which no running request uses, and take back its uploads; return the
-        requests that wait for the adapter, which go on waiting.
+        """Free an adapter's slot, if it has one, and remove its uploads from `loads`. No running request may use the
+        adapter. Return the requests that wait for it, which remain waiting.
         """
         index = self._find(adapter)
         if index is not None:
@@ -146,11 +150,11 @@ class AdapterSlots:
         return [each for each in self.waiting if each.adapter is adapter]
 
     def replace(self, old: Adapter, new: Adapter) -> int | None:
-        """Hand an old adapter's slot to the adapter that replaces it.
+        """Make `new` the owner of the slot of `old`, which it replaces.
 
-        Returns the slot if the devices hold the old matrices in it: the caller overwrites them, or calls `reload`.
-        Returns None if the old adapter has no slot, and nothing changes, or if it is on its way: then the new one is
-        added to `loads`.
+        Returns the slot if the devices hold the old matrices in it: the caller must overwrite them, or call `reload`.
+        Returns None if the upload of the old adapter is not complete, in which case the new one is added to `loads`;
+        also if the old adapter has no slot, in which case nothing changes.
         """
         index = self._find(old)
         if index is None:
@@ -163,8 +167,8 @@ class AdapterSlots:
         return None
 
     def reload(self, index: int) -> None:
-        """Have the matrices of slot `index`, which must have an owner, uploaded again (`loads`); no request is admitted
-        with it until `loaded`.
+        """Add the owner of slot `index`, which must have one, to `loads`, so that its matrices are uploaded again. No
+        request is admitted with the slot until `loaded` is called.
         """
         slot = self._slots[index]
         assert slot.owner is not None
@@ -172,7 +176,9 @@ class AdapterSlots:
         self.loads.append((index, slot.owner))
 
     def retire(self, adapter: Adapter) -> None:
-        """Make an adapter's slot, if it has one, the next to be reused, since no new request will use the adapter."""
+        """Make an adapter's slot, if it has one, the next to be reused. Called when no new request will use the
+        adapter.
+        """
         index = self._find(adapter)
         if index is not None:
             self._slots[index].used = -1
@@ -182,16 +188,17 @@ class AdapterSlots:
         return next((index for index, slot in enumerate(self._slots) if slot.owner is adapter), None)
 
     def _is_claimed(self, slot: _Slot, request: Request) -> bool:
-        """Whether a request that comes before this one waits for the slot to become free."""
+        """Whether an earlier request (by `_order`) than this one has a claim on the slot."""
         claim = slot.claim
         return claim is not None and _order(claim) < _order(request)
 
     def _get(self, request: Request, is_running: np.ndarray) -> None:
-        """Assign the least recently used idle slot to the request's adapter, which has none; without an idle slot, have
-        the request claim the least recently used unclaimed one, unless its adapter is already waited for at a claimed
-        slot.
+        """Assign an idle slot to the request's adapter, which has none: the one that a request for the same adapter
+        claims, else the least recently used one without a claim.
 
-        is_running: bool[slots], slots whose adapters running requests use.
+        If no such slot is idle, the request claims the least recently used slot without a claim, unless a request for
+        the same adapter already has a claim, or no slot is left. is_running: bool [slots], slots whose adapters running
+        requests use.
         """
         adapter = request.adapter
         assert adapter is not None
@@ -210,11 +217,11 @@ class AdapterSlots:
                 min(free, key=lambda slot: slot.used).claim = request
 
     def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
-        """Whether a slot is unused and not promised to a request that comes before this one. is_running: bool[slots],
-        slots whose adapters running requests use.
+        """Whether a slot may be taken for the request: it has no owner, or its owner is on the devices, no running
+        request uses it, and it is not promised to a waiting request of the same or earlier order.
 
-        A promise to a later request is no reason to wait: a preempted request may have lost its slot to one of those,
-        which in turn waits because of its claim.
+        is_running: bool [slots], slots whose adapters running requests use. A promise to a later request is no reason
+        to wait: a preempted request may have lost its slot to one of those, which in turn waits because of its claim.
         """
         promised = slot.promised
         if slot.owner is None:
@@ -227,8 +234,8 @@ class AdapterSlots:
         return slot.ready and not kept and not is_running[self._slots.index(slot)]
 
     def _give(self, slot: _Slot, request: Request) -> None:
-        """Make the request's adapter the owner of a slot, promise the slot to the request, and add the upload to
-        `loads`.
+        """Make the request's adapter the owner of a slot, promise the slot to the request, clear the slot's claim, and
+        add the upload to `loads`.
         """
         assert request.adapter is not None
         self._clock += 1
@@ -238,20 +245,20 @@ class AdapterSlots:
 
 
 def _order(request: Request) -> tuple[int, int]:
-    """Return the sort key of a request: smaller comes first."""
+    """Return the sort key of a request, (priority, arrival index): smaller comes first."""
     return request.priority, request.arrival_index
 
 
 def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
-    """Whether running requests use few of the `num_slots` adapter slots, as jaxengine.models.adapters.are_few defines
-    it. columns: for each replica, the adapter slot of each of its slots, -1 for none.
+    """Whether running requests use so few of the `num_slots` adapter slots that jaxengine.models.adapters.are_few
+    holds. columns: for each replica, the adapter slot of each of its slots, -1 for none.
     """
     return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 
 
 def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:
-    """Return bool[num_slots]: adapter slots that running requests use. columns: for each replica, the adapter slot of
-    each of its slots, -1 for none.
+    """Return bool [num_slots], whether running requests use each adapter slot. columns: for each replica, the adapter
+    slot of each of its slots, -1 for none.
     """
     running = np.zeros(num_slots + 1, np.bool_)
     for column in columns:
@@ -260,7 +267,7 @@ def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarra
 
 
 class Adapters(SchedulerExtension):
-    """Scheduler extension that admits requests whose adapters are on the devices.
+    """Scheduler extension that admits requests only once their adapters are on the devices.
 
     Attributes:
       slots: the adapter slots of the devices' pools.
@@ -270,27 +277,31 @@ class Adapters(SchedulerExtension):
     ranks: Sequence[RankAdapters]
 
     def __init__(self, num_slots: int):
-        """Start with `num_slots` empty adapter slots."""
+        """Create `num_slots` empty adapter slots."""
         self.slots = AdapterSlots(num_slots)
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, with no adapter in any slot."""
+        """Create `ranks`, one for each replica, with no adapter in any slot."""
         self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
-        """Whether the request has no adapter, or one that it may use now; `adapter_slot` is then set. One that may
-        not is recorded as waiting, as AdapterSlots.admits says.
+        """Return whether the request has no adapter, or one on the devices that it may use now, whose slot is then set
+        as `adapter_slot`. Any other request is recorded as waiting (AdapterSlots.admits).
         """
         return request.adapter is None or self.slots.admits(request)
 
     def ready(self) -> Iterable[Request]:
-        """Assign slots to the adapters of waiting requests; return the requests whose adapters are on the devices."""
+        """Assign slots to the adapters of waiting requests. Return the requests whose adapters are on the devices,
+        which no longer wait.
+        """
         if not self.slots.waiting:
             return ()
         return self.slots.assign(running_adapters(len(self.slots), [rank.column for rank in self.ranks]))
 
     def complete(self, step: ScheduledStep) -> None:
-        """Set FEW_ADAPTERS in the features of a step with adapters whose rows use few of the slots."""
+        """Set FEW_ADAPTERS in the features of a step that has adapters and whose rows use few of the slots
+        (`few_run`).
+        """
         if step.features & ADAPTER:
             columns = [rank.column[batch.slots] for rank, batch in zip(self.ranks, step.batches, strict=True)]
             if few_run(len(self.slots), columns):
@@ -298,14 +309,14 @@ class Adapters(SchedulerExtension):
 
 
 class RankAdapters(RankExtension):
-    """One replica's part: the adapter slot of each of its slots.
+    """Adapters of one replica: the adapter slot of each of its slots.
 
     Attributes:
-      column: i32[max_num_seqs], adapter slots; -1 for none.
+      column: i32 [max_num_seqs], adapter slots; -1 for none.
     """
 
     def __init__(self, max_num_seqs: int):
-        """Start with no adapter in any of `max_num_seqs` slots."""
+        """Create `column` for `max_num_seqs` slots without adapters."""
         self.column = np.full(max_num_seqs, -1, np.int32)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:

@@ -15,24 +15,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Steps of a width that are tried before it is judged.
+# Number of trial steps of a width before it is compared with others.
 TRIALS = 3
-# Steps between two trials of widths that lost: at first, and at most. Each trial that changes nothing doubles them.
+# Steps between two trials of widths that lost: initially, and at most. Each trial that changes nothing doubles them.
 RETRY_STEPS = 8
 MOST_RETRY_STEPS = 32
-# The weight of the latest step in what is remembered of those before, and that of the latest row: texts change sooner
-# than machines do.
+# Weight of the latest step in the average step time, and of the latest row in the average acceptance: texts change
+# faster than machines do.
 _LATEST_STEP = 0.1
 _LATEST_ROW = 0.3
-# The least that is expected of the first draft of rows whose texts are new, and what is left of that with each new text
-# until one is right.
+# Least expected acceptance of the first draft of rows whose texts are new, and its decay with each new text until a
+# draft is accepted.
 _OF_NEW_TEXT, _LEFT = 0.5, 0.85
 
 
 @dataclass
 class _Retries:
-    """Trials of the widths that lost against `best`: steps since the last trial, steps from that to the next, and
-    whether the next one is of a wider width rather than a narrower one.
+    """Schedule of trials of the widths that lost against `best`.
+
+    Attributes:
+      since: steps since the last trial. interval: steps from one trial to the next.
+      wider: whether the next trial is of the next wider width, else of the next narrower one.
     """
 
     best: int
@@ -42,22 +45,22 @@ class _Retries:
 
 
 class DraftWidth:
-    """Chooser between width 1 and the widths it is given; without any, always 1.
+    """Chooser between width 1 and the given widths; without any, the choice is always 1.
 
     Attributes:
-      kept: f64[W - 1], for each draft position the share of rows whose draft there was accepted, among rows whose
-        earlier drafts all were. The share at the first position changes with every text, those after it hardly do: so
-        one accepted draft tells what more of them would bring.
+      kept: f64 [W - 1], for each draft position the share of rows whose draft there was accepted, among rows whose
+        earlier drafts all were. The share at the first position changes with every text, the later ones hardly do; so
+        one accepted draft suffices to estimate what more drafts would bring.
     """
 
     def __init__(self, most_rows: Mapping[int, int]):
-        """Start without measurements. most_rows: for each width, the most rows of a step that may have it."""
+        """Start without measurements. most_rows: for each width, the most rows that a step of that width may have."""
         self._most_rows = dict(sorted(most_rows.items()))
         self.kept = np.ones(max(most_rows, default=1) - 1)
-        # By (width, class of numbers of rows).
+        # By (width, bit length of the number of rows).
         self._seconds: dict[tuple[int, int], float] = {}
         self._num_tried: dict[tuple[int, int], int] = {}
-        # By class of numbers of rows.
+        # By the bit length of the number of rows.
         self._retries: dict[int, _Retries] = {}
         self._num_prefills, self._of_new_text = 0, _OF_NEW_TEXT
 
@@ -66,10 +69,10 @@ class DraftWidth:
         return 0 < num_rows <= max(self._most_rows.values(), default=0)
 
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
-        """Choose the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Counts the
-        trials: to be called once for each step.
+        """Return the width for a step of at most num_rows decodes in a replica; 1 if drafts do not pay. Counts trials,
+        so it must be called once for each step.
 
-        runs: i32[n], for the decodes of all replicas, how many grammar drafts each has, -1 for one with proposed
+        runs: i32 [n], for the decodes of all replicas, how many grammar drafts each has, -1 for one with proposed
         drafts.
         """
         guesses, longest, size = bool((runs < 0).any()), 1 + int(runs.max(initial=0)), num_rows.bit_length()
@@ -87,15 +90,16 @@ class DraftWidth:
         if self._num_prefills >= num_rows:
             self._num_prefills, self.kept[0] = 0, max(self.kept[0], self._of_new_text)
             self._of_new_text *= _LEFT
-        # A step may get less than was chosen: a width that none ever had has no time.
+        # A step may get a smaller width than was chosen, so some widths may have no measured time.
         known = [width for width in allowed if (width, size) in self._seconds]
         best = max(known, key=lambda width: self.expected(width, runs) / self._seconds[width, size], default=1)
         return self._retried(best, allowed, num_rows)
 
     def _retried(self, best: int, allowed: list[int], num_rows: int) -> int:
-        """Return `best`, or, when a trial is due, the next wider or narrower one of `allowed`, by turns.
+        """Return `best`, or, if a trial is due, the next wider or narrower width of `allowed`, alternately. Counts
+        steps and trials.
 
-        allowed: widths, ascending, at least two, `best` among them. num_rows: as in `choose`.
+        allowed: widths, ascending, at least two, `best` among them. num_rows: see `choose`.
         """
         retries = self._retries.setdefault(num_rows.bit_length(), _Retries(best))
         if retries.best != best:
@@ -110,22 +114,23 @@ class DraftWidth:
         return allowed[place + 1 if wider else place - 1]
 
     def prefilled(self) -> None:
-        """Count a step with prompt tokens: after as many as there are rows, the running texts are new, and trials are
-        due.
+        """Count a step with prompt tokens. After as many such steps as there are rows, the running texts are taken to
+        be new, and more is expected of the first draft again.
         """
         self._num_prefills += 1
 
     def expected(self, width: int, runs: np.ndarray) -> float:
-        """Return the number of tokens that a row is expected to get in a step of this width. runs: as in `choose`."""
+        """Return the number of tokens that a row is expected to get in a step of this width. runs: see `choose`."""
         guessed = np.cumprod(self.kept[: width - 1]).sum()
         return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
     def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
-        """Record the result of a step of decodes only, with at most `num_rows` rows in a replica.
+        """Update `kept` and the step times with the result of a step of decodes only, with at most `num_rows` rows in a
+        replica.
 
         Args:
           width: of the step; with width 1, `accepted` is not used.
-          accepted: i64[n], accepted drafts of each row with proposed drafts.
+          accepted: i64 [n], number of accepted drafts of each row with proposed drafts.
           seconds: duration of the step; None if unknown.
         """
         if width > 1:
@@ -138,6 +143,6 @@ class DraftWidth:
         if seconds is not None:
             key = width, num_rows.bit_length()
             before = self._seconds.get(key)
-            # The first of its kind may have waited for something else; no single step counts for much.
+            # A step may have waited for something else, so no single one counts for much.
             seconds = seconds if before is None else before + _LATEST_STEP * (min(seconds, 4 * before) - before)
             self._seconds[key] = seconds

@@ -22,14 +22,14 @@ from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "drafts"
-# A row's `sample` in a step's message (jaxengine.models.forward_batch.StepLayout), 1 where it is neither of these.
-# FORCED: each token after its first is the only one allowed there. GUIDED: they are proposed, each with a mask.
+# Values of a row's `sample` in a step's message (jaxengine.models.forward_batch.StepLayout); 1 if it is neither.
+# FORCED: each token after its first is the only one allowed there. GUIDED: these tokens are proposed, each with a mask.
 FORCED, GUIDED = 2, 3
 
 # (known tokens i32[n], most) -> i32[m], proposed tokens that follow them.
 Draft = Callable[[np.ndarray, int], np.ndarray]
-# (request, tokens of its output, most) -> at most so many tokens that must follow these; None where it is not known
-# whether there are any, and they may be proposed.
+# (request, number of output tokens, most) -> at most so many tokens that must follow these; None if it is not known
+# whether there are any, so that tokens may be proposed.
 Forced = Callable[[Request, int, int], Sequence[int] | None]
 
 
@@ -40,8 +40,9 @@ class DraftOptions:
     Attributes:
       guesses: whether there are proposed drafts, in addition to grammar drafts.
       draft: proposer on the host; None if the device proposes.
-      forced: grammar drafts of requests with MASK; None if these have no drafts.
-      guided: requests with MASK may have drafts of the device where `forced` finds none, each under a mask of its own.
+      forced: function that returns grammar drafts of requests with MASK; None if these have no drafts.
+      guided: whether requests with MASK may have drafts proposed by the device, each under its own grammar mask, where
+        `forced` returns None.
     """
 
     guesses: bool = True
@@ -50,7 +51,7 @@ class DraftOptions:
     guided: bool = False
 
     def extension(self) -> Drafts:
-        """Make the scheduler extension with these options."""
+        """Return a new scheduler extension with these options."""
         return Drafts(self)
 
 
@@ -74,7 +75,7 @@ class DecodeDrafts:
     `widen`.
 
     Attributes:
-      widths: i32[n], tokens of each decode, its last one and drafts; None: one each.
+      widths: i32 [n], number of tokens of each decode, its last one and drafts; None if each has one.
     """
 
     def __init__(self, options: DraftOptions, slots: Slots):
@@ -82,7 +83,7 @@ class DecodeDrafts:
         self._options = options
         self._slots = slots
         self.widths: np.ndarray | None = None
-        # As `look_ahead` gives them, the tokens of these by row, and all that the host has, by row.
+        # Result of `look_ahead`; whether rows have masks; grammar drafts by row; all drafts known to the host, by row.
         self._runs = np.empty(0, np.int32)
         self._masked = _NONE
         self._forced: dict[int, Sequence[int]] = {}
@@ -90,12 +91,14 @@ class DecodeDrafts:
 
     @property
     def is_forced(self) -> np.ndarray:
-        """Return bool[n], the decodes without proposed drafts, in a step with drafts; empty in another step."""
+        """Whether each decode is without proposed drafts, bool [n], in a step with drafts; an empty array in another
+        step.
+        """
         return _NONE if self.widths is None else self._runs >= 0
 
     @property
     def is_guided(self) -> np.ndarray:
-        """Return bool[n], the decodes with masked drafts, in a step with drafts; empty in another step."""
+        """Whether each decode has masked drafts, bool [n], in a step with drafts; an empty array in another step."""
         return _NONE if self.widths is None else self._masked & (self._runs < 0) & (self.widths > 1)
 
     def begin(self) -> None:
@@ -103,16 +106,16 @@ class DecodeDrafts:
         self.widths = None
 
     def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
-        """Return i32[n]: for each of the slots `decodes` i64[n] its number of grammar drafts, at most `most`; -1 if its
-        drafts would be proposed.
+        """Return i32 [n], for each of the slots `decodes` i64 [n] its number of grammar drafts, at most `most`; -1 if
+        its drafts would be proposed.
 
         A request whose next choice the host must prepare (a grammar, long bad words, min_tokens) has 0, or as many as
-        its grammar fixes; if that is unknown and DraftOptions.guided is set, -1. Without DraftOptions.guesses all
+        its grammar fixes; if that is unknown and DraftOptions.guided is set, -1. If DraftOptions.guesses is False, all
         others have 0.
         """
         s = self._slots
         self._masked = s.features[decodes] & MASK > 0
-        # min_tokens forbids stop tokens up to a place that must be known.
+        # min_tokens forbids stop tokens up to a position that must be known.
         is_early = s.num_tokens[decodes] < s.min_stop[decodes]
         is_prepared = (s.features[decodes] & (MASK | LAST_TOKEN) > 0) | is_early
         has_none = is_prepared | (not self._options.guesses)
@@ -129,9 +132,9 @@ class DecodeDrafts:
         return self._runs
 
     def widen(self, decodes: np.ndarray, width: int) -> np.ndarray:
-        """Give each decode up to `width` tokens, its last one and drafts; return `widths`, at least 1 each.
+        """Give each decode up to `width` tokens, its last one and drafts. Set and return `widths`, at least 1 each.
 
-        decodes: i64[n], the slots for which `look_ahead` was called last. No decode gets more than its request's limit
+        decodes: i64 [n], the slots for which `look_ahead` was called last. No decode gets more than its request's limit
         leaves, or than the host proposes if it is the proposer (DraftOptions.draft).
         """
         s = self._slots
@@ -171,11 +174,11 @@ class Drafts(SchedulerExtension):
     ranks: Sequence[RankDrafts]
 
     def __init__(self, options: DraftOptions):
-        """Keep the options; `start` makes the rest."""
+        """Store the options. `start` creates everything else."""
         self._options = options
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, and `width` for the widths of the replicas' common configuration."""
+        """Create `ranks`, and `width` for the widths in the replicas' common configuration."""
         config = ranks[0].config
         limits = config.max_num_seqs, config.max_num_batched_tokens
         self.width = DraftWidth({width: most_wide(width, *limits) for width in config.widths})
@@ -183,12 +186,12 @@ class Drafts(SchedulerExtension):
         self.ranks = [RankDrafts(self._options, rank) for rank in ranks]
 
     def decode_width(self) -> int:
-        """Give the decodes of the step being scheduled their drafts; return the width of its bucket, one of
+        """Give the decodes of the step being scheduled their drafts, and return the width of its bucket: 1 or one of
         SchedulerConfig.widths.
 
-        Returns 1, without drafts, if the step has other rows than decodes, which is counted as a prefill, no width
-        pays, no decode has drafts, or a replica lacks pages for its own. A choice of `width` counts as a trial, and
-        pages are allocated for the drafts.
+        Returns 1, without drafts, if the step has rows other than decodes (which counts as a prefill), if no width
+        pays, if no decode has drafts, or if a replica lacks pages for its drafts. The choice of `width` may count as a
+        trial. Pages are allocated for the drafts.
         """
         counts = [each.rank.num_decodes for each in self.ranks]
         rows = [count for count in counts if count is not None]
@@ -208,7 +211,9 @@ class Drafts(SchedulerExtension):
 
 
 class RankDrafts(RankExtension):
-    """Drafts of one replica's decodes."""
+    """Drafts in one replica's schedule: the number of drafts of its decodes, their pages, and their data in the
+    batch.
+    """
 
     def __init__(self, options: DraftOptions, rank: Rank):
         """Start without drafts, for the decodes of this replica."""
@@ -220,14 +225,17 @@ class RankDrafts(RankExtension):
         self._drafts.begin()
 
     def look_ahead(self, most: int) -> np.ndarray:
-        """Return i32[n]: number of grammar drafts of each decode, at most `most`; -1 if its drafts are proposed."""
+        """Return i32 [n], the number of grammar drafts of each of the replica's decodes, at most `most`; -1 for a
+        decode whose drafts would be proposed (DecodeDrafts.look_ahead).
+        """
         return self._drafts.look_ahead(self.rank.decodes, most)
 
     def widen(self, width: int) -> int:
-        """Give decodes, the step's only rows, up to `width` tokens: the last one and drafts. Returns the most that one
-        got.
+        """Give the decodes, which must be the step's only rows, up to `width` tokens each: the last one and drafts.
+        Allocate their pages, and return the most tokens that one got.
 
-        Returns 0 if pages do not suffice: nobody is preempted for a draft. `look_ahead` must have been called before.
+        Returns 0 if pages do not suffice: no request is preempted for a draft. `look_ahead` must have been called
+        before.
         """
         slots, pages = self.rank.decodes, self.rank.pages
         widths = self._drafts.widen(slots, width)
@@ -238,12 +246,14 @@ class RankDrafts(RankExtension):
         return int(widths.max(initial=0))
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Write the drafts into the batch: its num_scheduled, tokens, section and choice; nothing without drafts.
+        """Write the drafts into the batch: its num_scheduled, num_tokens, decode_token_ids, section and choice. Does
+        nothing in a step without drafts.
 
-        Drafts count as accepted until the step's results come; `Results.take` takes back rejected ones. With several
-        micro-batches the batch contains `start` of every decode.
+        Drafts count as accepted until the step's results come; `Results.take` then uncounts rejected ones. With several
+        micro-batches, `start` of every decode is written in any case, because stages do not learn which drafts were
+        accepted.
         """
-        if self.rank.config.num_micro_batches > 1:  # stages do not hear which drafts were right
+        if self.rank.config.num_micro_batches > 1:  # stages do not learn which drafts were accepted
             batch.start = batch.start.copy()
             batch.start[: batch.num_decode] = self.rank.slots.num_computed[batch.slots[: batch.num_decode]]
         widths = self._drafts.widths

@@ -1,4 +1,4 @@
-"""Temporary closure of admission: requests that arrive meanwhile wait apart, and earlier ones go on."""
+"""Temporary closure of admission: requests that arrive meanwhile wait, and earlier ones continue."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ class Intake(SchedulerExtension):
     name: ClassVar[str] = "intake"
 
     def __init__(self) -> None:
-        """Start open, with nobody held back."""
+        """Start open, with no request held back."""
         self.first: int | None = None
         self._waiting: list[Request] = []
         self._ready: list[Request] = []
 
     def close(self, first: int) -> None:
-        """Hold back all requests from this arrival index on. Changes nothing if it is closed already."""
+        """Hold back all requests from arrival index `first` on. Does nothing if it is already closed."""
         self.first = first if self.first is None else self.first
 
     def open(self) -> None:
-        """Admit all requests again; `ready` then returns those held back, also if it is closed again before: they
+        """Admit all requests again. `ready` then returns those held back, even if `close` is called before: they
         arrived earlier than the next closure.
         """
         self.first = None
         self._ready, self._waiting = [*self._ready, *self._waiting], []
 
     def admits(self, request: Request) -> bool:
-        """Whether the request arrived before the closure, or there is none; any other is kept for `ready`."""
+        """Return whether the request arrived before the closure, or there is none; any other request is stored for
+        `ready`.
+        """
         if self.first is None or request.arrival_index < self.first:
             return True
         self._waiting.append(request)
         return False
 
     def ready(self) -> Iterable[Request]:
-        """Return, once, the requests that were held back until `open`."""
+        """Return the requests that were held back until `open`, each only once."""
         if not self._ready:
             return ()
         ready, self._ready = self._ready, []

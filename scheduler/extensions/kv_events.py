@@ -1,4 +1,4 @@
-"""Events of a replica's pages: which can be found under their digests from now on, and which no longer."""
+"""Events of a replica's pages: which can be found by their digests from now on, and which no longer."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class KVEventOptions:
-    """Options of events in the scheduler: there are none."""
+    """Options of page events in the scheduler: there are none."""
 
     def extension(self) -> KVEvents:
-        """Make the scheduler extension."""
+        """Return a new scheduler extension."""
         return KVEvents()
 
 
 class Stored(NamedTuple):
-    """Pages of consecutive columns of a sequence that can be found from now on.
+    """Event: pages of consecutive columns of a sequence can be found from now on.
 
     Attributes:
       group: cache group of the pages.
-      digests: of the pages; parent: of the page before the first, None for none.
+      digests: of the pages. parent: digest of the page before the first, None for none.
       token_ids: of all these pages.
       lora: name of the adapter that computes them; None for none.
-      extra_keys: what the digest of each page covers besides tokens and adapter: the first page's cache salt, marks of
-        media, vectors; None for nothing.
+      extra_keys: for each page what its digest covers besides tokens: adapter, marks of media, cache salt (in the first
+        page), digest of steering vectors; None for nothing.
     """
 
     group: int
@@ -47,32 +47,33 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Pages of a group that can no longer be found."""
+    """Event: these pages of a group can no longer be found."""
 
     group: int
     digests: list[bytes]
 
 
 class Cleared(NamedTuple):
-    """All pages of the replica can no longer be found."""
+    """Event: none of the replica's pages can be found any more."""
 
 
 class KVEvents(SchedulerExtension):
-    """Scheduler extension with the events of each replica."""
+    """Scheduler extension that collects the page events of each replica."""
 
     name: ClassVar[str] = NAME
     ranks: Sequence[RankEvents] = ()
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, which listen to the replicas' pools from then on."""
+        """Create `ranks`, which listen to the replicas' pools from then on."""
         self.ranks = [RankEvents(rank) for rank in ranks]
 
 
 class RankEvents(RankExtension):
-    """Listener of one replica's pages. A page's tokens are known once the request that has it is registered or ends.
+    """Listener of one replica's page pool. A page's tokens are known once its request registers the chunk or loses its
+    slot.
 
     Attributes:
-      events: what has happened, in order; those who publish it empty the list.
+      events: the events so far, in order; the code that publishes them empties the list.
     """
 
     def __init__(self, rank: Rank):
@@ -85,16 +86,20 @@ class RankEvents(RankExtension):
         rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
-        """Note a new page by its key `digest`; its event is made when its request's tokens are known."""
+        """Record a new page by its key `digest`; its Stored event is appended when the tokens of its request are
+        known.
+        """
         self._new[digest] = None
 
     def dropped(self, digest: bytes) -> None:
-        """Append a Removed event for the page with the key `digest`, unless its own event has not been made yet."""
+        """Append a Removed event for the page with the key `digest`. If the page has no Stored event yet, it will not
+        get one, and no event is appended.
+        """
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Append a Removed event for each group with pages among the keys `digests`; a page without an event yet gets
-        none. `pages` is not used.
+        """Append a Removed event for each cache group that has pages among the keys `digests`. A page without a Stored
+        event yet is left out and will not get one. `pages` is not used.
         """
         by_group: dict[int, list[bytes]] = {}
         for key in digests:
@@ -106,29 +111,29 @@ class RankEvents(RankExtension):
         self.events += [Removed(group, own) for group, own in by_group.items()]
 
     def forgotten(self) -> None:
-        """Append a Cleared event; new pages get no event any more."""
+        """Append a Cleared event. Pages without an event yet will not get one."""
         self._new.clear()
         self.events.append(Cleared())
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Note whose slot it is."""
+        """Record the request as the owner of its slot."""
         self._requests[request.slot] = request
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
-        """Make events of new pages from the column on in which the chunk began."""
+        """Append Stored events of new pages from the column in which the chunk began on."""
         self._name(request, (num_computed - count) // self._tables.page_size)
 
     def release(self, slot: int) -> None:
-        """Make events of all new pages of the slot's request, and forget whose slot it was."""
+        """Append Stored events of all new pages of the slot's request, and forget the slot's owner."""
         self._name(self._requests.pop(slot), 0)
 
     def _name(self, request: Request, begin: int) -> None:
-        """Append a Stored event for each run of a request's consecutive pages, from column `begin` on, that are new, in
-        every group; they are then no longer new.
+        """Append a Stored event for each run of consecutive new pages of a request, from column `begin` on, in every
+        group. The pages are no longer new afterwards.
         """
         if not self._new:
             return
-        token_ids = request.known_token_ids()  # of a running request those that its digests are of
+        token_ids = request.known_token_ids()  # for a running request, the tokens that its digests cover
         for group in range(self._tables.num_groups):
             first: int | None = None
             for column, digest in enumerate([*request.page_hashes[begin:], None], begin):
@@ -141,7 +146,9 @@ class RankEvents(RankExtension):
                     first = None
 
     def _stored(self, request: Request, token_ids: Any, group: int, first: int, end: int) -> Stored:
-        """Return the event of a request's pages in columns [first, end) of a group. token_ids: i32[n], its tokens."""
+        """Return the Stored event of a request's pages in columns [first, end) of a group. token_ids: i32 [n], the
+        request's tokens.
+        """
         size, digests = self._tables.page_size, request.page_hashes
         marks = {} if request.media is None else request.media.marks(size)
         steer = (request.params.steer_digest.hex(),) if request.params.steer else ()

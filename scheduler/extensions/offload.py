@@ -1,9 +1,9 @@
-"""Pages and states stored outside of the devices: which to store, and which to bring back before a request runs.
+"""Pages and states stored outside of the devices: which to store, and which to load before a request runs.
 
 Pages and snapshots are stored under their digests when they are about to be overwritten, or as soon as they are filled.
-A request whose prefix reaches further with stored ones waits apart from the queue while they are brought back. They
-come back as cached pages that nobody holds, so admission finds them like any others, and waits for nothing twice: what
-others have taken meanwhile is computed.
+A request whose prefix reaches further with stored ones waits outside the queue while they are loaded. They
+come back as cached pages that no request holds, so admission finds them like any others. No request waits twice for the
+same pages: those that have been reused for others in the meantime are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "offload"
 RECOMPUTE, SWAP, AUTO = PREEMPTION_MODES = ("recompute", "swap", "auto")
-# Digests whose lookups are counted.
+# Most digests whose lookups are counted.
 _MAX_SEEN = 1 << 20
 
 
@@ -35,7 +35,7 @@ class OffloadOptions:
     Attributes:
       at_once: store a page as soon as it is filled, not only when it is about to be overwritten.
       preemption_mode: one of PREEMPTION_MODES.
-      store_threshold: times that requests must have looked for a page before it is stored; 0 and 1 for any.
+      store_threshold: how often requests must have looked for a page before it is stored; 0 and 1 store every page.
     """
 
     at_once: bool = False
@@ -43,7 +43,7 @@ class OffloadOptions:
     store_threshold: int = 0
 
     def extension(self) -> Offload:
-        """Make the scheduler extension with these options."""
+        """Return a new scheduler extension with these options."""
         return Offload(self)
 
 
@@ -51,11 +51,11 @@ class Store(Protocol):
     """Content of pages and states by key, outside of the devices."""
 
     def has(self, key: bytes) -> bool:
-        """Whether a key is stored, or on its way there."""
+        """Whether a key is stored, or being stored."""
         ...
 
     def pin(self, keys: Sequence[bytes]) -> None:
-        """Keep what is stored under these keys, now or later, until `unpin` is called with them."""
+        """Keep the content of these keys, stored now or later, until `unpin` is called with them."""
         ...
 
     def unpin(self, keys: Sequence[bytes]) -> None:
@@ -63,7 +63,7 @@ class Store(Protocol):
         ...
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
-        """Whether bringing back `num_stored` pages or states takes less time than computing `num_tokens` tokens."""
+        """Whether loading `num_stored` pages or states takes less time than computing `num_tokens` tokens."""
         ...
 
 
@@ -71,7 +71,7 @@ class NoStore(Store):
     """Store without content."""
 
     def has(self, key: bytes) -> bool:
-        """Whether a key is stored: never."""
+        """Return False: no key is stored."""
         return False
 
     def pin(self, keys: Sequence[bytes]) -> None:
@@ -81,7 +81,7 @@ class NoStore(Store):
         """Do nothing."""
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
-        """Whether it pays to bring pages back: never."""
+        """Return False: there is nothing to load."""
         return False
 
 
@@ -90,11 +90,11 @@ class Load:
     """Pages and state that a waiting request lacks.
 
     Attributes:
-      request: the one that waits.
+      request: the waiting request.
       rank: replica that the request is likely to run on.
       pages: keys of the pages of the prefix, in order of their columns.
-      keys: of pages that the replica lacks, then of a state.
-      num_tokens: tokens that need not be computed if all of it comes.
+      keys: of the pages that the replica lacks, then of a state.
+      num_tokens: tokens that need not be computed if all of it is loaded.
     """
 
     request: Request
@@ -106,7 +106,8 @@ class Load:
 
 @dataclass(eq=False)
 class Orders:
-    """Pages or snapshots of one replica to be stored, by digest key: the row that holds each.
+    """Pages or snapshots of one replica to be stored. Each dict has the digest key and the page or snapshot that holds
+    the content.
 
     Attributes:
       leaving: to be copied before the next step is dispatched, which overwrites them.
@@ -121,47 +122,47 @@ class Offload(SchedulerExtension):
     """Scheduler extension with the pages to be stored, and the requests that wait for stored ones.
 
     Attributes:
-      store: what is stored; nothing until the engine's extension sets it.
-      loads: what requests wait for; the engine's extension begins them and empties the list.
-      num_queries, num_hits: tokens that requests looked for in the store, and those that came.
-      num_by_mode: preempted requests by how they get their pages back.
-      num_forgotten: times that the pools have forgotten their pages.
-      is_due: whether those who store pages have something to do; they clear it.
-      is_own: False once requests may have gone on with other weights than their digests name.
+      store: the stored content; a NoStore until the engine's extension sets it.
+      loads: what requests wait for; the engine's extension starts these loads and empties the list.
+      num_queries, num_hits: tokens that requests looked for in the store, and tokens that were loaded for them.
+      num_by_mode: number of preempted requests by how they get their pages back.
+      num_forgotten: how often the pools have dropped all their pages.
+      is_due: whether the code that stores pages has something to do; it clears the flag.
+      is_own: False once requests may have continued with other weights than their digests name.
     """
 
     name: ClassVar[str] = NAME
     ranks: Sequence[RankOffload] = ()
 
     def __init__(self, options: OffloadOptions):
-        """Start with a store without content, and nobody waiting."""
+        """Start with a store without content, and no request waiting."""
         self.options = options
         self.store: Store = NoStore()
         self.loads: list[Load] = []
         self.num_queries = self.num_hits = self.num_forgotten = 0
         self.num_by_mode = {RECOMPUTE: 0, SWAP: 0}
         self.is_own, self.is_due = True, False
-        # Of requests that wait for nothing any more: tokens that were in the pool before.
+        # Requests that have been checked, with the tokens that were in the pool then.
         self._tried: dict[Request, int] = {}
         self._pinned: dict[Request, list[bytes]] = {}
         self._seen: dict[bytes, int] = {}
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, which observe the replicas' pools and snapshots from then on."""
+        """Create `ranks`, which listen to the replicas' pools and snapshots from then on."""
         self._ranks, self.ranks = ranks, [RankOffload(self, rank) for rank in ranks]
 
     def admits(self, request: Request) -> bool:
-        """Whether a request need not wait for stored pages; if it must, append to `loads` what it lacks on the replica
-        of least work: tokens held there, less those that would come.
+        """Return whether a request need not wait for stored pages. If it must wait, append to `loads` what it lacks on
+        the replica with the least work (tokens held there, minus those that would be loaded).
 
-        True for one that has been asked before, that no replica has room for now, that would gain nothing, or that was
-        preempted and rather computes. A lookup in the store is counted.
+        True for a request that was checked before, that no replica has room for now, that would gain nothing, or that
+        was preempted and will rather be recomputed. Tokens looked for in the store are counted.
         """
         if request in self._tried:
             return True
         offers = [(rank, offer) for rank in self._ranks if rank.is_open and (offer := rank.offer(request)) is not None]
         if not offers:
-            return True  # the queue waits for room, and asks again
+            return True  # the request stays in the queue until there is room, and is checked again
         loads = [self._load(request, *each) for each in offers]
         self._count_lookups(request, *offers[0])
         work = [rank.num_tokens - load.num_tokens for (rank, _), load in zip(offers, loads, strict=True)]
@@ -174,8 +175,9 @@ class Offload(SchedulerExtension):
         return False
 
     def preempted(self, request: Request) -> str | None:
-        """Count a preempted request by its mode, and return that in capitals: "SWAP" or "RECOMPUTE"; auto takes the
-        faster one (`Store.pays`). With SWAP the keys of its pages and last two states are pinned in the store.
+        """Count a preempted request by its mode, and return the mode in capitals: "SWAP" or "RECOMPUTE". In mode "auto"
+        it is the faster one (`Store.pays`). With SWAP the keys of its pages and last two states are pinned in the
+        store.
         """
         mode = self.options.preemption_mode
         if mode == AUTO:
@@ -190,17 +192,19 @@ class Offload(SchedulerExtension):
         return mode.upper()
 
     def weights_replaced(self) -> None:
-        """Note that digests no longer name the weights (`is_own`), and that there is something to do (`is_due`)."""
+        """Set `is_own` to False, because digests no longer name the weights, and `is_due` to True."""
         self.is_own, self.is_due = False, True
 
     def ended(self, request: Request) -> None:
-        """Release what is kept for a request that runs or has ended."""
+        """Unpin the stored content of a request that runs or has ended, and forget that it was checked."""
         if request in self._pinned:
             self.store.unpin(self._pinned.pop(request))
         self._tried.pop(request, None)
 
     def admitted(self, request: Request, num_cached: int) -> None:
-        """Count what a request's wait has brought, and release what was kept for it. num_cached: tokens found."""
+        """Count the tokens that a request's wait has brought (also in Request.num_external_tokens at its first
+        admission), and release what is kept for it (`ended`). num_cached: tokens found in the prefix cache.
+        """
         hits = max(0, num_cached - self._tried.get(request, num_cached))
         self.num_hits += hits
         if request.num_cached_tokens < 0:  # its first admission
@@ -208,15 +212,15 @@ class Offload(SchedulerExtension):
         self.ended(request)
 
     def is_wanted(self, key: bytes) -> bool:
-        """Whether the page or state of a key (`page_key`, `state_key`) is to be stored: it is not yet, and requests
-        have looked for it at least store_threshold times.
+        """Whether the page or state of a key (`page_key`, `state_key`) is to be stored: it is not stored yet, and
+        requests have looked for it at least store_threshold times.
         """
         least = self.options.store_threshold
         return not self.store.has(key) and (least < 2 or self._seen.get(key[:32], 0) >= least)
 
     def _load(self, request: Request, rank: Rank, offer: Offer) -> Load:
-        """Return what of a request's prefix is stored and would extend the replica's cached prefix, that of its
-        `offer`; `keys` is empty and `num_tokens` 0 if nothing would.
+        """Return what of a request's prefix is stored and would extend the replica's cached prefix, which is in its
+        `offer`. `keys` is empty and `num_tokens` 0 if nothing would.
         """
         digests = rank.findable(request, offer.known)
         found = reach(rank.pages, digests, self.store.has)
@@ -225,8 +229,8 @@ class Offload(SchedulerExtension):
         return Load(request, rank.index, found.pages, keys, max(0, gain) * rank.config.page_size)
 
     def _is_wanted(self, request: Request, load: Load) -> bool:
-        """Whether a request is to wait for `load`, what it lacks: always, but a preempted one only in mode "swap", or
-        in mode "auto" if loading takes less time than computing (`Store.pays`).
+        """Whether a request should wait for `load`, what it lacks. True unless it was preempted; then only in mode
+        "swap", or in mode "auto" if loading takes less time than computing (`Store.pays`).
         """
         if request.status is not RequestStatus.PREEMPTED:
             return True
@@ -234,8 +238,8 @@ class Offload(SchedulerExtension):
         return mode == SWAP or (mode == AUTO and self.store.pays(len(load.keys), load.num_tokens))
 
     def _count_lookups(self, request: Request, rank: Rank, offer: Offer) -> None:
-        """Count the tokens that a request looks for in the store, and, with a store_threshold, each digest of its
-        prefix; of these the _MAX_SEEN looked for last are kept.
+        """Add the tokens that a request looks for in the store to `num_queries`. With a store_threshold above 1, also
+        count each digest of its prefix; the _MAX_SEEN digests looked for last are remembered.
         """
         self.num_queries += len(offer.known) - offer.num_cached
         if self.options.store_threshold > 1:
@@ -246,10 +250,10 @@ class Offload(SchedulerExtension):
 
 
 class RankOffload(RankExtension):
-    """One replica's part: it observes the replica's pages and snapshots.
+    """Offloading in one replica's schedule. It listens to the replica's pages and snapshots.
 
     Attributes:
-      pages, states: what is to be stored of them; those who store it empty them.
+      pages, states: Orders for them; the code that stores them empties these.
     """
 
     def __init__(self, offload: Offload, rank: Rank):
@@ -262,14 +266,16 @@ class RankOffload(RankExtension):
             rank.pages.snapshots.listener = _Listener(offload, self.states, state_key)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Count what the request found in the cache, and release what was kept for it (`Offload.admitted`)."""
+        """Report the request's cached tokens to `Offload.admitted`."""
         self._offload.admitted(request, hits.num_columns * self._tables.page_size)
 
     def take(self, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Give pages to these keys, from which they can be found, before the next step is scheduled; return (key, page)
-        of each. Keys that are there already are left out, and the last ones if too few pages are free.
+        """Allocate pages for these keys, register them under the keys, and return (key, page) of each. They can be
+        found from then on, before their content is there, so call this before the next step is scheduled. Keys that the
+        pool already has are left out, and so are the last ones if too few pages are free.
 
-        prefix: keys of the prefix that they belong to, whose pages are not taken and count as used last.
+        prefix: keys of the prefix that they belong to. Its pages are not reused for the new ones, and count as used
+        last.
         """
         pool = self._tables.pool
         here = [page for key in prefix if (page := pool.find(key)) is not None]
@@ -282,38 +288,39 @@ class RankOffload(RankExtension):
         return list(zip(keys, pages, strict=True))
 
     def take_state(self, key: bytes) -> int | None:
-        """Return the snapshot that the state of a key (`state_key`) is to be written to, from which it can be found;
-        None if it is there already, the newest step uses every snapshot, or the model has none.
+        """Return the snapshot to which the state of a key (`state_key`) is to be written, and under whose digest it can
+        be found from then on. None if it is there already, if the newest step uses every snapshot, or if the model has
+        no states.
         """
         snapshots = self._tables.snapshots
         return None if snapshots is None else snapshots.put(key[: -len(state_key(b""))])
 
     def clear(self) -> None:
-        """Drop all orders: the pages are gone."""
+        """Drop all orders, because the pages' content is no longer valid."""
         for orders in (self.pages, self.states):
             orders.leaving.clear()
             orders.filled.clear()
 
 
 class _Listener:
-    """Listener of a pool or of snapshots that orders the storing of their content. key: makes the key of a digest."""
+    """Listener of a pool or of snapshots that orders their content to be stored."""
 
     def __init__(self, offload: Offload, orders: Orders, key: Callable[[bytes], bytes]):
-        """Keep the extension, the orders to fill, and the function from a digest to its key."""
+        """Store the extension, the orders to fill, and the function from a digest to its key."""
         self._offload, self._orders, self._key = offload, orders, key
 
     def registered(self, digest: bytes, page: int) -> None:
-        """Order a new page to be stored once it is filled, with `at_once` and if it is wanted."""
+        """If `at_once` is set and the new page is wanted, order it to be stored once it is filled."""
         if self._offload.options.at_once and self._offload.is_wanted(key := self._key(digest)):
             self._orders.filled[key], self._offload.is_due = page, True
 
     def dropped(self, digest: bytes) -> None:
-        """Take back the orders to store the page with this digest, if there are any."""
+        """Remove the orders to store the page with this digest, if there are any."""
         for due in (self._orders.filled, self._orders.leaving):
             due.pop(self._key(digest), None)
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Order pages that are about to be overwritten to be stored before that, those that are wanted."""
+        """Order those pages which are wanted to be stored before they are overwritten."""
         for digest, page in zip(digests, pages, strict=True):
             key = self._key(digest)
             self._orders.filled.pop(key, None)
@@ -321,7 +328,7 @@ class _Listener:
                 self._orders.leaving[key], self._offload.is_due = page, True
 
     def forgotten(self) -> None:
-        """Count that the pools have forgotten their pages, and drop all orders of all replicas."""
+        """Count in num_forgotten that the pools have dropped all pages, and drop all orders of all replicas."""
         self._offload.num_forgotten += 1
         for rank in self._offload.ranks:
             rank.clear()

@@ -1,4 +1,4 @@
-"""Ages of pages: how long a sample of those that can be found stays, and when requests find them."""
+"""Ages of cached pages: how long a random sample of them stays, and when requests find them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxengine.scheduler.rank import Rank
 from jaxengine.scheduler.scheduler_extension import SchedulerExtension
 
 NAME = "page_ages"
-# Last times at which a page was found, as many as vLLM keeps.
+# Number of times at which a page was found that are kept, as many as in vLLM.
 _MOST_TIMES = 4
 
 
@@ -27,17 +27,17 @@ class PageAgeOptions:
     sample: float
 
     def extension(self) -> PageAges:
-        """Make the scheduler extension with this share."""
+        """Return a new scheduler extension with this share."""
         return PageAges(self.sample)
 
 
 @dataclass
 class PageAge:
-    """Age of a page that can be found. Times are of time.monotonic.
+    """Times of a cached page, of time.monotonic.
 
     Attributes:
-      filled: when it could be found first.
-      found: when requests began with it, the last times.
+      filled: when the page was registered.
+      found: when requests began with it, at most the last four times.
     """
 
     filled: float
@@ -45,10 +45,10 @@ class PageAge:
 
 
 class PageAges(SchedulerExtension):
-    """Scheduler extension with the ages of each replica's pages.
+    """Scheduler extension that observes the ages of each replica's pages.
 
     Attributes:
-      evicted: called with the time and the age of a page that gives way to another one.
+      evicted: called with the time and the PageAge of an observed page that is evicted.
     """
 
     name: ClassVar[str] = NAME
@@ -60,20 +60,20 @@ class PageAges(SchedulerExtension):
         self.evicted: Callable[[float, PageAge], None] = lambda now, page: None
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, which listen to the replicas' pools from then on."""
+        """Create `ranks`, which listen to the replicas' pools from then on."""
         self.ranks = [RankAges(self, rank) for rank in ranks]
 
 
 class RankAges(RankExtension):
-    """Listener of one replica's pages, which observes a random sample of them, from registration to eviction.
+    """Listener of one replica's page pool, which observes a random sample of the pages, from registration to eviction.
 
     Attributes:
-      ages: of the observed pages, by their number; numbers: of these pages, by the digest.
+      ages: PageAge of the observed pages, by page id. numbers: page ids of the observed pages, by digest.
     """
 
     def __init__(self, parent: PageAges, rank: Rank):
-        """Start without observed pages, and listen to the replica's pool. Pages are drawn with the replica's number as
-        seed.
+        """Start without observed pages, and listen to the replica's pool. The replica's number is the seed of the
+        sample.
         """
         self.ages: dict[int, PageAge] = {}
         self.numbers: dict[bytes, int] = {}
@@ -81,30 +81,32 @@ class RankAges(RankExtension):
         rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
-        """Observe the page from now on, with the probability `sample`."""
+        """Observe the page from now on, with probability `sample`."""
         if self._draw.random() < self._parent.sample:
             self.ages[page] = PageAge(time.monotonic())
             self.numbers[digest] = page
 
     def dropped(self, digest: bytes) -> None:
-        """End the observation of the page with this digest, if it is observed, without a call of PageAges.evicted."""
+        """Stop observing the page with this digest, if it is observed, without calling PageAges.evicted."""
         if (page := self.numbers.pop(digest, None)) is not None:
             del self.ages[page]
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """End the observation of pages by their digests, and call PageAges.evicted for each observed one."""
+        """Stop observing the pages with these digests, and call PageAges.evicted for each observed one. `pages` is not
+        used.
+        """
         now = time.monotonic()
         for digest in digests:
             if (page := self.numbers.pop(digest, None)) is not None:
                 self._parent.evicted(now, self.ages.pop(page))
 
     def forgotten(self) -> None:
-        """End the observation of all pages, without calls of PageAges.evicted."""
+        """Stop observing all pages, without calling PageAges.evicted."""
         self.ages.clear()
         self.numbers.clear()
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Note the time for each observed page of the request's cached prefix, `hits`."""
+        """Record the present time in `found` of each observed page of the request's cached prefix, `hits`."""
         now = time.monotonic()
         for page in (page for group in hits.pages for page in group.tolist() if page in self.ages):
             self.ages[page].found.append(now)

@@ -34,10 +34,11 @@ class PictureOptions:
     Attributes:
       num_rows: embeddings that a replica's pool holds.
       max_patches: most patches that a replica encodes in one step.
-      whole: a step computes all of an image's remaining tokens or none.
-      mrope: messages carry M-RoPE positions.
-      max_sound_patches: the same as max_patches for sounds, where a second tower encodes them; 0 where one tower
-        encodes all items.
+      whole: whether a step must compute all of an image's remaining tokens or none.
+      mrope: whether messages carry M-RoPE positions.
+      max_sound_patches: most patches of sounds that a replica encodes in one step, if a second tower encodes sounds; 0
+      if
+        one tower encodes all items.
     """
 
     num_rows: int
@@ -47,7 +48,7 @@ class PictureOptions:
     max_sound_patches: int = 0
 
     def extension(self) -> Pictures:
-        """Make the scheduler extension with these options."""
+        """Return a new scheduler extension with these options."""
         return Pictures(self)
 
 
@@ -63,43 +64,45 @@ class EncoderRows:
 
     Attributes:
       encodes: images to be encoded in the step being scheduled.
-      num_queries, num_hits: images that chunks have reached, and those whose rows were there already.
+      num_queries, num_hits: number of images that chunks have reached, and of those whose rows were in the pool
+      already.
     """
 
     def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False, max_sound_patches: int = 0):
-        """Start with an empty pool. num_rows: its size in embeddings. max_patches: most patches that one step encodes.
-        whole: a step computes all remaining tokens of an image, or none. max_sound_patches: as of PictureOptions.
+        """Create an empty pool. num_rows: its size in embeddings. max_patches: most patches that one step encodes.
+        whole: whether a step must compute all remaining tokens of an image, or none. max_sound_patches: see
+        PictureOptions.
         """
         self.num_rows, self.whole = num_rows, whole
-        self._most = {False: max_patches, True: max_sound_patches}  # by whether a tower of sounds encodes an item
+        self._most = {False: max_patches, True: max_sound_patches}  # by the result of `_tower`
         self.encodes: list[Encode] = []
         self.num_queries = self.num_hits = 0
         self._num_patches = dict.fromkeys(self._most, 0)
         self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
         self._num_free = num_rows
         self._rows: dict[bytes, np.ndarray] = {}
-        self._users: dict[bytes, set[int]] = {}  # slots; of digests that somebody needs
-        self._idle: dict[bytes, None] = {}  # the others, least recently used first
+        self._users: dict[bytes, set[int]] = {}  # slots that need each image, if any do
+        self._idle: dict[bytes, None] = {}  # images that no slot needs, least recently used first
         self._num_idle_rows = 0
-        self._needed: dict[int, dict[bytes, int]] = {}  # slot -> digest -> position behind the item
+        self._needed: dict[int, dict[bytes, int]] = {}  # slot -> digest -> position after the item
 
     @property
     def num_used(self) -> int:
-        """Return the number of rows that some slot needs."""
+        """Number of rows that some slot needs."""
         return self.num_rows - self._num_free - self._num_idle_rows
 
     @property
     def num_kept(self) -> int:
-        """Return the number of rows that hold embeddings, needed or not."""
+        """Number of rows that hold embeddings, needed by a slot or not."""
         return self.num_rows - self._num_free
 
     def begin_step(self) -> None:
-        """Start a step, with no image to encode yet."""
+        """Start a step: empty `encodes`, and reset the count of the step's patches."""
         self.encodes, self._num_patches = [], dict.fromkeys(self._most, 0)
 
     def reach(self, media: Media | None, start: int, count: int) -> int:
         """Return how many of a prompt's tokens [start, start + count) this step can compute as far as images are
-        concerned; 0 if a prefix would be cut, and `count` without images (media None). Takes nothing.
+        concerned; 0 if a prefix would be cut, and `count` without images (media None). Reserves nothing.
         """
         if media is None or start >= media.end:
             return count
@@ -107,8 +110,9 @@ class EncoderRows:
         return 0 if start + reached < media.prefix_length else reached
 
     def _reach(self, media: Media, start: int, count: int) -> int:
-        """Return `count`, or where it must end before the first image for which rows, or patches of the step, do not
-        suffice, or which, with `whole`, would be cut; 0 if that image has the first token. Arguments are of `reach`.
+        """Return `count`, or fewer tokens, so that they end before the first image for which pool rows, or the step's
+        patches, do not suffice, or which would be cut although `whole` is set. 0 if that image has the first token.
+        Arguments: see `reach`.
         """
         patches = {tower: most - self._num_patches[tower] for tower, most in self._most.items()}
         rows, seen = self._num_free + self._num_idle_rows, set()
@@ -126,13 +130,13 @@ class EncoderRows:
         return count
 
     def take(self, slot: int, media: Media | None, start: int, count: int) -> None:
-        """Reserve the rows of the images of tokens [start, start + count), which `reach` allowed, for a slot; images
-        not in the pool are appended to `encodes`.
+        """Reserve for a slot the rows of the images of tokens [start, start + count), which `reach` allowed. Images
+        not in the pool are appended to `encodes`, and idle ones may be evicted for them.
         """
         if media is None or start >= media.end:
             return
         own, items = self._needed.setdefault(slot, {}), _within(media, start, count)
-        for item in items:  # before anything is given away
+        for item in items:  # before any idle image is evicted
             if item.digest in self._idle:
                 del self._idle[item.digest]
                 self._num_idle_rows -= item.num_rows
@@ -152,12 +156,12 @@ class EncoderRows:
     def message(
         self, chunks: Sequence[tuple[Media | None, int, int]], num_tokens: int, *, mrope: bool
     ) -> np.ndarray | None:
-        """Return the images' section of a step's message, i32[1, num_tokens], or with M-RoPE i32[4, num_tokens]: the
-        pool row of each token, -1 for none, then its positions in time, height and width (`Media.places`), -1 where the
-        device derives them. None if no token needs the section.
+        """Return the images' section of a step's message, i32 [1, num_tokens], or with M-RoPE i32 [4, num_tokens]: the
+        pool row of each token, -1 for none, then its positions in time, height and width (`Media.mrope_positions`), -1
+        where the device derives them. None if no token needs the section.
 
-        chunks: the step's last tokens, as (media of the prompt or None, first token, number of tokens); `take` has been
-        called for each. num_tokens: of the whole step.
+        chunks: the step's last tokens, as (media of the prompt or None, first token, number of tokens); `take` must
+        have been called for each. num_tokens: of the whole step.
         """
         section = None
         end = num_tokens - sum(count for _, _, count in chunks)
@@ -172,8 +176,8 @@ class EncoderRows:
         return section
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:
-        """Return i32[count]: the pool row of each of the prompt's `count` tokens from `start` on, -1 for those without
-        an image, IN_PREFIX for those of them in a prefix.
+        """Return i32 [count], the pool row of each of the prompt's `count` tokens from `start` on. Tokens without an
+        image get -1, or IN_PREFIX if they are in a prefix.
 
         Raises KeyError for an image that has no rows (`take`).
         """
@@ -185,8 +189,8 @@ class EncoderRows:
         return found
 
     def passed(self, slot: int, position: int) -> None:
-        """Release the images that a slot no longer needs once its tokens before `position` are computed, as the step
-        being scheduled does. Their rows keep their content until others need the room.
+        """Release the images that a slot no longer needs once its tokens before `position` are computed, which the step
+        being scheduled does. Their rows keep their content until they are needed for other images.
         """
         own = self._needed.get(slot)
         if own is None:
@@ -198,21 +202,25 @@ class EncoderRows:
             del self._needed[slot]
 
     def release(self, slot: int) -> None:
-        """Release all images of a slot that is given up."""
+        """Release all images of a slot whose request has lost it. Their rows keep their content until they are needed
+        for others.
+        """
         for digest in self._needed.pop(slot, {}):
             self._leave(slot, digest)
 
     def clear(self) -> None:
-        """Forget the embeddings that no slot needs."""
+        """Drop the embeddings that no slot needs, and free their rows."""
         for digest in list(self._idle):
             self._evict(digest)
 
     def _tower(self, item: MediaItem) -> bool:
-        """Whether a tower of sounds beside that of images encodes an item."""
+        """Whether the second tower, that of sounds, encodes an item."""
         return self._most[True] > 0 and item.modality == AUDIO
 
     def _leave(self, slot: int, digest: bytes) -> None:
-        """Note that a slot no longer needs an image; one that no slot needs is idle, used last."""
+        """Record that a slot no longer needs an image. An image that no slot needs becomes idle, as the one used
+        last.
+        """
         users = self._users[digest]
         users.discard(slot)
         if not users:
@@ -221,8 +229,8 @@ class EncoderRows:
             self._num_idle_rows += len(self._rows[digest])
 
     def _allocate(self, count: int) -> np.ndarray:
-        """Take `count` free rows, i32[count], after evicting idle images, the least recently used first. Raises
-        StopIteration if the rows do not suffice.
+        """Return `count` free rows, i32 [count], which are then no longer free; idle images are evicted for them, the
+        least recently used first. Raises StopIteration if the rows do not suffice.
         """
         while self._num_free < count:
             self._evict(next(iter(self._idle)))
@@ -230,7 +238,7 @@ class EncoderRows:
         return self._free[self._num_free : self._num_free + count].copy()
 
     def _evict(self, digest: bytes) -> None:
-        """Free the rows of an idle image, and take it out of `encodes`."""
+        """Free the rows of an idle image, and remove it from `encodes`."""
         rows = self._rows.pop(digest)
         del self._idle[digest]
         if self.encodes:  # it may have lost its only user in the step that was to encode it
@@ -252,20 +260,20 @@ class Pictures(SchedulerExtension):
     ranks: Sequence[RankPictures]
 
     def __init__(self, options: PictureOptions):
-        """Keep the options; `start` makes the pools."""
+        """Store the options. `start` creates the pools."""
         self._options = options
 
     @property
     def rows(self) -> list[EncoderRows]:
-        """Return the pool of each replica."""
+        """Pool of each replica."""
         return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, with empty pools."""
+        """Create `ranks`, one for each replica, with empty pools."""
         self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
 
     def reset_cache(self) -> None:
-        """Forget the embeddings that no slot needs, in the pools of all replicas."""
+        """Drop the embeddings that no slot needs, in the pools of all replicas."""
         for rows in self.rows:
             rows.clear()
 
@@ -276,7 +284,7 @@ class RankPictures(RankExtension):
     """
 
     def __init__(self, options: PictureOptions, slots: Slots):
-        """Start with an empty pool, for the prompts in these slots."""
+        """Create an empty pool, for the prompts in these slots."""
         sounds = options.max_sound_patches
         self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole, max_sound_patches=sounds)
         self._slots = slots
@@ -293,12 +301,12 @@ class RankPictures(RankExtension):
         return self.rows.reach(request.media, start, count)
 
     def reserve(self, request: Request, start: int, count: int) -> None:
-        """Reserve pool rows for the images of these tokens; those not in the pool are to be encoded."""
+        """Reserve pool rows for the images of these tokens; images not in the pool are added to those to be encoded."""
         self.rows.take(request.slot, request.media, start, count)
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """Add the images to be encoded as a section of the batch and the pool rows of its tokens to its message, both
-        only if there are any, and release images that the chunks pass.
+        """Add the images to be encoded to the batch as a section and the pool rows of its tokens to its message, each
+        only if there are any, and release the images that the chunks pass.
         """
         if self.rows.encodes:
             batch.sections[NAME] = self.rows.encodes
@@ -318,5 +326,5 @@ class RankPictures(RankExtension):
             self.rows.passed(slot, start + count)
 
     def release(self, slot: int) -> None:
-        """Release all images of the slot; they stay in the pool until others need the room."""
+        """Release all images of the slot; they stay in the pool until their rows are needed for others."""
         self.rows.release(slot)

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states at prefixes: cuts prefills where a snapshot is to be taken."""
+"""Snapshots of recurrent states at prefixes: cuts prefills where a snapshot is to be saved."""
 
 from __future__ import annotations
 
@@ -18,43 +18,45 @@ class SnapshotOptions:
     """Options of snapshots; SchedulerConfig.num_snapshots is their number."""
 
     def extension(self) -> KeptStates:
-        """Make the scheduler extension."""
+        """Return a new scheduler extension."""
         return KeptStates()
 
 
 class KeptStates(SchedulerExtension):
-    """Scheduler extension with the snapshots of all replicas."""
+    """Scheduler extension for the snapshots of all replicas."""
 
     name: ClassVar[str] = "snapshots"
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks` for replicas that keep snapshots."""
+        """Create `ranks` for the replicas that keep snapshots."""
         self.ranks = [_RankStates(rank.pages.snapshots) for rank in ranks if rank.pages.snapshots is not None]
 
 
 class _RankStates(RankExtension):
-    """One replica's part, which passes schedule events on to the replica's snapshots."""
+    """Snapshots in one replica's schedule: passes its events on to the replica's Snapshots."""
 
     def __init__(self, snapshots: Snapshots):
-        """Keep the replica's snapshots."""
+        """Store the replica's snapshots."""
         self._snapshots = snapshots
 
     def begin(self) -> None:
-        """Make snapshots saved by the previous step available."""
+        """Start a step: snapshots saved by the previous step can be found from now on."""
         self._snapshots.begin_step()
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
-        """Return how many of `count` tokens do not pass the next border, after which a state is to be saved."""
+        """Return how many of `count` tokens from `start` on lie before the next border, after which a state is to be
+        saved.
+        """
         if hits is None:
             return self._snapshots.cut(request.slot, start, count)
         borders = self._snapshots.borders(hits, len(request.known_token_ids()))
         return min([count, *(border - start for border in borders)])
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Have the slot begin from the state after its cached prefix, if it has one, and set its borders."""
+        """Make the slot start from the state after its cached prefix, if it has one, and set its borders."""
         digest = request.page_hashes[hits.num_columns - 1] if hits.num_columns else None
         self._snapshots.begin(request.slot, digest, self._snapshots.borders(hits, num_known))
 
     def register(self, request: Request, num_computed: int, count: int) -> None:
-        """Have the step save the slot's state after its `num_computed` tokens if that is a border (Snapshots.keep)."""
+        """Save the slot's state after its `num_computed` tokens in this step, if that is a border (Snapshots.keep)."""
         self._snapshots.keep(request.slot, request.page_hashes, num_computed, count)

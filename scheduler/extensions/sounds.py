@@ -37,7 +37,7 @@ class SoundOptions:
     max_frames: int
 
     def extension(self) -> Sounds:
-        """Make the scheduler extension with these options."""
+        """Return a new scheduler extension with these options."""
         return Sounds(self)
 
 
@@ -48,20 +48,20 @@ class Sounds(SchedulerExtension):
     ranks: Sequence[RankSounds]
 
     def __init__(self, options: SoundOptions):
-        """Keep the options; `start` makes the pools."""
+        """Store the options. `start` creates the pools."""
         self._options = options
 
     @property
     def rows(self) -> list[EncoderRows]:
-        """Return the pool of each replica."""
+        """Pool of each replica."""
         return [rank.rows for rank in self.ranks]
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """Make `ranks`, with empty pools."""
+        """Create `ranks`, one for each replica, with empty pools."""
         self.ranks = [RankSounds(self._options) for _ in ranks]
 
     def reset_cache(self) -> None:
-        """Forget the encoded sounds that no slot needs, in the pools of all replicas."""
+        """Drop the encoded sounds that no slot needs, in the pools of all replicas."""
         for rows in self.rows:
             rows.clear()
 
@@ -72,12 +72,12 @@ class RankSounds(RankExtension):
     """
 
     def __init__(self, options: SoundOptions):
-        """Start with an empty pool, and no prompt to align."""
+        """Create an empty pool, with no prompt to align in the present step."""
         self.rows = EncoderRows(options.num_rows, options.max_frames)
         self._num_aligned = 0
 
     def row(self, request: Request) -> int:
-        """Return the pool's row of a running request's sound. Raises KeyError if the sound has none."""
+        """Return the pool row of a running request's sound. Raises KeyError if the sound has none."""
         assert request.media is not None
         return int(self.rows.index(request.media, 0, 1)[0])
 
@@ -87,8 +87,9 @@ class RankSounds(RankExtension):
         self._num_aligned = 0
 
     def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
-        """Return `count`, but 0 for a request to be admitted (hits is not None) whose sound finds no row or is too much
-        for the step, or which is to be aligned after MAX_ALIGNED others in this step.
+        """Return `count` for a running request (hits None). For a request to be admitted, return 0 if its sound finds
+        no pool row, if the step has no room to encode it, or if it is to be aligned after MAX_ALIGNED others in this
+        step.
         """
         if hits is None:
             return count
@@ -98,11 +99,11 @@ class RankSounds(RankExtension):
         return count if self.rows.reach(request.media, 0, 1) else 0
 
     def reserve(self, request: Request, start: int, count: int) -> None:
-        """Reserve a pool row for the request's sound; one not in the pool is to be encoded."""
+        """Reserve a pool row for the request's sound; a sound not in the pool is added to those to be encoded."""
         self.rows.take(request.slot, request.media, 0, 1)
 
     def admit(self, request: Request, num_known: int, hits: Hits) -> None:
-        """Count the request if its prompt is to be aligned with its sound."""
+        """Count the request if its prompt is to be aligned with its sound, for the limit in `chunk`."""
         self._num_aligned += request.params.alignment is not None
 
     def complete(self, batch: ScheduledBatch) -> None:
@@ -111,5 +112,5 @@ class RankSounds(RankExtension):
             batch.sections[NAME] = self.rows.encodes
 
     def release(self, slot: int) -> None:
-        """Release the slot's sound; it stays in the pool until others need the room."""
+        """Release the slot's sound; it stays in the pool until its row is needed for another."""
         self.rows.release(slot)

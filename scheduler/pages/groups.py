@@ -23,17 +23,20 @@ Deltas = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def most_pages_of(config: SchedulerConfig, num_tokens: int) -> int:
-    """Return the most pages that a sequence of num_tokens tokens holds at once, over all groups of a configuration."""
+    """Return the most pages that a sequence of num_tokens tokens holds at once, over all cache groups of a
+    configuration.
+    """
     chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
     return most_pages(num_tokens, config.windows, page_size=config.page_size, chunk=chunk)
 
 
 def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
-    """Return the most pages that a sequence of num_tokens tokens holds at once, over groups with these windows (keys
-    that a token sees, itself included; None for all).
+    """Return the most pages that a sequence of num_tokens tokens holds at once, over cache groups with these windows
+    (keys that a token sees, itself included; None for all).
 
-    chunk: most tokens of it that one step computes. The window of the chunk's first token stays: n consecutive tokens,
-    whose first may be the last of a page; the others fill ceil((n - 1) / page_size) columns after it.
+    chunk: most tokens of the sequence that one step computes. A group with a window must hold the window of the chunk's
+    first token and the chunk: n consecutive tokens, whose first may be the last of a page, so that the others fill
+    ceil((n - 1) / page_size) columns after it.
     """
     columns = -(-num_tokens // page_size)
     return sum(
@@ -46,17 +49,17 @@ class PageTables:
     """Page tables of slots 0 .. max_num_seqs - 1 of one replica.
 
     Attributes:
-      pool: the pool that pages come from; page_size: tokens of a page.
-      table: i32[G, max_num_seqs, columns], page ids, -1 where a slot holds no page.
-      num_groups: cache groups; whole: those that keep all keys; windowed: (group, window) of the others.
-      num_columns: i32[max_num_seqs], columns that a slot has begun.
+      pool: the pool that pages come from. page_size: tokens of a page.
+      table: i32 [G, max_num_seqs, columns], page ids, -1 where a slot holds no page.
+      num_groups: number of cache groups. whole: those that keep all keys. windowed: (group, window) of the others.
+      num_columns: i32 [max_num_seqs], number of columns that a slot has begun.
       snapshots: recurrent states of prefixes; None if none are kept.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
     """
 
     def __init__(self, config: SchedulerConfig):
-        """Make a pool, snapshots if the configuration has any, and tables without pages. Raises ValueError without
-        pages.
+        """Create the pool, snapshots if the configuration has any, and tables without pages. Raises ValueError if
+        num_pages is below 1.
         """
         self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
         self.page_size = config.page_size
@@ -65,29 +68,29 @@ class PageTables:
         self.snapshots = Snapshots(count, slots, config.page_size) if count else None
         self.windowed = [(group, window) for group, window in enumerate(config.windows) if window is not None]
         self.whole = [group for group, window in enumerate(config.windows) if window is None]
-        # Columns behind a token that begins one, of which its window shows something: those and its own are all that a
-        # decode holds, i64[g, 1] of the groups with windows.
+        # Number of columns, before that of a token that begins a column, of which its window shows something: these and
+        # its own are all that a decode holds, i64[g, 1] for the groups with windows.
         behind = [min(-(-(window - 1) // self.page_size), config.max_pages_per_seq) for _, window in self.windowed]
         self._behind_new = np.array(behind, np.int64)[:, None]
         self._window_groups = np.array([group for group, _ in self.windowed], np.int64)[:, None]
-        # The tables in one piece, with columns without pages in front, so that every column has some behind it.
+        # One array for all tables, padded in front with columns without pages, so that every column has some before it.
         pad = 1 + max(behind, default=0)
         places = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
         self.table, self._places, self._width, self._pad = places[..., pad:], places.ravel(), places.shape[-1], pad
         self.num_groups = groups
         self.num_columns = np.zeros(slots, np.int32)
-        # Of the groups with windows: columns whose pages a slot holds, the last ones.
+        # For the groups with windows: number of last columns whose pages a slot holds.
         self._held = np.zeros((len(self.windowed), slots), np.int32)
         self.deltas: list[Deltas] = []
         self._num_registered = np.zeros(slots, np.int32)
-        # A slot's first row is its own number; those of groups with windows stand in front.
+        # A slot's row in group 0 is its number. The rows of groups with windows come first.
         order = [group for group, _ in self.windowed] + self.whole
         self._first_rows = slots * np.array(order, np.int64)[:, None]
 
     @property
     def num_held(self) -> np.ndarray:
-        """Return i32[G, max_num_seqs]: the number of last columns whose pages a slot holds; it has freed the earlier
-        ones, or never had them.
+        """Number of last columns whose pages a slot holds, i32 [G, max_num_seqs]; it has freed the pages of earlier
+        columns, or never had them.
         """
         held = np.tile(self.num_columns, (self.num_groups, 1))
         held[self._window_groups[:, 0]] = self._held
@@ -98,38 +101,39 @@ class PageTables:
         return len(self.whole) * int(self.num_columns[slots].sum()) + int(self._held[:, slots].sum())
 
     def num_missing(self, slot: int, num_tokens: int) -> int:
-        """Return the number of pages that must be added so that the slot's first `num_tokens` tokens have pages."""
+        """Return the number of pages, over all groups, that a slot lacks for its first `num_tokens` tokens."""
         return self.num_groups * max(0, self._columns(num_tokens) - int(self.num_columns[slot]))
 
     def num_missing_of(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
-        """Return the number of pages that must be added so that the first `num_tokens` i64[n] tokens of `slots` i64[n]
-        have pages.
+        """Return the number of pages, over all groups and slots, that `slots` i64 [n] lack for their first `num_tokens`
+        i64 [n] tokens.
         """
         columns = -(-num_tokens // self.page_size) - self.num_columns[slots]
         return self.num_groups * int(columns[columns > 0].sum())
 
     def num_to_grow(self, slots: np.ndarray) -> int:
-        """Return the number of free pages that one more column for each of `slots` i64[n] takes, less those that
+        """Return the number of free pages that one more column for each of `slots` i64 [n] takes, minus those that
         windows free.
         """
         return len(self.whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
 
     def can_take(self, hits: Hits, num_pages: int) -> bool:
-        """Whether the pool has `num_pages` free pages in addition to those of `hits`."""
+        """Whether the pool has `num_pages` free pages besides those of `hits`."""
         return num_pages <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """Find the longest prefix of a digest chain that every group can serve, with a saved state at its end if there
-        are snapshots.
+        """Return the longest prefix of a digest chain whose pages every group has, and, if there are snapshots, whose
+        state is saved.
 
-        digests: of the prefix's pages, in order. Nothing is reserved: the pages may be given to others until `begin`.
+        digests: of the prefix's pages, in order. Nothing is reserved: the pages may be allocated to others until
+        `begin`.
         """
         run, whole = len(digests), {}
         for group in self.whole:
             whole[group] = self.pool.lookup([page_key(digest, group) for digest in digests[:run]])
             run = len(whole[group])
         found = [[self.pool.find(page_key(digest, group)) for digest in digests[:run]] for group, _ in self.windowed]
-        # For each column, how many before it are there without a gap.
+        # For each column, the number of pages before it that are known without a gap.
         counts = [gapless([page is not None for page in pages]) for pages in found]
         num_known = run
         while run and (
@@ -148,8 +152,8 @@ class PageTables:
         return Hits(run, tuple(pages), num_known)
 
     def begin(self, slot: int, hits: Hits) -> None:
-        """Give a slot without pages those of a cached prefix, the result of `lookup`: each page gets one reference
-        more, and its entry is written.
+        """Assign the pages of a cached prefix, the result of `lookup`, to a slot without pages. Each page gets one more
+        reference, and its table entry is written.
         """
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
         self._held[:, slot] = [len(hits.pages[group]) for group, _ in self.windowed]
@@ -159,8 +163,8 @@ class PageTables:
                 self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
-        """Allocate the pages of every group that the slot's first `num_tokens` tokens lack, and write their entries.
-        Raises ValueError if the pool has too few; nothing has changed then.
+        """Allocate the pages of every group that the slot's first `num_tokens` tokens lack, and write their table
+        entries. Raises ValueError if the pool has too few; nothing has changed then.
         """
         first, last = int(self.num_columns[slot]), self._columns(num_tokens)
         if last > first:
@@ -171,11 +175,12 @@ class PageTables:
             self._held[:, slot] += last - first
 
     def grow_by_one(self, slots: np.ndarray) -> None:
-        """Allocate the pages of one more column for each of `slots`, i64[n] without repeats, whose columns are all
+        """Allocate the pages of one more column for each of `slots`, i64 [n] without repeats, whose columns are all
         full.
 
-        Pages that a window leaves are freed first, at most one of each group and slot, and reused at once if nobody can
-        find them. The caller has checked that the pool has enough pages; a ValueError leaves the tables half changed.
+        Pages that a window leaves are freed first, at most one of each group and slot, and reused at once if none of
+        them is in the prefix cache or shared. The caller must have checked that the pool has enough pages; a ValueError
+        leaves the tables half changed.
         """
         columns, count = self.num_columns[slots], len(slots)
         rows = slots + self._first_rows
@@ -197,16 +202,16 @@ class PageTables:
         self.num_columns[slots] += 1
 
     def grow_to(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Allocate the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] lack.
+        """Allocate the pages that the first `num_tokens` i64 [n] tokens of `slots` i64 [n] lack.
 
-        The caller has checked that they are free (`num_missing_of`).
+        The caller must have checked that enough are free (`num_missing_of`).
         """
         while (needy := num_tokens > self.num_columns[slots] * self.page_size).any():
             self.grow_by_one(slots[needy])
 
     def give_back(self, slot: int, position: int) -> None:
-        """Free the pages, of groups with windows, that no token of a slot from `position` on will see. No deltas are
-        written. `grow_by_one` does it, too.
+        """Free the pages, in groups with windows, that no token of a slot from `position` on will see. No deltas are
+        written. `grow_by_one` does this, too.
         """
         columns = int(self.num_columns[slot])
         for index, (group, window) in enumerate(self.windowed):
@@ -218,8 +223,8 @@ class PageTables:
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
         """Register in the prefix cache the pages, of every group, that the slot's first `num_tokens` tokens fill,
-        except those registered before. They may be used at once, because a step writes all its keys before it reads
-        any.
+        except those registered before. Other requests may use them at once, because a step writes all its keys before
+        it reads any.
 
         digests: of the slot's pages from the first one on, as far as they are known.
         """
@@ -246,14 +251,14 @@ class PageTables:
         self._held[:, slot] = 0
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached pages and states of prefixes. Pages that slots hold stay with them."""
+        """Drop all cached prefixes, pages and states. Pages that slots hold stay with them."""
         self.pool.reset_prefix_cache()
         if self.snapshots is not None:
             self.snapshots.reset()
 
     def take_deltas(self) -> list[Deltas]:
-        """Return the page-table entries written since the last call, those for snapshots (table num_groups) last; the
-        list in `deltas` is then empty.
+        """Return the page-table entries written since the last call, those for snapshots (table num_groups) last, and
+        empty `deltas`.
         """
         deltas, self.deltas = self.deltas, []
         if self.snapshots is not None and (entries := self.snapshots.take_entries()) is not None:
@@ -262,7 +267,9 @@ class PageTables:
         return deltas
 
     def _write(self, group: int, slot: int, first: int, pages: np.ndarray) -> None:
-        """Enter pages i32[n] into a slot's columns from `first` on, in the table of a group and in `deltas`."""
+        """Write pages i32 [n] into a slot's columns from `first` on, in the table of a group, and append them to
+        `deltas`.
+        """
         columns = np.arange(first, first + len(pages), dtype=np.int32)
         self.table[group, slot, columns] = pages
         self.deltas.append((self._rows(group, np.full(len(pages), slot)), columns, pages))
@@ -272,30 +279,34 @@ class PageTables:
         return (slots + group * self.table.shape[1]).astype(np.int32)
 
     def _columns(self, num_tokens: int) -> int:
-        """Return the number of columns of `num_tokens` tokens, the last one not full as a rule."""
+        """Return the number of columns for `num_tokens` tokens, of which the last may be partly full."""
         return -(-num_tokens // self.page_size)
 
     def behind(self, position: int, window: int) -> int:
-        """Return the number of leading columns that a token at `position`, and all later ones, do not see through this
+        """Return the number of leading columns that neither a token at `position` nor any later one sees through this
         window.
         """
         return max(0, position - (window - 1)) // self.page_size
 
 
 def short_digest(digest: bytes) -> int:
-    """Return the last 64 bits of a page's digest, by which those outside of the engine know it."""
+    """Return the last 64 bits of a page's digest as an unsigned integer, which identifies the page in published
+    events.
+    """
     return int.from_bytes(digest[-8:], "big")
 
 
 def page_key(digest: bytes, group: int) -> bytes:
     """Return the key under which PagePool stores a group's page with this digest: the digest itself for group 0, else
-    with the group's number, at most 255, as one more byte.
+    the digest and one more byte, the group's number (at most 255; ValueError for more).
     """
     return digest + bytes((group,)) if group else digest
 
 
 def gapless(is_there: Sequence[bool]) -> list[int]:
-    """Return, for each n from 0 to len(is_there), how many of the first n at their end are true without a gap."""
+    """Return a list with, for each n from 0 to len(is_there), the length of the run of true values that ends the first
+    n.
+    """
     counts = [0]
     for each in is_there:
         counts.append(counts[-1] + 1 if each else 0)

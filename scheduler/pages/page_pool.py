@@ -13,21 +13,21 @@ import numpy as np
 
 
 class PageListener(Protocol):
-    """Observer of what can be found in a pool of pages, or among snapshots. A page's content is that of the steps
-    dispatched so far, until the next one is.
+    """Observer of the pages that can be found in a pool, or of snapshots. A page has the content that the steps
+    dispatched so far give it, until the next step is dispatched.
     """
 
     def registered(self, digest: bytes, page: int) -> None:
-        """Note that a page can be found under a digest. The step being scheduled may be the one that fills it."""
+        """Called when a page can be found under a digest. The step being scheduled may be the one that fills it."""
 
     def dropped(self, digest: bytes) -> None:
-        """Note that a page is no longer found under its digest, and is not to be."""
+        """Called when the pool forgets a digest, whose page can no longer be found."""
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Note that pages have been taken for other content and are no longer found under their digests."""
+        """Called when pages are taken for other content and can no longer be found under their digests."""
 
     def forgotten(self) -> None:
-        """Note that nothing can be found any more."""
+        """Called when all digests have been forgotten."""
 
 
 class PagePool:
@@ -40,8 +40,8 @@ class PagePool:
     Attributes:
       num_pages: pages of the pool, numbered from 0.
       enable_caching: whether `register` has an effect.
-      ref_count: i32[num_pages], references to each page.
-      listeners: what observes the cached pages.
+      ref_count: i32 [num_pages], references to each page.
+      listeners: observers of the cached pages.
 
     Raises ValueError for num_pages below 1.
     """
@@ -60,7 +60,8 @@ class PagePool:
         self._head = self._tail = 0
         self._num_cached = 0
         self._digest_of: list[bytes | None] = [None] * num_pages
-        # Those that have one or had one when it was forgotten, and had an owner then; the last is no page, and has one.
+        # Pages with a digest, and pages whose digest was forgotten while they had an owner. The last entry, always
+        # True, stands for page -1.
         self._named = np.zeros(num_pages + 1, np.bool_)
         self._named[num_pages] = True
         self._page_of: dict[bytes, int] = {}
@@ -68,12 +69,13 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Return the number of pages that may be allocated now, cached ones included."""
+        """Number of pages that may be allocated now, cached ones included."""
         return self._num_blank + self._num_cached
 
     def allocate(self, count: int) -> np.ndarray:
-        """Allocate `count` free pages, i32[count], each with one reference: blank ones first, then the cached ones
-        least recently freed, whose digests are forgotten (`evicted`). Raises ValueError for more than `num_free`.
+        """Return `count` free pages, i32 [count], each with one reference: blank ones first, then the cached ones
+        least recently freed, whose digests are forgotten (listeners are called: `evicted`). Raises ValueError for more
+        than `num_free`.
         """
         if count > self.num_free:
             raise ValueError(f"count is {count}; only {self.num_free} pages are free")
@@ -86,8 +88,8 @@ class PagePool:
         return pages
 
     def acquire(self, pages: np.ndarray) -> None:
-        """Add one reference to each of `pages`, i32[n] without repeats, as found by `lookup`; a cached one is no longer
-        free, but keeps its digest.
+        """Add one reference to each of `pages`, i32 [n] without repeats, as found by `lookup`. A cached one is then no
+        longer free, but keeps its digest.
         """
         free = pages[self.ref_count[pages] == 0]
         self._position[free] = -1
@@ -95,11 +97,12 @@ class PagePool:
         self.ref_count[pages] += 1
 
     def num_free_among(self, pages: np.ndarray) -> int:
-        """Return how many of `pages` are free now, and would no longer be if acquired."""
+        """Return how many of `pages` are free now, and would not be after `acquire`."""
         return int(np.count_nonzero(self.ref_count[pages] == 0))
 
     def free(self, pages: np.ndarray) -> None:
-        """Drop one reference from each of `pages`, i32[n] in sequence order, for each time that a page is in it.
+        """Remove one reference from a page for each time that it is in `pages`, i32 [n] in sequence order. A page
+        without references becomes cached if it has a digest, else blank.
 
         Later pages of a sequence are reused before earlier ones: a prefix is worth more than its continuation. Raises
         ValueError for a page without a reference.
@@ -110,7 +113,7 @@ class PagePool:
         if self.are_nameless(pages):
             self.ref_count[pages] = 0
             blank = pages[::-1]
-        else:  # others may hold it, too, and be among those who give it back
+        else:  # several owners may hold a page, and free it in this call
             np.subtract.at(self.ref_count, pages, 1)
             free = pages[self.ref_count[pages] == 0].tolist()
             released, digests = np.array(list(dict.fromkeys(free)), np.int32)[::-1], self._digest_of
@@ -122,14 +125,15 @@ class PagePool:
         self._num_blank += len(blank)
 
     def are_nameless(self, pages: np.ndarray) -> bool:
-        """Whether all of `pages` i32[n] are pages that were never registered under a digest since they were allocated,
-        so that each has one owner; False if one is -1, which stands for no page.
+        """Whether none of `pages` i32 [n] has been registered under a digest since it was allocated, so that each has
+        at most one owner. False if one is -1, which stands for no page.
         """
         return not self._named[pages].any()
 
     def register(self, page: int, digest: bytes) -> None:
-        """Register a referenced page under the digest of its tokens, by which later requests find it, and tell the
-        listeners. Does nothing without enable_caching, or if a page has the digest or the page has one.
+        """Register a referenced page under the digest of its tokens, by which later requests find it, and call the
+        listeners (`registered`). Does nothing without enable_caching, or if another page has the digest or the page
+        already has one.
         """
         if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
             self._page_of[digest] = page
@@ -139,10 +143,10 @@ class PagePool:
                 each.registered(digest, page)
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
-        """Return the pages of the longest known prefix of a digest chain, i32[n]; n is 0 if the first digest is
+        """Return the pages of the longest known prefix of a digest chain, i32 [n]; n is 0 if the first digest is
         unknown.
 
-        Nothing is reserved: the pages may be given to others until `acquire`.
+        Nothing is reserved: the pages may be allocated to others until `acquire`.
         """
         pages: list[int] = []
         for digest in digests:
@@ -154,15 +158,15 @@ class PagePool:
 
     @property
     def digests(self) -> Collection[bytes]:
-        """Return the digests under which pages can be found now."""
+        """Digests under which pages can be found now."""
         return self._page_of.keys()
 
     def find(self, digest: bytes) -> int | None:
-        """Return the page with a digest, None if there is none."""
+        """Return the page registered under a digest; None if there is none."""
         return self._page_of.get(digest)
 
     def forget(self, digest: bytes) -> None:
-        """Forget a digest, if it is known, and tell the listeners (`dropped`); a cached page becomes blank, a
+        """Forget a digest, if it is known, and call the listeners (`dropped`). A cached page becomes blank, a
         referenced one stays with its owners.
         """
         page = self._page_of.pop(digest, None)
@@ -179,7 +183,7 @@ class PagePool:
             each.dropped(digest)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every digest, and tell the listeners (`forgotten`); cached pages become blank. Referenced pages stay
+        """Forget every digest, and call the listeners (`forgotten`). Cached pages become blank; referenced pages stay
         with their owners.
         """
         for page in self._page_of.values():
@@ -195,8 +199,8 @@ class PagePool:
             each.forgotten()
 
     def page_states(self) -> np.ndarray:
-        """Return u8[num_pages]: 0 blank, 1 cached, 2 referenced once, 3 shared by several. O(num_pages), for the status
-        page.
+        """Return u8 [num_pages], the state of each page: 0 blank, 1 cached, 2 referenced once, 3 referenced several
+        times. Takes O(num_pages), for the status page.
         """
         return np.minimum(self.ref_count, 2).astype(np.uint8) + (self.ref_count > 0) + (self._position >= 0)
 
@@ -218,7 +222,9 @@ class PagePool:
         assert not named[self._blank[: self._num_blank]].any(), "a blank page has a name"
 
     def _append_cached(self, pages: np.ndarray) -> None:
-        """Mark free pages i32[n] as cached, to be reused after all that are cached already, in this order."""
+        """Mark free pages i32 [n] as cached. They will be reused after all pages that are cached already, in this
+        order.
+        """
         if self._tail + len(pages) - self._head > len(self._ring):
             self._compact()
         positions = np.arange(self._tail, self._tail + len(pages))
@@ -228,7 +234,7 @@ class PagePool:
         self._num_cached += len(pages)
 
     def _compact(self) -> None:
-        """Remove stale entries from the ring; at most num_pages valid ones remain, half of it."""
+        """Remove stale entries from the ring; at most num_pages valid ones remain, half of its size."""
         live = np.argsort(self._position, kind="stable")
         live = live[self._position[live] >= 0].astype(np.int32)
         self._ring[: len(live)] = live
@@ -236,10 +242,10 @@ class PagePool:
         self._head, self._tail = 0, len(live)
 
     def _evict(self, count: int) -> np.ndarray:
-        """Take the `count` cached pages least recently freed, i32[count], tell the listeners (`evicted`), and forget
-        their digests.
+        """Take the `count` cached pages least recently freed, call the listeners (`evicted`), forget the pages'
+        digests, and return the pages, i32 [count].
 
-        There must be so many. They are in no state afterwards: the caller adds references.
+        There must be that many. The pages are in no state afterwards, so the caller must add references.
         """
         taken: list[int] = []
         ring, position, size = self._ring, self._position, len(self._ring)

@@ -1,4 +1,4 @@
-"""Prefixes whose pages are only partly in the pool: how far they reach with what is stored elsewhere."""
+"""Prefixes whose pages are only partly in the pool: how long they are together with what is stored elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from jaxengine.scheduler.pages.groups import PageTables, gapless, page_key
 
 
 class Reach(NamedTuple):
-    """Longest prefix that can be had.
+    """Longest prefix that is available in the pool and the store together.
 
     Attributes:
       num_columns: columns of the prefix.
       pages: keys of the pages that it needs, in order of their columns.
-      missing: those that the pool lacks, and then the key of the state if it is needed and no snapshot has it.
+      missing: keys of those pages that the pool lacks; then the key of the state, if it is needed and no snapshot has
+      it.
     """
 
     num_columns: int
@@ -29,7 +30,7 @@ def state_key(digest: bytes) -> bytes:
 
 def reach(tables: PageTables, digests: Sequence[bytes], is_stored: Callable[[bytes], bool]) -> Reach:
     """Return the longest prefix of a digest chain that every cache group can serve with the pages and snapshots of
-    `tables` and what is stored elsewhere.
+    `tables` and what is stored elsewhere. With snapshots, the state at its end must be available, too.
 
     digests: of the prefix's pages, in order. is_stored: whether a key (`page_key`, `state_key`) is stored elsewhere.
     """

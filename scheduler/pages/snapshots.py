@@ -1,12 +1,12 @@
 """Snapshots: recurrent states of prefixes, for models whose layers keep a state per sequence besides pages.
 
-A prefix can be continued only where its pages and the state after its last token are stored. The step that computes
+A prefix can be continued only if its pages and the state after its last token are stored. The step that computes
 that token copies the state, so the token must be the last of its row: prefills are cut there, namely where a prompt
 leaves the known prefix, and at its last page boundary, from which a longer prompt may continue.
 
-The device is told by entries of one more page table: a slot's columns are the snapshot that its first row begins from,
-and the position and the snapshot of the state to be saved next (LOAD, POSITION, SAVE). Of requests this module knows
-only their digests.
+The device gets this from entries of one more page table: a slot's columns are the snapshot that its first row begins
+from, and the position and the snapshot of the state to be saved next (LOAD, POSITION, SAVE). Of requests this module
+has only their digests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class Hits(NamedTuple):
 
     Attributes:
       num_columns: columns of the prefix.
-      pages: for each group i32[n], the pages of its last n columns: all of them, or those that its window still sees.
-      num_known: columns that would be known if states were saved everywhere.
+      pages: for each group i32 [n], the pages of the prefix's last n columns: all of them, or those that its window
+      still
+        sees.
+      num_known: number of columns that the prefix would have if states were saved everywhere.
     """
 
     num_columns: int
@@ -36,19 +38,19 @@ class Hits(NamedTuple):
 
 
 class Snapshots:
-    """Snapshots of one replica, least recently used first, and the states that its slots are still to save.
+    """Snapshots of one replica, least recently used first, and the states that its slots have yet to save.
 
     A snapshot can be found only from the step after the one that saves it, because a step's rows read and write states
     in no order. For the same reason a snapshot that a step reads or writes is not reused within that step.
 
     Attributes:
-      listener: what observes the states that can be found; None for nothing.
+      listener: observer of the states that can be found; None for none.
     """
 
     listener: PageListener | None = None
 
     def __init__(self, num_snapshots: int, max_num_seqs: int, page_size: int):
-        """Start with `num_snapshots` free snapshots, for `max_num_seqs` slots. page_size: in tokens."""
+        """Create `num_snapshots` free snapshots, for `max_num_seqs` slots. page_size: tokens of a page."""
         self.page_size = page_size
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._of: dict[bytes, int] = {}
@@ -58,39 +60,43 @@ class Snapshots:
         self._entries: dict[tuple[int, int], int] = {}
 
     def begin_step(self) -> None:
-        """Start a step: snapshots saved by the previous step may be looked up from now on, and those that it used may
-        be reused.
+        """Start a step: snapshots saved by the previous step can be found from now on, and those that it used may be
+        reused.
         """
         self._of |= self._made
         self._made.clear()
         self._busy.clear()
 
     def has(self, digest: bytes) -> bool:
-        """Whether the state after the page with this digest is stored."""
+        """Whether the state after the page with this digest can be found. False for a state that only the newest step
+        saves.
+        """
         return digest in self._of
 
     @property
     def digests(self) -> list[bytes]:
-        """Return the digests whose states are stored, those that the newest step saves included; a step in flight may
-        be the one that writes them.
+        """Digests whose states are stored, including those that the newest step saves; a step in flight may be the one
+        that writes them.
         """
         return [*self._of, *self._made]
 
     def find(self, digest: bytes) -> int | None:
-        """Return the snapshot of the state after the page with this digest, None if there is none."""
+        """Return the snapshot of the state after the page with this digest; None if it cannot be found (`has`)."""
         return self._of.get(digest)
 
     def forget(self, digest: bytes) -> None:
-        """Forget the state after the page with this digest; steps in flight that write or read it are not affected."""
+        """Free the snapshot of the state after the page with this digest, if there is one, without calling the
+        listener. Steps in flight that write or read it are not affected.
+        """
         for own in (self._of, self._made):
             if (snapshot := own.pop(digest, None)) is not None:
                 self._free.append(snapshot)
 
     def borders(self, hits: Hits, num_tokens: int) -> list[int]:
-        """Return the numbers of tokens, ascending, after which a sequence's state is to be saved: where its prompt
-        leaves the known prefix, and its last page boundary before its last token.
+        """Return the numbers of tokens, ascending, after which a sequence's state should be saved: where its prompt
+        leaves the known prefix, and at its last page boundary before its last token.
 
-        hits: the prefix that it begins with; boundaries inside of it are left out. num_tokens: tokens known when it
+        hits: the cached prefix that it begins with; boundaries within it are left out. num_tokens: tokens known when it
         begins.
         """
         last = (num_tokens - 1) // self.page_size
@@ -100,8 +106,8 @@ class Snapshots:
     def begin(self, slot: int, digest: bytes | None, borders: list[int]) -> None:
         """Set up the slot of a new sequence, whose states after `borders` tokens are to be saved.
 
-        digest: of the last page of its cached prefix, whose state must be stored (`has`; KeyError otherwise) and counts
-        as used last; None to begin without one.
+        digest: of the last page of its cached prefix, from whose state the slot starts; None to start without one. The
+        state must be stored (`has`; KeyError otherwise), and counts as used last.
         """
         self._borders[slot] = borders
         self._entries[slot, POSITION] = 0
@@ -111,19 +117,19 @@ class Snapshots:
             self._entries[slot, LOAD] = snapshot
 
     def cut(self, slot: int, computed: int, count: int) -> int:
-        """Return how many of `count` tokens a chunk may have so that it does not pass the slot's next border.
+        """Return how many of `count` tokens a chunk may have without passing the slot's next border.
 
         computed: tokens of the slot before the chunk.
         """
         return min([count, *(border - computed for border in self._borders[slot] if border > computed)])
 
     def keep(self, slot: int, digests: Sequence[bytes], computed: int, count: int) -> None:
-        """Have the step save a slot's state after its first `computed` tokens if that is a border, in a free snapshot
-        or in place of the least recently used one.
+        """If a slot's first `computed` tokens end at one of its borders, make the step save the state after them, in a
+        free snapshot or in place of the least recently used one, and call the listener (`registered`).
 
-        Does nothing if that state is stored already, or the step uses every snapshot. count: how many of these tokens
-        the step computes; the device saves no state of rows of one token. digests: of the slot's pages from the first
-        on.
+        Does nothing if that state is stored already, if the step uses every snapshot, or if count is below 2. count:
+        how many of these tokens the step computes; the device saves no state of rows of one token. digests: of the
+        slot's pages from the first on.
         """
         if computed not in self._borders[slot] or count < 2:
             return
@@ -139,8 +145,9 @@ class Snapshots:
             self.listener.registered(digest, snapshot)
 
     def put(self, digest: bytes) -> int | None:
-        """Return the snapshot that a state is to be written to before the next step, from which it can be found; None
-        if it is stored already, or if the newest step uses every snapshot.
+        """Return the snapshot to which the caller must write the state after the page with this digest before the next
+        step, and under which it can be found from now on. None if the state is stored already, or if the newest step
+        uses every snapshot.
         """
         if digest in self._of or digest in self._made or not self._make_room():
             return None
@@ -148,8 +155,8 @@ class Snapshots:
         return snapshot
 
     def _make_room(self) -> bool:
-        """Return True once a snapshot is free, after forgetting the least recently used state if none was; False if the
-        newest step uses all of them.
+        """Return True if a snapshot is free, after evicting the least recently used state (and calling the listener) if
+        none was; False if the newest step uses all of them.
         """
         if self._free:
             return True
@@ -162,7 +169,7 @@ class Snapshots:
         return True
 
     def reset(self) -> None:
-        """Forget every stored state, without telling the listener; steps in flight that write or read them are not
+        """Free all snapshots, without calling the listener. Steps in flight that write or read them are not
         affected.
         """
         self._free += [*self._of.values(), *self._made.values()]
@@ -170,8 +177,8 @@ class Snapshots:
         self._made.clear()
 
     def take_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Return the entries of the snapshots' page table written since the last call, and forget them: slots, columns
-        (LOAD, POSITION or SAVE) and values, i32[n] each; None for none.
+        """Return the entries of the snapshots' page table written since the last call, and clear them: slots, columns
+        (LOAD, POSITION or SAVE) and values, i32 [n] each; None if there are none.
         """
         if not self._entries:
             return None

@@ -1,4 +1,4 @@
-"""Waiting queue of the fair policy: the client that has been served least comes next.
+"""Waiting queue of the fair policy: the client that has been served least is next.
 
 It is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2.
 While two clients both have requests waiting, the service that they get differs by no more than twice the larger of
@@ -24,26 +24,26 @@ _NOBODY = np.iinfo(np.int64).max
 class FairQueue:
     """Waiting queue with a queue for each client, in order of arrival, and a counter of the service that it received.
 
-    The next request is the first one of the client with the least counter; of equals, the one that arrived first. An
+    The next request is the first one of the client with the smallest counter; of equals, the one that arrived first. An
     input is charged when its request is first admitted, without tokens found in the prefix cache, because these take
     nothing from the others; an output token when the step that samples it is scheduled. Tokens computed again after
-    preemption are charged to nobody.
+    preemption are not charged.
 
-    A client that begins to wait is lifted to the least counter of those that wait already, or to that of the client
-    that waited last, so that idle time earns it nothing. A counter that the next lift would raise anyway is forgotten
-    once its client neither waits nor runs, and all are when nobody does: the remembered clients are those with
-    requests, and those that received more than the ones that wait.
+    When a client begins to wait, its counter is raised to the smallest counter of the clients that wait already, or to
+    that of the client that waited last, so that idle time earns it nothing. A counter that such a raise would reach
+    anyway is forgotten once its client neither waits nor runs; all are forgotten when no request waits or runs. So the
+    remembered clients are those with requests, and those that received more than the ones that wait.
 
     Attributes:
       size: number of waiting requests.
-      num_tokens: their prompt tokens.
+      num_tokens: number of their prompt tokens.
     """
 
     def __init__(self, num_ranks: int = 1, max_num_seqs: int = 1):
         """Start empty, for requests that run on `num_ranks` replicas with `max_num_seqs` slots each."""
         self.num_tokens = 0
         self.size = 0
-        # Whose request runs in a slot, a client's number.
+        # Number of the client whose request runs in a slot.
         self._owner = np.zeros((num_ranks, max_num_seqs), np.int64)
         self._forget_all()
 
@@ -58,7 +58,7 @@ class FairQueue:
 
     @property
     def service(self) -> dict[str, int]:
-        """Return the remembered counters, by client."""
+        """Remembered counters, by client."""
         return {client: int(self._service[number]) for client, number in self._numbers.items()}
 
     def num_waiting(self, client: str) -> int:
@@ -67,9 +67,9 @@ class FairQueue:
         return 0 if number is None else len(self._lines[number])
 
     def push(self, request: Request) -> None:
-        """Put a request into its client's queue, a new one at the end and a preempted one in its old place, at the
-        front. A client that begins to wait is lifted to the least counter of those that wait, and idle clients at or
-        below that are forgotten.
+        """Add a request to its client's queue, a new one at the end and a preempted one in its old position, at the
+        front. When the client begins to wait, its counter is raised to the smallest one of those that wait, and idle
+        clients at or below that are forgotten.
         """
         number = self._numbers.get(request.client)
         if number is None:
@@ -85,7 +85,7 @@ class FairQueue:
             self._forget(level)
 
     def first(self) -> Request | None:
-        """Return the next request, without removing it; None if nobody waits."""
+        """Return the next request, without removing it; None if no request waits."""
         if not self.size:
             return None
         waiting = np.flatnonzero(self._head != _NOBODY)
@@ -93,7 +93,7 @@ class FairQueue:
         return self._lines[int(least[np.argmin(self._head[least])])].first()
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request, wherever it is in its queue; if nobody waits or runs then, all clients are
+        """Remove a waiting request, at any position of its queue. If no request waits or runs then, all clients are
         forgotten. Raises KeyError if it does not wait.
         """
         number = self._numbers[request.client]
@@ -108,8 +108,8 @@ class FairQueue:
         self._forget_if_idle()
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Remove a request that has got a slot, count it as running, and charge its client `num_tokens` of input.
-        Raises KeyError if it does not wait.
+        """Remove a request that has got a slot, count it as running, and charge its client `num_tokens` tokens of
+        input. Raises KeyError if it does not wait.
         """
         number = self._numbers[request.client]
         self._owner[request.rank, request.slot] = number
@@ -118,30 +118,34 @@ class FairQueue:
         self.remove(request)
 
     def charge_outputs(self, rank: int, slots: np.ndarray) -> None:
-        """Charge one output token to the client of each of a replica's running `slots` i64[n], as often as a slot is
-        among them.
+        """Charge one output token to the client of each of a replica's running `slots` i64 [n]; a slot that occurs k
+        times is charged k tokens.
         """
         counts = np.bincount(self._owner[rank, slots], minlength=len(self._service))
         self._service += OUTPUT_WEIGHT * counts
 
     def take_back_output(self, request: Request) -> None:
-        """Undo the charge for one output token of a running request, which will be dropped and sampled again."""
+        """Undo the charge for one output token of a running request: the token will be dropped and sampled again."""
         self._service[self._numbers[request.client]] -= OUTPUT_WEIGHT
 
     def stop(self, request: Request) -> None:
-        """Count a request as no longer running, since it has lost its slot. Called after `push` if it waits again."""
+        """Count a request as no longer running, since it has lost its slot, and forget all clients if none waits or
+        runs. Call it after `push` if the request waits again.
+        """
         self._running[self._numbers[request.client]] -= 1
         self._forget_if_idle()
 
     def _level(self) -> int:
-        """Return the least counter that a client has once it waits."""
+        """Return the counter to which that of a client is raised when it begins to wait: the smallest of the waiting
+        clients, or that of the client that waited last; 0 if there is neither.
+        """
         if self.size:
             return int(self._service[self._head != _NOBODY].min())
         return 0 if self._last is None else int(self._service[self._last])
 
     def _add(self, client: str) -> int:
-        """Give a client without a number a free one, with a counter of 0, and return it; the arrays grow by 8 if none
-        is free.
+        """Assign a free number, with a counter of 0, to a client without one, and return it. If no number is free, the
+        arrays grow from n to 2 n + 8 entries.
         """
         if not self._free:
             size = len(self._lines)
@@ -157,8 +161,8 @@ class FairQueue:
         return number
 
     def _forget(self, level: int) -> None:
-        """Remove the counters of clients without requests if they are at most `level`: should such a client come back,
-        it would be raised to that level anyway.
+        """Remove the counters of clients without requests that are at most `level`: if such a client came back, its
+        counter would be raised to that level anyway.
         """
         idle = (self._service <= level) & (self._head == _NOBODY) & (self._running == 0)
         for number in np.flatnonzero(idle).tolist():
@@ -172,13 +176,13 @@ class FairQueue:
             self._forget_all()
 
     def _forget_all(self) -> None:
-        """Start without clients, counters, queues and numbers; what there was is lost."""
+        """Clear all clients, counters, queues and numbers."""
         self._numbers: dict[str, int] = {}
-        # By a client's number; service is _NOBODY for a number that is free, head the arrival_index of the first that
-        # waits and _NOBODY without one.
+        # By a client's number: service is _NOBODY for a free number; head is the arrival_index of the first waiting
+        # request, _NOBODY without one.
         self._service, self._running, self._head = (np.zeros(0, np.int64) for _ in range(3))
         self._lines: list[WaitingQueue] = []
         self._clients: list[str] = []
         self._free: list[int] = []
-        # The client that was the last to wait, while nobody does.
+        # The client that waited last, while no request waits.
         self._last: int | None = None

@@ -9,14 +9,14 @@ from jaxengine.scheduler.base.request import Request
 
 
 class WaitingQueue:
-    """Queue ordered by arrival, or by priority and then arrival. A preempted request returns to its old place, the
+    """Queue ordered by arrival, or by priority and then arrival. A preempted request returns to its old position, the
     front.
 
     A request removed from the middle leaves its heap entry behind, which is dropped when it reaches the top.
 
     Attributes:
       size: number of waiting requests.
-      num_tokens: their prompt tokens.
+      num_tokens: number of their prompt tokens.
     """
 
     def __init__(self, policy: str = "fcfs"):
@@ -36,7 +36,7 @@ class WaitingQueue:
         return iter(self._entries)
 
     def push(self, request: Request) -> None:
-        """Queue a request, at the place that its arrival_index and priority give it."""
+        """Add a request, at the position that its arrival_index and priority give it."""
         self._num_pushed += 1
         self.size += 1
         self.num_tokens += request.num_prompt_tokens
@@ -45,7 +45,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (priority, request.arrival_index, self._num_pushed, request))
 
     def first(self) -> Request | None:
-        """Return the next request, without removing it; None if nobody waits."""
+        """Return the next request, without removing it; None if no request waits."""
         while self._heap:
             _, _, number, request = self._heap[0]
             if self._entries.get(request) == number:
@@ -54,13 +54,13 @@ class WaitingQueue:
         return None
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Remove a request that has got a slot; KeyError if it does not wait. num_tokens: of its input, unused here;
-        the fair policy's queue charges them.
+        """Remove a request that has got a slot. num_tokens is not used; the fair policy's queue charges it. Raises
+        KeyError if the request does not wait.
         """
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request, wherever it is in the queue. Raises KeyError if it does not wait."""
+        """Remove a waiting request, at any position of the queue. Raises KeyError if it does not wait."""
         del self._entries[request]
         self.size -= 1
         self.num_tokens -= request.num_prompt_tokens

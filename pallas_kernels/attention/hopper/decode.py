@@ -46,7 +46,7 @@ RESERVED_BYTES = 4 * 1024  # shared memory for barriers, cross-warp reductions, 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """Static parameters that the kernel is compiled for."""
+    """Compile-time parameters of the decode kernel, and the buffer sizes that follow from them."""
 
     spec: AttentionSpec  # of this device's heads
     page_size: int  # tokens of a page
@@ -58,18 +58,18 @@ class DecodeShape:
 
     parts = 2  # a block of the pool is keys and values
     head_tiles = 1  # tiles of query heads that share a kv head
-    rest = 0  # columns of queries in an operand of their own
+    rest = 0  # columns of queries that are a separate operand
 
     @property
     def rows(self) -> int:
-        """Rows of queries, maxima and sums of a (row, kv head) pair in global memory: M, the most new tokens of a row
-        times the query heads of a kv head, rounded up to a multiple of 8.
+        """Number M of query rows of a (row, kv head) pair in global memory, and of its maxima and sums: `tokens` times
+        the query heads of a kv head, rounded up to a multiple of 8.
         """
         return -(-self.tokens * self.spec.group_size // 8) * 8
 
     @property
     def product_rows(self) -> int:
-        """Rows of queries in a product."""
+        """Number of query rows of one matrix product: 128 with tensor memory, else 64."""
         return 2 * WARPGROUP_ROWS if self.tensor_memory else WARPGROUP_ROWS
 
     @property
@@ -79,21 +79,26 @@ class DecodeShape:
 
     @property
     def converts(self) -> bool:
-        """Whether keys and values are widened in shared memory before they are multiplied."""
+        """Whether keys and values have to be widened in shared memory before they are multiplied, because the pool's
+        dtype is another than the queries'.
+        """
         return self.kv_dtype != self.dtype
 
     @property
     def output_columns(self) -> int:
-        """Columns of the accumulator that are staged in shared memory at a time, a divisor of the head dim."""
+        """Number of accumulator columns that are staged in shared memory at a time: 16 with tensor memory, else 128 if
+        that divides the head dim, else the whole head dim.
+        """
         head_dim = self.spec.head_dim
         if self.tensor_memory:
             return 16
         return OUTPUT_COLUMNS if head_dim % OUTPUT_COLUMNS == 0 else head_dim
 
     def stages(self) -> tuple[int, int]:
-        """Numbers of blocks (at most max_stages) and of tiles of queries (2 or 1) that shared memory holds at a time.
+        """Return (blocks, query tiles) that shared memory holds at a time: two query tiles if two or more blocks still
+        fit beside them, else one; as many blocks as fit, at most max_stages.
 
-        Raises ValueError where it does not hold two blocks.
+        Raises ValueError if two blocks do not fit beside one query tile.
         """
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
         rows, banks = self.product_rows, 2 if self.tensor_memory else 1
@@ -111,7 +116,9 @@ class DecodeShape:
 
 
 class Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the decode kernel gets, in launch order: operands and results in global memory, then shared
+    memory, barriers and, on Blackwell, tensor memory. None for what the shape does not need.
+    """
 
     q: Any  # [R * K * M, H]
     pool: Any  # rows [P * K * 2 * page, H]
@@ -129,7 +136,7 @@ class Refs(NamedTuple):
     total_smem: Any  # f32 [product_rows]
     kv_full: Any  # barrier per block: its copies have arrived
     kv_free: Any  # barrier per block: it has been read
-    q_full: Any  # this and the next: the same, per tile of queries
+    q_full: Any  # barriers per tile of queries, as kv_full and kv_free
     q_free: Any
     wide_smem: Any  # [banks * 2 * block, H] blocks in the dtype of the queries; None unless shape.converts
     weight_smem: Any = None  # [product_rows, block] weights; this and what follows on Blackwell only
@@ -152,13 +159,14 @@ def decode_partials(
     interpret: Any = False,
     attend: Callable[..., None] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the partial softmax of every item: sums of weighted values f32 [I, M, H], maxima in base 2 and
-    denominators f32 [I, M]; entries past the last item hold anything.
+    """Compute the partial softmax of every item: weighted sums of values f32 [I, M, H], then maxima in base 2 and
+    denominators, both f32 [I, M]. Entries past the last item are undefined.
 
     q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. page_table: i32 [S, W].
-    scale: f32 [K], factor of the product of query and key code, log2(e) not included; values are summed as codes.
-    attend: what the computing warpgroup does where shape.tensor_memory, as `_attend` does it with wgmma. Raises
-    ValueError if shared memory does not hold two blocks.
+    scale: f32 [K], factor of the product of query and key code, log2(e) not included; value codes are summed unscaled.
+    attend: function (shape, refs, first, end) that the computing warpgroup runs over items [first, end); None for
+    `_attend`, which uses wgmma. Blackwell passes one that uses tensor memory. interpret: see `mosaic_gpu.launch`.
+    Raises ValueError if two blocks do not fit into shared memory.
     """
     num_items, rows = items.items.shape[0], shape.rows
     memory = _scratch(shape)
@@ -186,8 +194,8 @@ def decode_partials(
 
 
 def _scratch(shape: DecodeShape) -> list[Any]:
-    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not.
-    Raises ValueError as `DecodeShape.stages` does.
+    """Return the specs of the shared memory, barriers and tensor memory in `Refs`, in the order of its fields, with
+    None for a buffer that `shape` does not need. Raises ValueError if two blocks do not fit into shared memory.
     """
     blocks, queries = shape.stages()
     head_dim, rows = shape.spec.head_dim, shape.product_rows
@@ -212,8 +220,8 @@ def _scratch(shape: DecodeShape) -> list[Any]:
 
 
 def _body(shape: DecodeShape, refs: Refs, attend: Callable[..., None]) -> None:
-    """Run one warpgroup of a CTA: warpgroup 1 loads the CTA's items, warpgroup 0 computes them with attend(shape, refs,
-    first, end), items [first, end).
+    """Run the program of one warpgroup of a CTA: warpgroup 1 loads the CTA's items [first, end) into shared memory,
+    warpgroup 0 computes them by calling attend(shape, refs, first, end).
     """
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
@@ -228,10 +236,11 @@ def _body(shape: DecodeShape, refs: Refs, attend: Callable[..., None]) -> None:
 
 
 def load(shape: Any, refs: Any, first, end) -> None:
-    """Load the queries and the blocks of items [first, end) into shared memory, as far ahead as there is room; returns
-    once the computing warpgroups have read all of them.
+    """Load the queries and the key-value blocks of items [first, end) into shared memory by TMA, as far ahead as
+    buffers are free. Returns once the computing warpgroups have read all of them.
 
-    shape, refs: of this kernel or of latent.py's, whose rings and barriers have the same names.
+    shape, refs: DecodeShape and Refs of this kernel, or LatentShape and _Refs of latent.py, whose buffers and barriers
+    have the same names.
     """
     (blocks, queries), rows = shape.stages(), shape.rows
     num_heads, page_size, parts = shape.spec.num_kv_heads // shape.head_tiles, shape.page_size, shape.parts
@@ -282,10 +291,11 @@ def load(shape: Any, refs: Any, first, end) -> None:
 
 
 def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, Any]]:
-    """List (page, offset in it) of each box of the block-th DECODE_KEYS keys of sequence `seq`.
+    """Return a list of (page, first slot in the page), one for each TMA box of the block-th DECODE_KEYS keys of
+    sequence `seq`.
 
-    low, high: first and last page-table column of the item. A box outside of them repeats the nearest one's page, as
-    other columns may hold garbage.
+    low, high: first and last page-table column of the item, both inclusive. A box outside of them gets the page of the
+    nearest of the two, because other columns may hold garbage.
     """
     if shape.page_size >= DECODE_KEYS:
         parts = shape.page_size // DECODE_KEYS
@@ -296,10 +306,10 @@ def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, 
 
 
 def _attend(shape: DecodeShape, refs: Refs, first, end) -> None:
-    """Compute and store the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a
-    CTA, each over its blocks, with wgmma.
+    """Compute the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) of a CTA, each
+    over its blocks, with wgmma, and store the partial results (`store`).
 
-    Waits for each item's queries and blocks, releases their buffers, and returns once the stores are complete.
+    Waits for each item's queries and blocks, frees their buffers, and returns once the stores are complete.
     """
     blocks, queries = shape.stages()
     head_dim = shape.spec.head_dim
@@ -357,12 +367,12 @@ def _attend(shape: DecodeShape, refs: Refs, first, end) -> None:
 
 
 def operands(shape: DecodeShape, refs: Refs, slot, bank, begin, end):
-    """Return keys and values of the block in buffer `slot` of shared memory as operands of products, [DECODE_KEYS, H]
-    each.
+    """Return the keys and the values of the block in buffer `slot` of shared memory, as refs [DECODE_KEYS, H] for
+    products.
 
-    Keys [begin, end) of the block are in use. Values of the others may be NaN and are set to 0, because 0 * NaN is not
-    0; keys stay as they are. Where the pool has another dtype, both are first widened to the queries' in bank `bank` of
-    a buffer of their own, and `slot` is released.
+    Values outside keys [begin, end) of the block are overwritten with 0, because they may be NaN and 0 * NaN is not 0;
+    keys stay as they are. If shape.converts, keys and values are first widened to the queries' dtype into bank `bank`
+    of refs.wide_smem, and the barrier that frees `slot` is signalled; else the caller must signal it.
     """
     block, width = DECODE_KEYS, shape.spec.head_dim
     stored = refs.kv_smem.at[slot, pl.ds(0, block)], refs.kv_smem.at[slot, pl.ds(block, block)]
@@ -395,18 +405,19 @@ def operands(shape: DecodeShape, refs: Refs, slot, bank, begin, end):
 
 
 def _widen(codes, dtype):
-    """Convert one-byte codes to wgmma operands of `dtype`; floats by way of float16, to which alone the card converts
-    them and which holds all their values.
+    """Convert one-byte codes to `dtype`. Float codes go through float16, which holds all their values: the card
+    converts them to no other type directly.
     """
     return codes.astype(dtype) if codes.dtype == jnp.int8 else codes.astype(jnp.float16).astype(dtype)
 
 
 def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end, position):
-    """Return logits in base 2 of a block's products f32 [rows, keys], -inf where a query does not see a key.
+    """Return the logits in base 2, f32 [rows, keys], of a block's query-key products of that shape; -inf where a query
+    does not see a key.
 
-    tokens: most new tokens of a row of the schedule; its queries are ordered (token, head). scale: factor of the
-    products, before a soft cap. begin, end, position: the row's range of keys and its first token's position, counted
-    from the block's first key.
+    tokens: most new tokens of a row of the schedule; the queries of a row are ordered (token, head). scale: factor of
+    the products, applied before a soft cap. begin, end: first and one past the last key of the row; position: that of
+    its first token. All three are counted from the block's first key.
     """
     if (cap := spec.soft_cap) is None:
         logits = products * (scale * LOG2E)
@@ -428,11 +439,11 @@ def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end,
 
 
 def store(shape: DecodeShape, refs: Refs, item, sums: Callable[[int, int], Any], largest, total) -> None:
-    """Store an item's partial softmax to its rows of refs.o, refs.largest and refs.total in global memory, by way of
-    shared memory, which the last copies may still be reading on return.
+    """Start the copies of an item's partial softmax to its rows of refs.o, refs.largest and refs.total in global
+    memory. They go through shared memory, and the last ones may still be reading it on return.
 
     sums(first, end): columns [first, end) of the weighted sums of values, f32 [product_rows, end - first]. largest,
-    total: f32 [product_rows].
+    total: f32 [product_rows]; the first shape.rows rows are stored.
     """
     columns = shape.output_columns
     for first in range(0, shape.spec.head_dim, columns):

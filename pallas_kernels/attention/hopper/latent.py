@@ -55,7 +55,7 @@ BARRIER_BYTES = 256
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Static parameters that the kernel is compiled for."""
+    """Compile-time parameters of the latent attention kernel, and the buffer sizes that follow from them."""
 
     spec: AttentionSpec  # its kv heads are tiles of at most 64 query heads
     head_tiles: int  # tiles that share a kv head of the pool
@@ -68,12 +68,16 @@ class LatentShape:
 
     @property
     def rows(self) -> int:
-        """Rows of queries, maxima and sums of a (row, tile of heads) pair in global memory."""
+        """Number M of query rows of a (row, tile of query heads) pair in global memory, and of its maxima and sums:
+        `tokens` times the query heads of a tile, rounded up to a multiple of 8.
+        """
         return -(-self.tokens * self.spec.group_size // 8) * 8
 
     @property
     def rest(self) -> int:
-        """Columns of a key after its value; their part of the queries is an operand of its own."""
+        """Number of columns of a key after those that are its value. The queries' elements for them are a separate
+        operand.
+        """
         return self.spec.head_dim - self.spec.v_head_dim
 
     @property
@@ -83,12 +87,12 @@ class LatentShape:
 
     @property
     def columns(self) -> int:
-        """Columns of the values that one warpgroup owns."""
+        """Number of value columns that one of the two computing warpgroups sums."""
         return self.spec.v_head_dim // COMPUTING
 
     def stages(self) -> tuple[int, int]:
-        """Return the numbers of blocks (at most max_stages) and of tiles of queries (1) that shared memory holds at a
-        time.
+        """Return (blocks, query tiles) that shared memory holds at a time: as many blocks as fit, at most max_stages,
+        and one query tile.
         """
         width = jnp.dtype(self.dtype).itemsize
         fixed = REDUCTION_BYTES + STATISTICS_BYTES + BARRIER_BYTES + WARPGROUP_ROWS * DECODE_KEYS * width
@@ -97,10 +101,10 @@ class LatentShape:
 
 
 def why_not_latent(spec: AttentionSpec) -> str | None:
-    """Return the reason why the kernel does not support keys and values of the widths of `spec`, None if it does.
+    """Return the reason why the kernel does not support the key and value widths of `spec`, or None if it does.
 
-    It supports keys of at most 576 that are wider than their values, of at most 512, where keys are a multiple of 32,
-    and each half of the values is a whole number of swizzled tiles of a key.
+    It supports keys of at most 576 elements and values of at most 512, if the key is wider than the value and a
+    multiple of 32, and half of a value is a whole number of swizzled tiles of a key.
     """
     dims = f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
     if spec.head_dim > 576 or spec.v_head_dim > 512:
@@ -113,7 +117,9 @@ def why_not_latent(spec: AttentionSpec) -> str | None:
 
 
 class _Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the latent attention kernel gets, in launch order: operands and results in global memory, then
+    shared memory and barriers.
+    """
 
     q: Any  # [R * K * M, Hv]
     q_rest: Any  # [R * K * M, H - Hv]
@@ -135,7 +141,7 @@ class _Refs(NamedTuple):
     statistics_smem: Any
     kv_full: Any  # barrier per block: its copies have arrived
     kv_free: Any  # barrier per block: both warpgroups have read it
-    q_full: Any  # this and the next: the same, per tile of queries
+    q_full: Any  # barriers per tile of queries, as kv_full and kv_free
     q_free: Any
     # Barriers at which the computing warpgroups meet once both have written to shared memory:
     values_ready: Any  # zeros of unseen values
@@ -154,11 +160,12 @@ def latent_attention(
     shape: LatentShape,
     interpret: Any = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Compute the softmax attention of every pair that is one item, and of each part of `items.cuts`: ((o, lse),
-    (part_o, part_lse)).
+    """Compute the softmax attention of every (row, kv head) pair that is one item, and of each part of a pair that is
+    cut into several: ((o, lse), (part_o, part_lse)).
 
-    o is [R * K, M, Hv] and part_o [2 * C, M, Hv], mean values in q's dtype; lse is f32 [R * K, M] and part_lse f32
-    [2 * C, M], log-sum-exps in base 2. Rows of other pairs and parts are undefined.
+    o is [R * K, M, Hv] and part_o [2 * C, M, Hv], means of values in q's dtype; lse is f32 [R * K, M] and part_lse f32
+    [2 * C, M], log-sum-exps in base 2. Rows of o for cut or empty pairs, and of part_o past the last part, are
+    undefined.
 
     q: [R * K * M, Hv] with M = shape.rows and K = shape.spec.num_kv_heads. q_rest: [R * K * M, H - Hv]. pool: rows [P *
     (K / head_tiles) * page, H]. page_table: i32 [S, W]. scale: f32 [K], factor of the product of query and key, log2(e)
@@ -197,8 +204,8 @@ def latent_attention(
 
 
 def _body(shape: LatentShape, refs: _Refs) -> None:
-    """Run one warpgroup of a CTA: the last one loads the CTA's items, the others share their computation. Registers
-    move from the first to the others.
+    """Run the program of one warpgroup of a CTA: warpgroup 2 loads the CTA's items and gives up registers; warpgroups 0
+    and 1, which take them, compute the items together.
     """
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
@@ -217,11 +224,11 @@ def _body(shape: LatentShape, refs: _Refs) -> None:
 
 
 def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
-    """Compute and store warpgroup `own`'s part of the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of
+    """Compute and store warpgroup `own`'s share of the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of
     items [first, end).
 
-    own: 0 or 1; its part is half of each block's scores and half of the columns of the results. Waits for each item's
-    queries and blocks and for the other warpgroup, and releases the buffers.
+    own: 0 or 1; its share is half of the keys of each block for the scores, and half of the columns of the results.
+    Waits for each item's queries and blocks and for the other warpgroup, and frees the buffers.
     """
     blocks, queries = shape.stages()
     half = DECODE_KEYS // COMPUTING
@@ -286,17 +293,19 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
 
 
 def _meet(barrier) -> None:
-    """Wait at `barrier` for the other computing warpgroup; each then sees the other's writes to shared memory."""
+    """Make this warpgroup's writes to shared memory visible, and wait at `barrier` until the other computing warpgroup
+    has done so, too.
+    """
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
 
 def _exchange_maxima(refs: _Refs, own: int, maxima):
-    """Return the maxima f32 [64] of the rows over both warpgroups' keys; waits for the other's.
+    """Return the row maxima f32 [64] over the keys of both computing warpgroups. Waits for the other warpgroup.
 
-    own: 0 or 1, this warpgroup. maxima: f32 [64] over its keys. They pass through refs.statistics_smem, whose last
-    reads came before the warpgroups met over the weights of the block before.
+    own: 0 or 1, this warpgroup. maxima: f32 [64] over its own keys. The values go through refs.statistics_smem, whose
+    last reads came before the warpgroups met over the weights of the previous block.
     """
     refs.statistics_smem[pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)] = maxima
     _meet(refs.maxima_ready)
@@ -304,10 +313,11 @@ def _exchange_maxima(refs: _Refs, own: int, maxima):
 
 
 def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) -> None:
-    """Zero warpgroup `own`'s columns of the values in buffer `slot` of shared memory, outside of keys [begin, end) of
-    the block.
+    """Overwrite with 0 the values in buffer `slot` of shared memory outside of keys [begin, end) of the block, in the
+    columns of warpgroup `own`.
 
-    Those slots may hold NaN, and 0 * NaN is not 0. Where there are any, it waits for the other warpgroup's zeros.
+    Those slots may hold NaN, and 0 * NaN is not 0. If the block has any, waits until the other warpgroup has done so
+    too.
     """
     unseen = end < DECODE_KEYS
     if shape.spec.window is not None:
@@ -328,12 +338,13 @@ def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) ->
 
 
 def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest, total) -> None:
-    """Normalise the warpgroup's columns of an item's rows and store them to their pair's or their part's rows.
+    """Normalise this warpgroup's columns of an item's result and store them to the rows of the item's pair, or of its
+    part if the pair is cut.
 
-    acc: f32 [64, columns]. total: f32 [64], sums of this warpgroup's weights; largest: f32 [64], maxima over both
-    warpgroups' keys. Warpgroup 0 stores the log-sum-exp too. Results pass through the buffer of the queries, `q_slot`,
-    which neither warpgroup reads any more since they met over the last block. Waits for the other's sums, and until its
-    own copies are complete. A row that saw nothing gets results 0 and log-sum-exp -inf.
+    acc: f32 [64, columns]. total: f32 [64], sums of this warpgroup's weights. largest: f32 [64], maxima over both
+    warpgroups' keys. Warpgroup 0 also stores the log-sum-exp in base 2. Results go through the buffer of the queries,
+    `q_slot`, which neither warpgroup reads any more since they met over the last block. Waits for the other warpgroup's
+    sums, and until this one's copies are complete. A row that saw no key gets result 0 and log-sum-exp -inf.
     """
     of = [pl.ds((COMPUTING + warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS) for warpgroup in (own, 1 - own)]
     refs.statistics_smem[of[0]] = total

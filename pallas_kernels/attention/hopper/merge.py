@@ -24,7 +24,9 @@ NOTHING = -1e30  # maximum of a row that has seen nothing, and the logit of an a
 
 
 class _Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the merge kernel gets, in launch order: operands and results in global memory, then shared memory
+    and barriers.
+    """
 
     o: Any  # [I, M, H]
     largest: Any  # f32 [I, M]
@@ -54,12 +56,13 @@ def merge_partials(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge partials: output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
+    """Merge the items of every (row, kv head) pair: return outputs [R * K, M, H] of `dtype` and natural log-sum-exps
+    f32 [R * K, M].
 
-    o, largest, total: of `decode_partials`; or mean values, their log-sum-exps in base 2, and ones. pair_items: i32
-    [R * K + 1], the first item of each pair and the end. sinks: f32 [K, M] logits, None for none. v_scale: f32 [K]
-    multiplies the output. sizes: see tuning. interpret: see `mosaic_gpu.launch`. A row that saw nothing gives output 0,
-    and log-sum-exp -inf unless it has a sink.
+    o, largest, total: the results of `decode_partials`; or means of values, their log-sum-exps in base 2, and ones.
+    pair_items: i32 [R * K + 1], the first item of each pair, then the end of the last. sinks: f32 [K, M] logits, None
+    for none. v_scale: f32 [K] multiplies the output. sizes: number of stages and CTAs. interpret: see
+    `mosaic_gpu.launch`. A row that saw no key gets output 0, and log-sum-exp -inf unless it has a sink.
     """
     stages = sizes.merge_stages
     num_pairs, num_rows, width = pair_items.shape[0] - 1, largest.shape[1], o.shape[2]
@@ -101,11 +104,12 @@ def merge_parts(
     sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the parts of cut pairs: output [R * K, M, H] in o's dtype and log-sum-exp f32 [R * K, M] of every pair.
+    """Merge the parts of cut pairs into the results of the others: return outputs [R * K, M, H] in o's dtype and
+    natural log-sum-exps f32 [R * K, M] of every pair.
 
-    whole, parts: the two results of `latent_attention`. sinks: f32 [K, M] logits, None for none. sizes, interpret: as
-    of `merge_partials`. A row that saw nothing gives output 0, and log-sum-exp -inf unless it has a sink. Few pairs are
-    cut; their merged results are scattered into `whole`.
+    whole, parts: the two results of `latent_attention`. sinks: f32 [K, M] logits, None for none. sizes: number of
+    stages and CTAs. interpret: see `mosaic_gpu.launch`. A pair without items gets output 0, and log-sum-exp -inf unless
+    it has a sink. Only cut pairs, which are few, go through the merge kernel; their results are scattered into `whole`.
     """
     cuts, (o, lse), (part_o, part_lse) = items.cuts, whole, parts
     merged_o, merged_lse = merge_partials(
@@ -124,8 +128,8 @@ def merge_parts(
 
 
 def _body(refs: _Refs) -> None:
-    """Run one CTA: merge and store units of work cta, cta + num_ctas, ... of all pairs' groups of 8 rows; returns once
-    the stores are complete.
+    """Run one CTA: merge and store units of work cta, cta + num_ctas, ..., where a unit is 8 rows of a pair. Returns
+    once the stores are complete.
     """
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     num_groups = refs.out.shape[1] // BOX_ROWS
@@ -140,10 +144,11 @@ def _body(refs: _Refs) -> None:
 
 
 def _merge(refs: _Refs, pair, group, step):
-    """Merge the pair's items in rows [8 * group, 8 * group + 8), with the sinks, and store the output times v_scale,
-    the maxima in base 2 and the sums.
+    """Merge the items of a pair in rows [8 * group, 8 * group + 8), add the sinks, and store the normalised output
+    times v_scale, the maxima in base 2 and the sums of weights.
 
-    step: partials that this CTA has merged before; returns those merged after it.
+    step: number of partials that this CTA has merged before; returns the number after this call. The copy of the output
+    may still be under way on return.
     """
     first, end = refs.pair_items[pair], refs.pair_items[pair + 1]
     head = lax.rem(pair, jnp.int32(refs.v_scale.shape[0]))
@@ -152,7 +157,7 @@ def _merge(refs: _Refs, pair, group, step):
     row = lax.broadcasted_iota(jnp.int32, shape, 0)
 
     def spread(scalars):
-        """Broadcast scalars [8] over rows: [8, H] whose row r holds scalars[r]."""
+        """Return scalars [8] broadcast over columns: f32 [8, H] whose row r holds scalars[r]."""
         rows = jnp.full(shape, scalars[0], jnp.float32)
         for r in range(1, BOX_ROWS):
             rows = jnp.where(row == r, scalars[r], rows)

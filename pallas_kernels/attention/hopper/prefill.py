@@ -60,12 +60,14 @@ def prefill_attention(
     body: Callable[[Shape, Refs], None] | None = None,
     most_rows: int = 2 * WARPGROUP_ROWS,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend the tokens of `items`: o [T, N, H] in q's dtype and lse f32 [T, N], undefined for other tokens.
+    """Compute the attention of the tokens in `items`: return o [T, N, H] in q's dtype and the natural log-sum-exp f32
+    [T, N]; both are undefined for other tokens.
 
-    q: [T, N, H] of bfloat16 or float16. kv: a pool in HEAD_TILES, of q's dtype or one-byte codes. spec: of its heads.
-    sinks: f32 [N] or None. sizes: see tuning. interpret: see `mosaic_gpu.launch`.
-    body: runs one warpgroup of a CTA with products in tensor memory; None for this module's, with wgmma. most_rows: of
-    `prefill_rows`, as of the schedule. Raises ValueError if shared memory does not hold two blocks of keys and values.
+    q: [T, N, H] of bfloat16 or float16. kv: a pool in HEAD_TILES, of q's dtype or one-byte codes. spec: of this
+    device's heads. sinks: f32 [N] or None. sizes: number of CTAs and stages. interpret: see `mosaic_gpu.launch`.
+    body: function (shape, refs) that runs one warpgroup of a CTA with products in tensor memory; None for `_body`,
+    which uses wgmma. most_rows: most query rows of a tile, the same as the schedule was built with. Raises ValueError
+    if shared memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
     block_q = prefill_block_q(spec, most_rows)
@@ -115,19 +117,19 @@ def prefill_attention(
 
 
 def registers(shape: Shape) -> tuple[int, int]:
-    """Return the registers per lane of the producer and of the computing warpgroups, chosen to avoid spills where
-    possible.
+    """Return the registers per lane of the producer warpgroup and of each computing warpgroup, chosen to avoid spills
+    where possible.
 
-    Windows and sinks need more in the producer, and widening most; accumulators of a large head dim leave least to
-    give, and those in tensor memory most.
+    The producer needs more for windows, sinks and above all widening. Accumulators of a large head dim leave the fewest
+    registers for it, those in tensor memory the most.
     """
     producer = 88 if shape.widens or shape.tensor_memory else 72 if shape.spec.head_dim <= 192 else 56
     return producer, (REGISTERS - producer) // 2
 
 
 def _body(shape: Shape, refs: Refs) -> None:
-    """Run one warpgroup of a CTA over all of the CTA's tiles: PRODUCER loads their data, the others compute and store
-    half of each tile's rows. Registers move from the first to the others.
+    """Run the program of one warpgroup of a CTA over all of the CTA's tiles: warpgroup 2 (PRODUCER) loads their data
+    and gives up registers; warpgroups 0 and 1, which take them, each compute and store half of every tile's rows.
     """
     (producer, compute), cta = registers(shape), lax.axis_index("cta")
     warpgroup = lax.axis_index("wg")
@@ -168,14 +170,14 @@ def _columns(acc, first: int, end: int):
 def attend_tile(
     shape: Shape, refs: Refs, cta, warpgroup, index, step, nothing, attend_block: Callable, columns: Callable
 ):
-    """Compute and store a warpgroup's rows of the CTA's index-th tile, by online softmax (Milakov & Gimelshein 2018,
-    arXiv 1805.02867).
+    """Compute and store a warpgroup's rows of the CTA's index-th tile by online softmax (Milakov & Gimelshein 2018,
+    arXiv 1805.02867), and return `step` plus the number of the tile's blocks.
 
-    step: blocks that the CTA has done before; returns the blocks that it has done after this tile. Blocks that all rows
-    see in full are in the middle; the edges of the causal range and of the window are masked. nothing: sums of values
-    before the first block. Waits for the tile's queries, and releases them before the results are stored.
-    attend_block(step, tile, block, (sums, largest, total), scale, mask) adds a block: see `_attend_block`.
-    columns(sums, first, end): columns of the sums after the last one, f32 [rows, end - first].
+    step: number of blocks that the CTA has done before this tile. Blocks that all rows see in full need no mask; those
+    at the edges of the causal range and of the window do. nothing: sums of values before the first block. Waits for the
+    tile's queries, and frees their buffer before the results are stored.
+    attend_block(step, tile, block, (sums, largest, total), scale, mask): adds a block and returns the new triple, see
+    `_attend_block`. columns(sums, first, end): columns [first, end) of the final sums, f32 [rows, end - first].
     """
     tile = read_tile(shape, refs, cta, index)
     whole_from, whole_to = _whole_blocks(shape, tile)
@@ -209,8 +211,8 @@ def attend_tile(
 
 
 def _whole_blocks(shape: Shape, tile: Tile) -> tuple[Any, Any]:
-    """Return the range [from, to) of blocks of a tile that all of its rows see in full, i32 [] each; empty ranges lie
-    within the tile's blocks.
+    """Return the range [from, to) of the tile's blocks that all of its rows see in full, as two i32 []. Both bounds lie
+    within the tile's blocks, also if the range is empty.
     """
     spec, block_kv, begin = shape.spec, jnp.int32(shape.block_kv), tile.begin(shape)
     seen_by_all = (tile.position + 1 if spec.causal else tile.end) - begin
@@ -223,8 +225,9 @@ def _whole_blocks(shape: Shape, tile: Tile) -> tuple[Any, Any]:
 
 
 def _join_sink(shape: Shape, refs: Refs, warpgroup, largest, total):
-    """Add the sink's logit, in refs.sink_smem, to the softmax of each row of a warpgroup: (largest, total, factor of
-    the sum of values), f32 [rows] each, largest in base 2. A sink of NOTHING is absent.
+    """Add the attention sink's logit, in refs.sink_smem, to the softmax of each row of a warpgroup. Return (largest,
+    total, weight), f32 [rows] each: the new maximum in base 2, the new denominator, and the factor that normalises the
+    row's sum of values. A sink of NOTHING is absent.
     """
     sink = refs.sink_smem[pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows)]
     new_largest = jnp.maximum(largest, sink)
@@ -234,13 +237,14 @@ def _join_sink(shape: Shape, refs: Refs, warpgroup, largest, total):
 
 
 def _attend_block(shape: Shape, refs: Refs, warpgroup, step, _tile: Tile, block, carry, scale, mask):
-    """Add one block of a tile to the running softmax; return the new (acc, largest, total), `largest` in base 2.
+    """Add one block of a tile to the running softmax and return the new (acc, largest, total), `largest` in base 2.
 
     step: blocks done before the tile; block: index within it. carry: (acc f32 [64, H], largest and total f32 [64]).
-    scale: factor of the products of queries and keys, log2(e) included. mask: block -> bool [64, block_kv], the keys
-    that rows see; None if they see all.
+    scale: factor of the products of queries and keys, log2(e) included. mask: function of the block's index that
+    returns bool [64, block_kv], the keys that each row sees; None if the rows see all.
 
-    Waits for the block's keys and values and releases them; takes turns at the tensor cores with the other warpgroup.
+    Waits for the block's keys and values and frees their buffers. Takes turns at the tensor cores with the other
+    computing warpgroup.
     """
     acc, largest, total = carry
     slot = lax.rem(step + block, jnp.int32(shape.stages))
@@ -273,8 +277,8 @@ def _attend_block(shape: Shape, refs: Refs, warpgroup, step, _tile: Tile, block,
 
 
 def softmax(shape: Shape, products, largest, total, scale, mask):
-    """Add a block to the running softmax: (weights f32 [rows, block_kv], decay of the sums so far, and the new largest
-    and total, f32 [rows]).
+    """Add a block's products to the running softmax: return (weights f32 [rows, block_kv], decay, new largest, new
+    total), the last three f32 [rows]. decay is the factor of the sums of values so far.
 
     products: f32 [rows, block_kv] of queries and keys. largest (in base 2), total: f32 [rows] of the blocks so far.
     scale: factor of the products, log2(e) included. mask: bool [rows, block_kv], the keys that rows see; None if they
@@ -290,9 +294,11 @@ def softmax(shape: Shape, products, largest, total, scale, mask):
 
 
 def _logits(spec: AttentionSpec, products, scale):
-    """Return (x, factor), whose product is the logits in base 2 of products f32 [rows, block_kv].
+    """Return (x, factor) such that x * factor is the logits in base 2, soft cap applied, of products f32 [rows,
+    block_kv].
 
-    scale: factor of the products, log2(e) included. A positive factor is left to the exponent's multiply-add.
+    scale: factor of the products, log2(e) included. If it is positive and there is no cap, x is the products and factor
+    is `scale`, which the caller's multiply-add then applies. factor is never negative, so maxima may be taken of x.
     """
     if (cap := spec.soft_cap) is not None:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)): the card's own tanh is good to 11 bits only, and its division takes long.
@@ -302,8 +308,8 @@ def _logits(spec: AttentionSpec, products, scale):
 
 
 def _visible(shape: Shape, tile: Tile, warpgroup, block):
-    """Return bool [rows, block_kv]: the keys of the tile's block-th block that each row of a warpgroup sees, by the
-    causal range and the window; without `causal`, all of the tile's keys.
+    """Return bool [rows, block_kv], whether each row of a warpgroup sees each key of the tile's block-th block, by the
+    causal range and the window. Without `causal`, every row sees all keys before tile.end.
     """
     spec, area = shape.spec, (shape.warpgroup_rows, shape.block_kv)
     key = lax.broadcasted_iota(jnp.int32, area, 1) + (tile.begin(shape) + block * shape.block_kv)
@@ -316,11 +322,11 @@ def _visible(shape: Shape, tile: Tile, warpgroup, block):
 
 
 def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, sums, largest, total, weight) -> None:
-    """Write the warpgroup's rows of the tile: the output of the tile's own tokens, and the log-sum-exp of all rows, by
-    way of shared memory, which the last copies may still be reading on return.
+    """Write the warpgroup's rows of the tile to the results: the output for the tile's own tokens, the natural
+    log-sum-exp for all rows. The copies go through shared memory, which the last ones may still be reading on return.
 
-    sums(first, end): columns of the sums, f32 [rows, end - first]. weight: f32 [rows], factor of the sums besides a
-    pool's value scale. largest (in base 2), total: f32 [rows].
+    sums(first, end): columns of the sums of values, f32 [rows, end - first]. weight: f32 [rows], factor of the sums;
+    the pool's value scale, if any, is multiplied in here. largest (in base 2), total: f32 [rows].
     """
     rows, head_dim = pl.ds(warpgroup * shape.warpgroup_rows, shape.warpgroup_rows), shape.spec.head_dim
     if shape.widens:
@@ -341,10 +347,10 @@ def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, sums, largest, total
 
 
 def _store_rows(shape: Shape, refs: Refs, tile: Tile, warpgroup, columns) -> None:
-    """Start the copies of the warpgroup's rows of the tile's own tokens from o_smem to `columns`, a slice, of the
-    output.
+    """Start the copies from o_smem to `columns` (a slice) of the output, for the warpgroup's rows that belong to the
+    tile's own tokens.
 
-    A box has a fixed size, so the count is split into powers of two.
+    A TMA box has a fixed size, so the number of rows is split into powers of two, one copy each.
     """
     for index in range(shape.parts):
         part = warpgroup * shape.parts + index

@@ -38,7 +38,7 @@ RESERVED_BYTES = 4096  # shared memory for maxima, sinks, barriers, the compiler
 
 
 class Shape(NamedTuple):
-    """Static parameters that the kernel is compiled for."""
+    """Compile-time parameters of the prefill kernel, and the buffer sizes that follow from them."""
 
     spec: AttentionSpec  # of this device's heads
     num_tokens: int  # tokens of queries and outputs: a multiple of 8, at least block_q
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile: those of the warpgroups that compute."""
+        """Number of query rows of a tile, over all computing warpgroups."""
         return prefill_rows(self.spec, 2 * self.warpgroup_rows)
 
     @property
@@ -64,38 +64,42 @@ class Shape(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Query heads of a tile, all of one kv head."""
+        """Number of query heads of a tile, all of one kv head."""
         return self.tile_rows // self.block_q
 
     @property
     def num_groups(self) -> int:
-        """Tiles of one item: one per `heads` query heads."""
+        """Number of tiles of one item: one per `heads` query heads."""
         return self.spec.num_q_heads // self.heads
 
     @property
     def part(self) -> int:
-        """Rows of a warpgroup that are consecutive tokens of one head."""
+        """Number of rows of a warpgroup that are consecutive tokens of one head."""
         return min(self.block_q, self.warpgroup_rows)
 
     @property
     def parts(self) -> int:
-        """Number of such ranges of consecutive tokens in a warpgroup's rows."""
+        """Number of `part`-row ranges in a warpgroup's rows, each of consecutive tokens of one head."""
         return self.warpgroup_rows // self.part
 
     @property
     def widens(self) -> bool:
-        """Whether keys and values are widened to `dtype` in shared memory before they are multiplied."""
+        """Whether keys and values have to be widened to `dtype` in shared memory before they are multiplied, because
+        the pool has another dtype.
+        """
         return self.kv_dtype != self.dtype
 
     @property
     def block_kv(self) -> int:
-        """Keys of a block: 128 where registers, shared memory and the page size allow, else 64."""
+        """Number of keys of a block: 128 if the head dim is at most 128, nothing is widened, tensor memory is not used
+        and the page size divides 128 or is a multiple of it; else 64.
+        """
         fits = self.spec.head_dim <= 128 and not self.widens and not self.tensor_memory
         return 128 if fits and (self.page_size % 128 == 0 or 128 % self.page_size == 0) else 64
 
     @property
     def box(self) -> int:
-        """Keys of a TMA box: a page, or a block if pages are larger."""
+        """Number of keys of a TMA box: a page's, or a block's if pages are larger."""
         return min(self.block_kv, self.page_size)
 
     @property
@@ -105,21 +109,25 @@ class Shape(NamedTuple):
 
     @property
     def output_width(self) -> int:
-        """Columns of the kernel's output: the head dim rounded up, as every row of it must begin at a multiple of 128
-        bytes.
+        """Number of columns of the kernel's output: the head dim rounded up to a multiple of 64, because each of its
+        rows must begin at a multiple of 128 bytes.
         """
         return -(-self.spec.head_dim // OUTPUT_COLUMNS) * OUTPUT_COLUMNS
 
     @property
     def output_columns(self) -> int:
-        """Columns stored at a time: shared memory has no room for all of a large head dim."""
+        """Number of output columns stored at a time: 32 with tensor memory, else all of them up to 128, else 64. Shared
+        memory has no room for all columns of a large head dim.
+        """
         if self.tensor_memory:
             return OUTPUT_COLUMNS // 2
         return OUTPUT_COLUMNS if self.output_width > 2 * OUTPUT_COLUMNS else self.output_width
 
     @property
     def stages(self) -> int:
-        """Number of blocks of keys and values in shared memory; raises ValueError where it does not hold two."""
+        """Number of blocks of keys and values that shared memory holds, at most max_stages. Raises ValueError if two do
+        not fit.
+        """
         head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
         used = RESERVED_BYTES + self.tile_rows * (head_dim + self.output_columns) * width
         if self.tensor_memory:
@@ -133,7 +141,9 @@ class Shape(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Operands, results and shared memory of the kernel, in launch order."""
+    """References that the prefill kernel gets, in launch order: operands and results in global memory, then shared
+    memory, barriers and, on Blackwell, tensor memory. None for what the shape does not need.
+    """
 
     q: Any  # [T, N, H]
     pool: Any  # rows [P * K * 2 * page, H]
@@ -156,7 +166,7 @@ class Refs(NamedTuple):
     q_free: Any  # barrier per compute warpgroup: it has read them
     k_full: Any  # barrier per stage: the keys are there to be read
     k_free: Any  # barrier per stage: all warpgroups have read the keys
-    v_full: Any  # this and the next: the same, of the values
+    v_full: Any  # barriers of the values, as k_full and k_free
     v_free: Any
     raw_full: Any  # barriers of values that still need zeros, and of one-byte blocks that still need widening
     turn: Any  # barrier at which the compute warpgroups take turns at the tensor cores; None on Blackwell
@@ -172,8 +182,8 @@ NUM_OPERANDS = Refs._fields.index("q_smem")  # operands and results
 
 
 def scratch(shape: Shape) -> list[Any]:
-    """Return the shared memory, barriers and tensor memory of `Refs`, in its order; None for what `shape` has not.
-    Raises ValueError as `Shape.stages` does.
+    """Return the specs of the shared memory, barriers and tensor memory in `Refs`, in the order of its fields, with
+    None for a buffer that `shape` does not need. Raises ValueError if two blocks do not fit into shared memory.
     """
     head_dim, block, stages, rows = shape.spec.head_dim, shape.block_kv, shape.stages, shape.tile_rows
     arrivals, of_tensors = 1 if shape.widens else shape.boxes, shape.tensor_memory
@@ -203,7 +213,7 @@ def scratch(shape: Shape) -> list[Any]:
 
 
 class Tile(NamedTuple):
-    """One unit of work of a CTA, an item for `heads` query heads, all i32 []."""
+    """Unit of work of a CTA: a schedule item for one group of `heads` query heads. All fields are i32 []."""
 
     item: Any  # row of `PrefillItems.items`
     group: Any  # number of the group of `heads` query heads
@@ -223,29 +233,30 @@ class Tile(NamedTuple):
 
 
 def load_row(shape: Shape, token):
-    """Return the first token to load, divided by 8, for a tile that begins at `token`: at most so that a tile's box
-    ends within the queries.
+    """Return the first token to load, divided by 8, for a tile that begins at `token`: token // 8, or less if the
+    tile's box of block_q tokens would then end past the queries.
     """
     return jnp.minimum(token // BOX_ROWS, (shape.num_tokens - shape.block_q) // BOX_ROWS)
 
 
 def tile_count(shape: Shape, refs: Refs, cta):
-    """Return the number of tiles that CTA `cta` computes, i32 []: its share of num_items * num_groups."""
+    """Return the number of tiles that CTA `cta` computes, i32 []: its share of the num_items * num_groups tiles, which
+    are dealt out to the CTAs in rounds of one each.
+    """
     total, num_ctas = refs.num_items[0] * shape.num_groups, shape.num_ctas
     rounds = lax.div(total, jnp.int32(num_ctas))
     return rounds + (_index_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)
 
 
 def _index_in_round(shape: Shape, cta, index):
-    """Return the index, within round `index`, of this CTA's tile.
-
-    CTAs take turns back and forth, so that no CTA always gets the longest tile of a round.
+    """Return which of the num_ctas tiles of round `index` CTA `cta` computes: cta in even rounds, num_ctas - 1 - cta in
+    odd ones, so that no CTA always gets the longest tile of a round.
     """
     return jnp.where(lax.rem(index, jnp.int32(2)) == 0, cta, shape.num_ctas - 1 - cta)
 
 
 def read_tile(shape: Shape, refs: Refs, cta, index) -> Tile:
-    """Read the CTA's index-th tile from the items in global memory; `index` must be below `tile_count`."""
+    """Return the CTA's index-th tile, read from the items in global memory; `index` must be below `tile_count`."""
     work = index * shape.num_ctas + _index_in_round(shape, cta, index)
     item, group = lax.div(work, jnp.int32(shape.num_groups)), lax.rem(work, jnp.int32(shape.num_groups))
     token, end = refs.items[item, PREFILL_TOKEN], refs.items[item, PREFILL_END]
@@ -266,13 +277,13 @@ def read_tile(shape: Shape, refs: Refs, cta, index) -> Tile:
 
 
 def part_origin(shape: Shape, part):
-    """Return the origin (head in the tile, first token in the tile) of the part-th `shape.part` rows of a tile."""
+    """Return (head in the tile, first token in the tile) of the part-th range of `shape.part` rows of a tile."""
     return (part, 0) if shape.block_q == shape.part else (0, part * shape.part)
 
 
 def produce(shape: Shape, refs: Refs, cta) -> None:
-    """Load queries, keys and values of all tiles of the CTA, as far ahead as there is room; returns once the compute
-    warpgroups have read all of them.
+    """Load the queries, keys and values of all tiles of CTA `cta` into shared memory, as far ahead as buffers are free.
+    Returns once the computing warpgroups have read all of them.
     """
     count, stages = tile_count(shape, refs, cta), shape.stages
 
@@ -326,8 +337,9 @@ def produce(shape: Shape, refs: Refs, cta) -> None:
 
 
 def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -> None:
-    """Load a compute warpgroup's queries and sinks of the CTA's index-th tile, once it is done with the tile before
-    (waits for q_free). The copies arrive at q_full.
+    """Start the copies of a computing warpgroup's queries and sinks of the CTA's index-th tile, to arrive at
+    q_full[warpgroup]. Before the copies of any but the first tile, waits until the warpgroup has read the previous
+    ones.
     """
     full = refs.q_full.at[warpgroup]
     pl.when(index > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[warpgroup]))
@@ -344,7 +356,7 @@ def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -
 def _copy_block(shape: Shape, refs: Refs, tile: Tile, block, kind: int, target, barrier) -> None:
     """Start the copies of a block's keys (kind 0) or values (1) to `target`, to arrive at `barrier`.
 
-    Past the tile's last key they repeat its last box.
+    Boxes past the tile's last key repeat the box of that key.
     """
     boxes_per_page = jnp.int32(shape.page_size // shape.box)
     last = lax.div(tile.end - 1, jnp.int32(shape.box))
@@ -361,8 +373,8 @@ def _copy_block(shape: Shape, refs: Refs, tile: Tile, block, kind: int, target, 
 
 
 def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
-    """Load the keys of the tile's block-th block to stage `slot`, which is free: start their copies, or widen one-byte
-    keys that have arrived. They arrive at k_full.
+    """Load the keys of the tile's block-th block into stage `slot`, which must be free, to arrive at k_full[slot]. Only
+    starts the copies, or, if shape.widens, widens the one-byte keys that have already arrived in raw_smem.
     """
     target = refs.k_smem.at[slot]
     if not shape.widens:
@@ -374,10 +386,11 @@ def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
 
 
 def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
-    """Load the values of a block to stage `slot`, as `_load_keys` does the keys; they arrive at v_full.
+    """Load the values of the tile's block-th block into stage `slot`, which must be free, to arrive at v_full[slot]: by
+    starting the copies, or, if shape.widens, by widening the one-byte values that have already arrived in raw_smem.
 
-    Slots that no token of the batch sees may hold NaN and are set to zero, as 0 * NaN is not 0; where the block has
-    any, it waits for the copies first.
+    Slots that no token of the batch sees may hold NaN and are set to zero, because 0 * NaN is not 0. If a block that is
+    not widened has such slots, waits for its copies first.
     """
     target, full = refs.v_smem.at[slot], refs.v_full.at[slot]
     key = tile.begin(shape) + block * shape.block_kv
@@ -419,8 +432,8 @@ def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
 
 
 def _fetch_raw(shape: Shape, refs: Refs, tile: Tile, block) -> None:
-    """Start the copies of the tile's block-th block of one-byte codes, keys and values, to its buffer in raw_smem, to
-    arrive at raw_full.
+    """Start the copies of the keys and values of the tile's block-th block of one-byte codes to its buffer in raw_smem,
+    to arrive at that buffer's barrier in raw_full.
     """
     barrier = refs.raw_full.at[lax.rem(block, RAW_STAGES)]
     for kind in range(2):
@@ -428,16 +441,17 @@ def _fetch_raw(shape: Shape, refs: Refs, tile: Tile, block) -> None:
 
 
 def _raw(shape: Shape, refs: Refs, block, kind: int):
-    """Return the buffer in raw_smem of the block-th block's one-byte keys (kind 0) or values (1), [block, H]; blocks
-    take turns in RAW_STAGES buffers.
+    """Return the buffer in raw_smem for the one-byte keys (kind 0) or values (1) of the block-th block, [block, H].
+    Blocks use the RAW_STAGES buffers in turn.
     """
     return refs.raw_smem.at[lax.rem(block, RAW_STAGES), pl.ds(kind * shape.block_kv, shape.block_kv)]
 
 
 def _widen(shape: Shape, source, target, change) -> None:
-    """Write change(codes, row) to `target`, for the codes of `source` in `shape.dtype` and their rows in the block.
+    """Write change(codes, row) to `target`, where codes are those of `source`, converted to `shape.dtype`, and row i32
+    their rows in the block.
 
-    One piece at a time, as the producer has few registers.
+    Handles one piece at a time, because the producer has few registers.
     """
     for part in _chunks(shape, shape.kv_dtype):
         codes = source.at[part][...]
@@ -447,7 +461,9 @@ def _widen(shape: Shape, source, target, change) -> None:
 
 
 def _chunks(shape: Shape, dtype) -> list[tuple[Any, Any]]:
-    """List the indices (rows, columns) of pieces [64, columns of a swizzle] of a block of `dtype`, row by row."""
+    """Return the indices (rows, columns) of the pieces that make up a block [block_kv, H] of `dtype`, row by row. A
+    piece is 64 rows by the columns of one swizzle.
+    """
     columns = swizzle_of(shape.spec.head_dim, dtype) // jnp.dtype(dtype).itemsize
     return [
         (pl.ds(row, WARPGROUP_ROWS), pl.ds(column, columns))
@@ -457,6 +473,6 @@ def _chunks(shape: Shape, dtype) -> list[tuple[Any, Any]]:
 
 
 def _row_of(part):
-    """Return the row in the block of each element of `part`, a piece of `_chunks`, i32 [rows, columns]."""
+    """Return the row in the block of each element of `part`, an index that `_chunks` returns: i32 [rows, columns]."""
     rows, columns = part
     return lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), 0) + rows.start

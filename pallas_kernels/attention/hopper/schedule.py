@@ -53,7 +53,9 @@ ITEM_FIELDS = 8  # columns of both tables (prefill: 6 and 7 are 0): an item is o
 
 
 class Cuts(NamedTuple):
-    """Items of pairs that have several items (their parts), in the order of `DecodeItems.items`; at most C - 1 cuts."""
+    """Items of pairs that were cut into several items (their parts), in the order of `DecodeItems.items`; at most C - 1
+    cuts.
+    """
 
     item_parts: jax.Array  # i32 [I] index of an item among the parts, -1 if it is a full pair
     pairs: jax.Array  # i32 [C] pair that a cut is the first to fall into, R * K for any other cut
@@ -61,7 +63,9 @@ class Cuts(NamedTuple):
 
 
 class DecodeItems(NamedTuple):
-    """R rows of up to Q tokens, and I items in the order of their pairs and blocks; those past the last are junk."""
+    """Work list of R rows of up to Q tokens, with I items in the order of their pairs and blocks. Items past the last
+    are undefined.
+    """
 
     cta_items: jax.Array  # i32 [C + 1] CTA c takes the items [cta_items[c], cta_items[c + 1])
     items: jax.Array  # i32 [I, ITEM_FIELDS] columns DECODE_...
@@ -72,9 +76,10 @@ class DecodeItems(NamedTuple):
 
 
 class PrefillItems(NamedTuple):
-    """Tiles in descending token order, so that the long ones of a causal run start first. Each serves all query heads.
+    """Work list of tiles in descending token order, so that the long ones of a causal run start first. Each tile serves
+    all query heads.
 
-    The prefill_block_q tokens from its first token // 8 * 8 on include all of a tile's.
+    The prefill_block_q tokens from (first token // 8 * 8) on include all of a tile's tokens.
     """
 
     num_items: jax.Array  # i32 [1]
@@ -93,28 +98,30 @@ class Schedule:
 
 
 def head_tiles(spec: AttentionSpec) -> int:
-    """Return the smallest number of tiles of equally many query heads, each at most the 64 rows of a warpgroup, into
-    which the query heads of a KV head (spec.group_size) can be cut.
+    """Return the smallest number of equal tiles, each of at most 64 query heads (the rows of a warpgroup), into which
+    the query heads of a kv head (spec.group_size) can be cut.
     """
     least = -(-spec.group_size // WARPGROUP_ROWS)
     return next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
 
 
 def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
-    """Return `spec` with every tile of query heads as a kv head of its own."""
+    """Return `spec` with num_kv_heads multiplied by `head_tiles`, so that every tile of query heads counts as a kv
+    head.
+    """
     return replace(spec, num_kv_heads=spec.num_kv_heads * head_tiles(spec))
 
 
 def prefill_rows(spec: AttentionSpec, most: int) -> int:
-    """Return the rows of queries of a prefill tile: `most`, or at most 128 for a head dim of `spec` above
-    MAX_WIDE_HEAD_DIM, whose sums of more do not fit.
+    """Return the number of query rows of a prefill tile: `most`, or at most 128 if the head dim of `spec` is above
+    MAX_WIDE_HEAD_DIM, since the sums of more rows do not fit.
     """
     return most if spec.head_dim <= MAX_WIDE_HEAD_DIM else min(most, 2 * WARPGROUP_ROWS)
 
 
 def prefill_block_q(spec: AttentionSpec, rows: int = 2 * WARPGROUP_ROWS) -> int:
-    """Return the number of tokens of a prefill tile: its rows of queries (`prefill_rows` of `spec` and `rows`) divided
-    by the largest power of two that divides the query heads of a kv head, at least 16.
+    """Return the number of tokens of a prefill tile: the number of its query rows (`prefill_rows` of `spec` and `rows`)
+    divided by the largest power of two that divides the query heads of a kv head; at least 16.
     """
     heads = spec.group_size & -spec.group_size
     return max(prefill_rows(spec, rows) // heads, 2 * BOX_ROWS)
@@ -129,13 +136,13 @@ def attention_schedule(
     tuning: Tuning,
     most_rows: int = 2 * WARPGROUP_ROWS,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds. most_rows: of
-    `prefill_rows`.
+    """Build the work list of a batch of T = num_tokens tokens; `spec` counts the heads that this device holds.
 
-    Sequences of few new tokens, at most T // S, sizes.decode_tokens and 64 // query heads per kv head, become rows of
-    `decode`, longer ones tiles of `prefill`. Over latents, and for T of at most S, all tokens become rows, and
-    `prefill` is None, as it is where no batch of this shape has a run. Tokens of no sequence are in no item. page_size:
-    bounds keys by the table.
+    Sequences of few new tokens (at most T // S, sizes.decode_tokens and 64 // query heads per kv head) become rows of
+    `decode`, longer ones tiles of `prefill`. Over latents, and for T of at most S, all tokens become rows and `prefill`
+    is None, as it is if no batch of this shape can have a longer sequence. Tokens of no sequence are in no item.
+    page_size: a sequence's keys are limited to the columns of its page table times this. most_rows: most query rows of
+    a prefill tile, see `prefill_rows`.
     """
     sizes, num_seqs = tuning.hopper_attention, batch.page_table.shape[0]
     if num_tokens <= num_seqs or spec.values_in_keys:
@@ -170,11 +177,11 @@ def row_items(
     page_size: int,
     most_rows: int = WARPGROUP_ROWS,
 ) -> DecodeItems:
-    """Cut all T = num_tokens new tokens of a batch into rows, and these into items.
+    """Cut all T = num_tokens new tokens of a batch into rows, and the keys of these rows into items.
 
-    A row is one token if T is at most the number of sequences, else as many consecutive tokens of one sequence as make
-    `most_rows` queries with the heads of a group (of `spec`). sizes: CTAs and least parts, see `_cut`. page_size:
-    bounds a sequence's keys by the columns of its page table.
+    A row is one token if T is at most the number of sequences; else it is as many consecutive tokens of one sequence as
+    make `most_rows` queries with the query heads of a kv head of `spec`. sizes: the number of CTAs and the costs that
+    `_cut` balances. page_size: a sequence's keys are limited to the columns of its page table times this.
     """
     num_seqs = batch.page_table.shape[0]
     q_lens, kv_lens, seqs, valid, index = _tokens(batch, num_tokens, page_size)
@@ -189,9 +196,11 @@ def row_items(
 
 
 def _tokens(batch: RaggedBatch, num_tokens: int, page_size: int) -> tuple[jax.Array, ...]:
-    """Return q_lens and kv_lens i32 [S], the new tokens and the keys of each sequence (at most its table's columns
-    times page_size), then of each of the T = num_tokens tokens [T] its sequence (below S in any case), whether it has
-    one, and its index among the sequence's new tokens.
+    """Return (q_lens, kv_lens, seqs, valid, index).
+
+    q_lens, kv_lens: i32 [S], the new tokens of each sequence (0 past num_seqs) and its keys, at most its page-table
+    columns times page_size. seqs: i32 [T], the sequence of each of the T = num_tokens tokens, clipped below S. valid:
+    bool [T], whether the token has a sequence. index: i32 [T], its index among the sequence's new tokens.
     """
     num_seqs, num_columns = batch.page_table.shape
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
@@ -214,10 +223,11 @@ def _rows_of_runs(
     spec: AttentionSpec,
     sizes: HopperAttention | TritonAttention,
 ) -> DecodeItems:
-    """Cut all new tokens into rows, each sequence's into rows of `width` tokens, and these into items.
+    """Cut each sequence's new tokens into rows of `width` tokens, the last one shorter, and the keys of these rows into
+    items.
 
-    q_lens, kv_lens: i32 [S] as of `_tokens`. cu_q_lens: i32 [S + 1]. token_seqs: i32 [T] the sequence of each token, S
-    for tokens of none; index: i32 [T] the token's index among its sequence's new tokens.
+    q_lens, kv_lens: i32 [S], see `_tokens`. cu_q_lens: i32 [S + 1]. token_seqs: i32 [T], the sequence of each token, S
+    for tokens of none. index: i32 [T], the token's index among its sequence's new tokens.
     """
     num_seqs, num_tokens = q_lens.shape[0], token_seqs.shape[0]
     num_rows = min(num_tokens // width + num_seqs, num_tokens)
@@ -237,7 +247,7 @@ def _rows_of_runs(
 
 
 class _Pairs(NamedTuple):
-    """Keys of each row, i32 [R]; the same for all of its (row, kv head) pairs."""
+    """Range of keys of each row, i32 [R]; it is the same for all (row, kv head) pairs of a row."""
 
     seqs: jax.Array  # row of the page table
     first_block: jax.Array  # first block of DECODE_KEYS keys that holds one its tokens see
@@ -248,7 +258,9 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
-    """Build _Pairs: the blocks of keys that `counts` tokens from `position` on see of sequences `seqs`, all i32 [R]."""
+    """Return _Pairs of R rows: row r is the `counts` tokens from `position` on of sequence `seqs`, which has `kv_lens`
+    keys. All are i32 [R]. A row without tokens or visible keys gets 0 blocks.
+    """
     begin, end = _visible_keys(position, counts, kv_lens, spec)
     first = begin // DECODE_KEYS
     num_blocks = jnp.where((counts > 0) & (end > begin), (end + DECODE_KEYS - 1) // DECODE_KEYS - first, 0)
@@ -256,8 +268,8 @@ def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
 
 
 def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Return the range [begin, end) of keys that at least one of `counts` tokens from `position` on sees, by the causal
-    range, window or chunk of `spec`; without `causal` it ends at kv_lens. All i32 [R].
+    """Return the range [begin, end), i32 [R] each, of keys that at least one of `counts` tokens from `position` on
+    sees, by the causal range, window or chunk of `spec`. Without `causal` the range ends at kv_lens.
     """
     end = position + counts if spec.causal else kv_lens
     if spec.chunk is not None:
@@ -269,11 +281,11 @@ def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.A
 def _cut(
     rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention | TritonAttention
 ) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
-    """Lay the blocks of all (row, kv head) pairs end to end, each of `rows` once for every kv head of `spec`, and cut
-    this sequence into CTAs' parts of equal cost.
+    """Lay the blocks of keys of all (row, kv head) pairs end to end, repeating each of `rows` for every kv head of
+    `spec`, and cut this sequence into one part of equal cost per CTA.
 
-    A pair costs its blocks plus sizes.pair_cost; a part costs at least sizes.min_part_cost.
-    Returns `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems.
+    A pair costs its blocks plus sizes.pair_cost; a part costs at least sizes.min_part_cost, so that later CTAs may get
+    none. Returns `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems.
     """
     num_heads, num_ctas, pair_cost = spec.num_kv_heads, sizes.num_ctas, sizes.pair_cost
     pairs = jax.tree.map(lambda x: jnp.repeat(x, num_heads), rows)
@@ -324,14 +336,14 @@ def _cut(
 
 
 def _starts(counts: jax.Array) -> jax.Array:
-    """Return the exclusive prefix sums i32 [n + 1] of counts [n], or of a mask."""
+    """Return the exclusive prefix sums i32 [n + 1] of counts i32 or bool [n]."""
     return jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
 
 
 def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
-    """Return, for each cut, how many of the cuts that lie inside a pair lie in an earlier pair than it, i32 [C].
+    """Return, for each cut, the number of cuts that lie inside a pair earlier than this cut's pair, i32 [C - 1].
 
-    inside: bool [C], whether a cut lies inside a pair. cut_pairs: i32 [C], the pair of each cut.
+    inside: bool [C - 1], whether a cut lies inside a pair. cut_pairs: i32 [C - 1], the pair of each cut.
     """
     return jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)
 
@@ -339,11 +351,11 @@ def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
 def _prefill_items(
     runs, most_runs: int, cu_q_lens, kv_lens, token_seqs, spec: AttentionSpec, block_q: int
 ) -> PrefillItems:
-    """Cut `runs`, i32 [S] new tokens per sequence (0: none), into tiles of up to block_q tokens; at most `most_runs` of
-    them are not 0.
+    """Cut `runs`, i32 [S] new tokens per sequence (0 for none, at most `most_runs` of them nonzero), into tiles of up
+    to block_q tokens.
 
-    cu_q_lens: i32 [S + 1]. kv_lens: i32 [S]. token_seqs: i32 [T] the sequence of each token that belongs to a run, S
-    for the others. Tiles of a run end at multiples of 8 tokens, but for its last.
+    cu_q_lens: i32 [S + 1]. kv_lens: i32 [S]. token_seqs: i32 [T], the sequence of each token that belongs to a run, S
+    for other tokens. Every tile but the last of a run ends at a multiple of 8 tokens.
     """
     num_seqs, num_tokens = runs.shape[0], token_seqs.shape[0]
     most_items = num_tokens // block_q + 2 * most_runs

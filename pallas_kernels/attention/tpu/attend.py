@@ -42,9 +42,9 @@ from jaxengine.pallas_kernels.tuning import TpuAttention
 
 
 def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, **options: Any) -> Schedule | xla_schedule.Schedule:
-    """Build the kernel's work list of the step, or that of XLA for slopes by distance, which the kernel does not have.
+    """Return the TPU kernel's work list of the step, or XLA's if spec.has_slopes, which the kernel does not support.
 
-    options: as of attention.op.attention_schedule, with `tuning`.
+    options: num_tokens, page_size, tuning and kv_limits as in attention.op.attention_schedule; `tuning` is required.
     """
     return (xla_schedule if spec.has_slopes else schedules).attention_schedule(batch, spec, **options)
 
@@ -63,13 +63,14 @@ def ragged_paged_attention(
     interpret: Any = False,
     body: Callable = attention_kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend queries to the pages of their sequences on a TPU: o [T, N, Hv] in q's dtype and lse f32 [T, N].
+    """Compute the attention of queries over the pages of their sequences on a TPU: return o [T, N, Hv] in q's dtype and
+    lse f32 [T, N].
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none); schedule: of this module. XLA computes slopes by distance, which the kernel does not have; a
-    warning says so once. Leading decodes and runs are a kernel call each. interpret: pltpu.InterpretParams to run on a
-    CPU. body: the kernel of a grid step, see profile.py. Raises ValueError for dtypes, page sizes and pool layouts that
-    the TPU kernel does not support.
+    slopes: None for none). schedule: result of this module's `attention_schedule`; if it is XLA's, XLA computes the
+    attention and a warning says so once. Otherwise the leading decodes and the longer runs are one kernel call each.
+    interpret: pltpu.InterpretParams to run on a CPU. body: the kernel of a grid step, see profile.py. Raises ValueError
+    for dtypes, page sizes and pool layouts that the TPU kernel does not support.
     """
     check_token_scales(kv.platform, kv.spec)
     if isinstance(schedule, xla_schedule.Schedule):
@@ -114,9 +115,10 @@ def _attend(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run one kernel call: o [T, N, Hv] and lse [T, N] of the tokens of `walk`, 0 and -inf for all others.
+    """Run one kernel call: return o [T, N, Hv] in q's dtype and lse f32 [T, N] of the tokens of `walk`, 0 and -inf for
+    all others.
 
-    block_q: tokens per tile that `walk` was cut to. sizes: that it was cut by. The other arguments are those of
+    block_q: tokens per tile of `walk`. sizes: the tuning that `walk` was built with. The other arguments are those of
     `ragged_paged_attention`.
     """
     num_tokens, num_q_heads, _ = q.shape
@@ -190,10 +192,10 @@ def _attend(
 
 
 def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None, int]:
-    """Return the page table [S, W] as (SMEM operand [S * W], None, W), or (None, HBM operand [S * W'], W') with W' = W
-    rounded up to LANES if it is too large for SMEM (`fits_smem` of `sizes`).
+    """Return the page table [S, W], flattened, as (SMEM operand [S * W], None, W) if it fits (`fits_smem`), else as
+    (None, HBM operand [S * W'], W'), padded with zeros to W' columns, W rounded up to a multiple of LANES.
 
-    Flat, as the address of an entry in tiles of two dimensions takes five more operations.
+    It is flat because the address of an entry in tiles of two dimensions takes five more operations.
     """
     width = page_table.shape[1]
     if fits_smem(sizes, page_table.shape):
@@ -203,10 +205,10 @@ def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.A
 
 
 def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Return factors f32 [K] of q.k (the softmax scale of `spec`) and of values (1), each times the pool's scales if it
-    has any. num_kv_heads: K, of the shard.
+    """Return two factors f32 [K]: of q.k (the softmax scale of `spec`) and of values (1), each times the pool's scale
+    if it has one. num_kv_heads: K, of the device's shard.
 
-    The softmax works to base 2, so the first includes log2(e), unless a soft cap is applied to natural logits first.
+    The softmax works in base 2, so the first includes log2(e), unless a soft cap is applied to natural logits first.
     """
     scale = jnp.full((num_kv_heads,), spec.sm_scale * (LOG2E if spec.soft_cap is None else 1.0), jnp.float32)
     of_values = jnp.ones((num_kv_heads,), jnp.float32) if kv.value_scale is None else kv.value_scale
@@ -214,10 +216,11 @@ def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Ar
 
 
 def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens: int) -> jax.Array:
-    """Lay out q [T, N, H] as the kernel reads it: [T', K, G', width] if `plan.by_token`, else [K, G', T', width].
+    """Return q [T, N, H] in the layout that the kernel reads: [T', K, G', width] if `plan.by_token`, else [K, G', T',
+    width].
 
-    T' = padded_tokens, K = num_kv_heads, G' = plan.group; zeros in the padding. Of several heads each is moved to the
-    offset of its window (`_move_to_windows`).
+    T' = padded_tokens, K = num_kv_heads, G' = plan.group; the padding is zeros. If there are several kv heads, their
+    queries are moved to the offsets of the heads' windows (`_move_to_windows`).
     """
     q = _pad_rows(q, padded_tokens).reshape(padded_tokens, num_kv_heads, -1, q.shape[-1])
     q = _pad_axis(q, 2, plan.group)
@@ -227,8 +230,8 @@ def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens:
 
 
 def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
-    """Shift each head of q [T, K, G, H] to the offset of its window, in rows as wide as the widest of the K windows,
-    with zeros around it: [T, K, G, width].
+    """Return q [T, K, G, H] as [T, K, G, width], where the queries of kv head k begin at column windows[k].offset and
+    zeros surround them. width is the size of the widest window.
     """
     width = max(window.size for window in windows)
     offsets = [window.offset for window in windows]
@@ -242,8 +245,8 @@ def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
 
 
 def _arrange_results(o, lse, plan: Plan, group: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return o [T, N, Hv] and lse [T, N], T = num_tokens, of the kernel's results o and lse, which are as of `Refs`: by
-    tile, padded to `plan`.
+    """Return o [T, N, Hv] and lse [T, N], T = num_tokens, from the kernel's results o and lse, which have the shapes in
+    `Refs`: by tile, padded to `plan`.
 
     group: query heads per kv head, without padding.
     """
@@ -277,12 +280,12 @@ def _call_kernel(
     interpret: Any,
     body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
-    """Call the kernel over all tiles; the two results, o of `o_dtype` and lse, are those of `Refs`.
+    """Call the kernel over all tiles; return its results o, of `o_dtype`, and lse, in the shapes given in `Refs`.
 
-    Operands are those of `Refs`, too: `walk`, page_table or far_page_table (the other is None), scales f32 [K] of
-    logits and values, sinks f32 [K, G] in base 2 or None, q and q_rest (or None) as of `_arrange_queries`, tree i32
-    [T', words] or None, and the pool's data. plan: static parameters. vmem_limit_bytes: VMEM that the kernel may use.
-    interpret: argument of `pl.pallas_call`. body: the kernel of a grid step.
+    The operands have the shapes given in `Refs`, too: `walk`; page_table or far_page_table, the other being None;
+    factors f32 [K] of logits and values; sinks f32 [K, G] in base 2 or None; q and q_rest (or None) from
+    `_arrange_queries`; tree i32 [T', words] or None; and the pool's data. plan: static parameters. vmem_limit_bytes:
+    VMEM that the kernel may use. interpret: argument of `pl.pallas_call`. body: the kernel of a grid step.
     """
     num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
     v_head_dim = plan.spec.v_head_dim
@@ -291,7 +294,9 @@ def _call_kernel(
     lse_width = -(-plan.rows // LANES) * LANES
 
     def blocked(shape, axis=0):
-        """Return a BlockSpec of `shape` that walks `axis`: the blocks of a core alternate with those of the others."""
+        """Return a BlockSpec of `shape` whose block index moves along `axis`; blocks are dealt out to the cores in
+        turn.
+        """
 
         def index_map(core, step, *_):
             return tuple(step * plan.cores + core if index == axis else 0 for index in range(len(shape)))
@@ -299,7 +304,7 @@ def _call_kernel(
         return pl.BlockSpec(shape, index_map)
 
     def per_token(width):
-        """Return a BlockSpec of queries or results of `width` columns, laid out as by `_arrange_queries`."""
+        """Return a BlockSpec of queries or results of `width` columns in the layout of `_arrange_queries`."""
         if plan.by_token:
             return blocked((blocks.tiles * block_q, num_kv_heads, plan.group, width))
         return blocked((num_kv_heads, plan.group, block_q, width), axis=2)
@@ -347,10 +352,10 @@ def _call_kernel(
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Append zeros to x [n, ...] until it has `rows` rows."""
+    """Return x [n, ...] with zeros appended to its first axis until it has `rows` rows."""
     return _pad_axis(x, 0, rows)
 
 
 def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Append zeros to `axis` of x until it has `size` elements."""
+    """Return x with zeros appended to `axis` until that has `size` elements."""
     return jnp.pad(x, [(0, size - x.shape[axis] if index == axis else 0) for index in range(x.ndim)])

@@ -46,17 +46,19 @@ MASKED = -3e38
 
 
 def attention_kernel(*refs, plan: Plan) -> None:
-    """Run one grid step: work the segments of `plan.blocks.tiles` tiles. Grid: (cores, steps of a core).
+    """Run one grid step: attend the segments of `plan.blocks.tiles` tiles. Grid: (cores, steps of a core).
 
-    refs: the fields of `Refs`, of which this writes o, lse and the scratch.
+    refs: the fields of `Refs`, in order, of which this writes o, lse and the scratch.
     """
     _grid_step(Refs(*refs), plan)
 
 
 def _grid_step(refs: Refs, plan: Plan) -> None:
-    """Run `attention_kernel` over named references: work all items of the grid step's tiles in order, and fetch those
-    that follow, `buffers - 1` ahead. Writes o and lse of these tiles, 0 and -inf for tiles without tokens, and
-    refs.cursor for the next step. A core's first step also starts its walk.
+    """Attend all items of the grid step's tiles in order, and start the copies of the items that follow, `buffers - 1`
+    ahead.
+
+    Writes o and lse of these tiles (0 and -inf for tiles without tokens) and refs.cursor, with which the next step
+    continues. A core's first step also starts its copies.
     """
     buffers, tiles = plan.blocks.buffers, plan.blocks.tiles
     core, step = pl.program_id(0), pl.program_id(1)
@@ -93,8 +95,9 @@ def _grid_step(refs: Refs, plan: Plan) -> None:
 def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) -> None:
     """Fold one item's block of keys, which is in buffer `slot`, into the running softmax of the grid step's tile `sub`.
 
-    The first item of a tile also initialises its statistics, the last one writes its results. Values in the buffer that
-    the segment does not see are zeroed. Only as many parts of the block are folded as hold visible keys.
+    The first item of a tile also initialises the running softmax, the last one writes the tile's results. Values in the
+    buffer that the segment does not see are overwritten with 0. Only as many parts of the block are folded as hold
+    visible keys.
     """
     index, block = item
     first_key = segment.first_page * plan.page_size + block * plan.block_kv
@@ -126,8 +129,8 @@ def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) 
 
 
 def _counts(plan: Plan) -> list[int]:
-    """Return the numbers of parts of a block's pages for which there is a program of its own, ascending; the last is
-    all parts.
+    """Return, in ascending order, the numbers of leading parts of a block's pages that the kernel has separate code
+    for; the last is all parts.
     """
     parts = plan.parts if plan.block_q == 1 else 1
     return [count for count in range(1, parts + 1) if parts % count == 0]
@@ -135,7 +138,7 @@ def _counts(plan: Plan) -> list[int]:
 
 def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
     """Return the least of `_counts` whose parts hold all keys that the segment sees of the block from position
-    `first_key` on; an int where there is one program only.
+    `first_key` on. It is an int if there is only one count.
     """
     *counts, parts = _counts(plan)
     live = pl.cdiv((segment.end_key - first_key) * parts, plan.block_kv)
@@ -143,8 +146,8 @@ def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
 
 
 def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
-    """Whether every row of the segment's tile sees every key of the block from position `first_key` on; False where a
-    tree decides.
+    """Whether every row of the segment's tile sees every key of the block from position `first_key` on; False for
+    blocks to which a tree mask applies.
     """
     seen_by_all = segment.position + 1 if plan.spec.causal else segment.end_key
     whole = (segment.first_row == 0) & (segment.end_row == plan.block_q) & (first_key + plan.block_kv <= seen_by_all)
@@ -158,8 +161,9 @@ def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
 
 
 def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[jax.Array, jax.Array]:
-    """Return bool [block_q, block_kv], the keys of the block from position `first_key` on that each token sees, by the
-    causal range, window, chunk and tree mask (of tile `sub`), and bool [block_q, 1], the tokens of the segment.
+    """Return (visible, member). visible: bool [block_q, block_kv], whether each token of tile `sub` sees each key of
+    the block from position `first_key` on, by the causal range, window, chunk and tree mask; False for tokens of other
+    segments. member: bool [block_q, 1], whether the token belongs to the segment.
     """
     spec, shape = plan.spec, (plan.block_q, plan.block_kv)
     row = lax.broadcasted_iota(jnp.int32, (plan.block_q, 1), 0)
@@ -192,10 +196,10 @@ def _fold_block(
 ) -> None:
     """Fold a block of keys, in buffer `slot` and from position `first_key` on, into the running softmax of tile `sub`.
 
-    For each of `plan.phases` its scores are computed, then softmax and values of the phase before it: the steps of one
-    head depend on each other and leave the matrix unit idle in turn; those of several heads do not, nor do the scores
-    of another part of the only one. masked: whether some row may not see some key. parts: number of phases to fold,
-    None for all; those after hold no key.
+    The scores of a phase (one of `plan.phases`) are computed before the softmax and values of the previous phase. The
+    steps of one head depend on each other and would leave the matrix unit idle in turn; those of different phases do
+    not. masked: whether some row may not see some key. parts: number of phases to fold, None for all; later ones
+    hold no visible key.
     """
     visible = member = None
     if masked:
@@ -208,10 +212,10 @@ def _fold_block(
 
 
 def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], member) -> None:
-    """Fold the scores f32 [rows, keys] of some parts, to base 2, and their values in buffer `slot`, into the running
+    """Fold the scores f32 [rows, keys] of some parts, in base 2, and their values in buffer `slot`, into the running
     softmax: refs.largest, refs.total and refs.acc.
 
-    member: bool [block_q, 1], tokens of the segment, to which alone values are added; None if all are.
+    member: bool [block_q, 1], the tokens of the segment, to which alone values are added; None if that is all tokens.
     """
     rows = {part: (part.head, slice(part.first_row, part.end_row)) for part in scores}
     largest = {part: jnp.maximum(refs.largest[rows[part]], _row_max(score)) for part, score in scores.items()}
@@ -241,10 +245,10 @@ def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], me
 
 
 def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array:
-    """Compute the logits f32 [rows, keys] of a part, to base 2, of the queries of tile `sub` and the keys in buffer
-    `slot`, with the factor and the soft cap.
+    """Return the logits f32 [rows, keys] of a part, in base 2, of the queries of tile `sub` and the keys in buffer
+    `slot`, after the scale and the soft cap.
 
-    visible: bool [block_q, block_kv], False where logits are MASKED; None if all keys are visible.
+    visible: bool [block_q, block_kv]; where it is False, logits are MASKED. None if all keys are visible.
     """
     window, q = plan.keys[part.head], _queries(refs, plan, sub, part)
     keys = _operand(refs, plan, slot, window, part)
@@ -262,8 +266,8 @@ def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array
 
 
 def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
-    """Return the queries [rows, width] of a part of tile `sub`, padded with zeros if a key's window is wider than the
-    key.
+    """Return the queries [rows, width] of a part of tile `sub`, padded with zeros at the end if the key window is
+    wider.
     """
 
     def rows_of(ref):
@@ -283,25 +287,31 @@ def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
 
 
 def _operand(refs: Refs, plan: Plan, slot, window: Window, part: Part) -> jax.Array:
-    """Return the keys or values [keys, size] of a part: the columns of `window` of its pages in buffer `slot`."""
+    """Return the columns of `window` of a part's pages in buffer `slot`, its keys or values, as [keys, window.size] of
+    plan.operand_dtype.
+    """
     tile = refs.buffer[slot, part.first_page : part.end_page, :, window.start : window.start + window.size]
     return tile.reshape(-1, window.size).astype(plan.operand_dtype)
 
 
 def _ones_in_first_lane(values: jax.Array) -> jax.Array:
-    """Return [keys, LANES] of the dtype of values [keys, ...]: ones in lane 0, else zeros."""
+    """Return an array [keys, LANES] of ones in lane 0 and zeros elsewhere, of the dtype of values [keys, ...]."""
     lane = lax.broadcasted_iota(jnp.int32, (values.shape[0], LANES), 1)
     return jnp.where(lane == 0, 1.0, 0.0).astype(values.dtype)
 
 
 def _precision(plan: Plan) -> lax.Precision:
-    """Return the precision of both products: the highest for float32 operands, else the default."""
+    """Return the precision for products of queries with keys and of weights with values: HIGHEST for float32 operands,
+    else the default.
+    """
     # The matrix unit rounds float32 operands to bfloat16 by default.
     return lax.Precision.HIGHEST if plan.operand_dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
-    """Return x [rows of the part, n] in rows whose token's condition [block_q, n or 1] holds, else `otherwise`."""
+    """Return x [rows of the part, n] where the condition [block_q, n or 1] holds for the row's token, and `otherwise`
+    elsewhere.
+    """
     if plan.block_q == 1:
         return jnp.where(condition, x, otherwise)
     if plan.by_token:
@@ -318,8 +328,8 @@ def _row_max(x: jax.Array) -> jax.Array:
 
 
 def _across(x: jax.Array, size: int) -> jax.Array:
-    """Widen or cut lane-replicated x [n, LANES] to [n, size] by repeating registers; broadcasting a column would
-    shuffle lanes.
+    """Return lane-replicated x [n, LANES] as [n, size], by repeating or cutting off registers; broadcasting a column
+    would shuffle lanes.
     """
     if size <= LANES:
         return x[:, :size]
@@ -328,8 +338,8 @@ def _across(x: jax.Array, size: int) -> jax.Array:
 
 
 def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
-    """Write output, times value_scale, and log-sum-exp (natural, with the sinks) of one kv head of finished tile `sub`
-    to refs.o and refs.lse; 0 and -inf for rows that saw no key.
+    """Write the results of kv head `head` of finished tile `sub`: the output times value_scale to refs.o, and the
+    natural log-sum-exp, sinks included, to refs.lse. Rows that saw no key get 0 and -inf.
     """
     largest = refs.largest[head]
     seen = jnp.broadcast_to(jnp.sum(refs.total[head], axis=1, keepdims=True), largest.shape)
@@ -354,8 +364,8 @@ def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
 
 
 def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
-    """Return f32 [rows, LANES]: the sink, to base 2, of each row's query head of kv head `head`, equal in all lanes;
-    NOTHING_SEEN for heads of padding.
+    """Return f32 [rows, LANES]: the sink, in base 2, of the query head (of kv head `head`) of each row, equal in all
+    lanes; NOTHING_SEEN for rows of padded heads.
     """
     row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
     member = row % plan.group if plan.by_token else row // plan.block_q
@@ -366,9 +376,9 @@ def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
 
 
 def _store_lse(refs: Refs, sub, head: int, lse: jax.Array) -> None:
-    """Write lane-replicated `lse` [rows, LANES] of a kv head to row refs.lse[sub, head].
+    """Write lane-replicated `lse` [rows, LANES] of a kv head to row refs.lse[sub, head], one lane per row.
 
-    As a column, each row would take a whole lane tile of HBM.
+    Stored as a column, each row would take a whole lane tile of HBM.
     """
     for first in range(0, lse.shape[0], LANES):
         part = lse[first : first + LANES]

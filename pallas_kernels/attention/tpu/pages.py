@@ -31,7 +31,7 @@ Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
 
 
 class Part(NamedTuple):
-    """Rows of a tile and pages of a block that are worked together for one kv head."""
+    """Rows of a tile and pages of a block that are computed together for one kv head."""
 
     head: int  # the kv head
     first_row: int  # rows [first_row, end_row) of the tile
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Static parameters of one kernel call."""
+    """Compile-time parameters of one call of the attention kernel, and the sizes that follow from them."""
 
     spec: AttentionSpec  # of this device's heads
     block_q: int  # tokens per tile
@@ -50,7 +50,7 @@ class Plan:
     page_size: int  # tokens of a page
     blocks: Blocks  # sizes of blocks
     keys: tuple[Window, ...]  # columns of the keys of each kv head
-    values: tuple[Window, ...]  # and of its values
+    values: tuple[Window, ...]  # columns of the values of each kv head
     operand_dtype: Any  # dtype of the operands of both products
     has_sinks: bool  # whether attention sinks are given
     num_tree_words: int  # uint32 words of a row of the tree mask, 0 without one
@@ -58,13 +58,13 @@ class Plan:
     mxu_columns: int  # columns of the matrix unit
     parts: int  # parts into which the work on a single kv head is cut
     table_width: int  # entries of the page table for each sequence
-    lanes: tuple[int, int]  # [first, end) of a row of the pool that are a page
+    lanes: tuple[int, int]  # range [first, end) of lanes that a page takes in a row of the pool
 
     def sums_with_values(self, head: int) -> bool:
-        """Whether one product of the matrix unit gives both a head's weighted values and the sum of its weights, in
-        spare columns.
+        """Whether one product of the matrix unit computes both the weighted values of kv head `head` and the sum of its
+        weights, because that sum fits into spare columns.
 
-        The sums are then of the rounded weights, the same that multiply the values. Not for single tokens: their time
+        The sums are then of the rounded weights, the same that multiply the values. False for single tokens, whose time
         is spent on loading operands into the matrix unit.
         """
         size = self.values[head].size
@@ -72,25 +72,25 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Query rows of a tile for each kv head."""
+        """Number of query rows of a tile for each kv head."""
         return self.group * self.block_q
 
     @property
     def by_token(self) -> bool:
-        """Whether queries, results and the rows of a tile are ordered token by token, as the operands come; else by
-        head.
+        """Whether queries, results and the rows of a tile are ordered token by token, as the caller passes them; else
+        head by head.
 
-        The heads of a group must fill register tiles for that.
+        Always so for single tokens; for longer tiles the heads of a group must fill whole register tiles.
         """
         return self.block_q == 1 or lies_by_token(len(self.keys), self.group)
 
     @property
     def phases(self) -> list[list[Part]]:
-        """Parts that are worked together, in order: those of `blocks.heads` kv heads, or one of `parts` of the only
-        one.
+        """Parts that are computed together, in order. A phase is `blocks.heads` kv heads, or one of the `parts` parts
+        of the work on the only kv head.
 
-        Parts of rows share the keys that are loaded into the matrix unit; where rows are so few that this load takes
-        the time, the parts are of pages, which load nothing twice.
+        Parts of rows share the keys that are loaded into the matrix unit. For tiles of one token, whose rows are so few
+        that this load takes the time, the parts are of pages, which load nothing twice.
         """
         blocks, num_heads, parts = self.blocks, len(self.keys), self.parts
         if parts == 1:
@@ -104,17 +104,19 @@ class Plan:
 
     @property
     def row_lanes(self) -> int:
-        """Lanes of a row of the pool that are a page."""
+        """Number of lanes that a page takes in a row of the pool."""
         return self.lanes[1] - self.lanes[0]
 
     @property
     def block_kv(self) -> int:
-        """Keys of a block."""
+        """Number of keys of a block."""
         return self.blocks.pages * self.page_size
 
 
 class Refs(NamedTuple):
-    """References that the kernel reads and writes; shapes are those one grid step sees."""
+    """References that the kernel reads and writes, in launch order: operands, results o and lse, and scratch. Shapes
+    are those that one grid step sees.
+    """
 
     walk: Walk  # SMEM
     page_table: Any  # SMEM i32 [S * W], None if it is too large
@@ -140,7 +142,7 @@ class Refs(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Fields of `Walk` for one segment, i32 [] each."""
+    """Values that the arrays of `Walk` hold for one segment, i32 [] each."""
 
     tile: jax.Array
     seq: jax.Array
@@ -158,23 +160,23 @@ FETCH_SEGMENT, FETCH_BLOCK, SLOT, TABLE_ROW = range(4)
 
 
 def segments_before(refs: Refs, tile) -> jax.Array:
-    """Return the number of segments in the tiles before `tile`; all segments for a tile past the last."""
+    """Return the number of segments in the tiles before `tile`, or of all segments for a tile past the last."""
     return refs.walk.tile_start[jnp.minimum(tile, refs.walk.tile_start.shape[0] - 1)]
 
 
 def read_segment(refs: Refs, item: Item) -> Segment:
-    """Return the segment of an item; for an item past the end, which is never worked, the last segment."""
+    """Return the segment of an item, or the last segment for an item past the end, which is never computed."""
     index = jnp.minimum(item[0], refs.walk.seq.shape[0] - 1)
     return Segment(*(getattr(refs.walk, field)[index] for field in Segment._fields))
 
 
 def num_pages(segment: Segment, plan: Plan) -> jax.Array:
-    """Return the number of pages from the segment's first page to the one with the last key that it sees."""
+    """Return the number of pages from the segment's first visible page to the one with the last key that it sees."""
     return pl.cdiv(segment.end_key, plan.page_size) - segment.first_page
 
 
 def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
-    """Whether an item of `segment` is its last one."""
+    """Whether `item`, which belongs to `segment`, is the segment's last item: no later block of it has visible keys."""
     return (item[1] + 1) * plan.blocks.pages >= num_pages(segment, plan)
 
 
@@ -187,7 +189,7 @@ def next_item(refs: Refs, plan: Plan, segment: Segment, item: Item) -> Item:
 
 
 def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
-    """Return the number of this core's next segment after `segment`; past the last one of all, any greater number."""
+    """Return the index of this core's next segment after `segment`; past the last one, any greater index."""
     if plan.cores == 1:
         return segment + 1
 
@@ -201,10 +203,10 @@ def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
 
 
 def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
-    """Start the copies of a core's first items, `buffers - 1` of them, and set refs.cursor.
+    """Start the copies of a core's first items, `buffers - 1` of them, and initialise refs.cursor.
 
-    begin: its first segment. end: one past the last segment of all cores. With a page table in HBM this waits for the
-    rows of the segments that it enters.
+    begin: its first segment. end: one past the last segment of all cores. With a page table in HBM, waits for the
+    table rows of the segments whose pages are fetched.
     """
     refs.cursor[TABLE_ROW] = 1
     if refs.page_table is None:
@@ -219,8 +221,9 @@ def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
 
 
 def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
-    """Start the copies of the pages of `item` into buffer `slot`, if it lies before segment `end`; returns the one
-    after it. With a page table in HBM, a segment's first item waits for the segment's row of it.
+    """Start the copies of the pages of `item` into buffer `slot`, and return this core's next item. No copy is started
+    if the item's segment is `end` or later. With a page table in HBM, a segment's first item waits for the segment's
+    table row.
     """
     segment = read_segment(refs, item)
     if refs.page_table is None:
@@ -238,14 +241,16 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
 
 
 def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None:
-    """Wait until the pages of `item`, an item of `segment` that has been fetched, are in buffer `slot`."""
-    # A wait counts bytes, so one is enough for all pages, whatever it says of where they come from.
+    """Wait until the copies of the pages of `item`, which belongs to `segment`, to buffer `slot` are complete. The item
+    must have been fetched.
+    """
+    # A wait counts bytes, so one is enough for all pages; the source that it names does not matter.
     pages = refs.buffer.at[slot, pl.ds(0, _count(plan, segment, item)), :, : plan.row_lanes]
     pltpu.make_async_copy(pages, pages, refs.arrived.at[slot]).wait()
 
 
 def _page_copy(refs: Refs, plan: Plan, page, slot, index) -> Any:
-    """Return the copy of pool page `page` to page `index` of buffer `slot`, not yet started."""
+    """Return an async copy, not yet started, of page `page` of the pool to page `index` of buffer `slot`."""
     destination = refs.buffer.at[slot, index, :, : plan.row_lanes]
     source = refs.pool.at[page, :, pl.ds(plan.lanes[0], plan.row_lanes)]
     return pltpu.make_async_copy(source, destination, refs.arrived.at[slot])
@@ -257,8 +262,8 @@ def _count(plan: Plan, segment: Segment, item: Item) -> jax.Array:
 
 
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
-    """Call `act` with the index in the block of each page of an item of `segment`; unrolled for a full item, so that
-    copies interleave.
+    """Call act(index) for the index in its block of each page of `item`, which belongs to `segment`. The loop is
+    unrolled for a full block, so that copies interleave.
     """
     pages, count = plan.blocks.pages, _count(plan, segment, item)
 
@@ -273,7 +278,7 @@ def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
 
 
 def _table_row_copy(refs: Refs, plan: Plan, segment, row) -> Any:
-    """Return the copy of the page-table row of `segment` to refs.table_rows[row], not yet started."""
+    """Return an async copy, not yet started, of the page-table row of segment `segment` to refs.table_rows[row]."""
 
     def at(row):
         return pl.ds(pl.multiple_of(row * plan.table_width, LANES), plan.table_width)
@@ -283,8 +288,8 @@ def _table_row_copy(refs: Refs, plan: Plan, segment, row) -> Any:
 
 
 def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
-    """Make the row of the page table that was copied for `segment` the current one, once it has arrived, and start the
-    copy of the row of this core's next segment, if that is before `end`: one past the last segment of all cores.
+    """Wait for the copy of the page-table row of `segment`, make that row the current one in refs.cursor, and start the
+    copy of the row of this core's next segment if that is before `end`, one past the last segment of all cores.
     """
     row = 1 - refs.cursor[TABLE_ROW]
     refs.cursor[TABLE_ROW] = row
@@ -294,9 +299,11 @@ def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
 
 
 def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot, end_page) -> None:
-    """Zero the values in buffer `slot` that the segment does not see: their weight is 0, but they may hold NaN.
+    """Overwrite with 0 the values in buffer `slot` that no token of the segment sees: their weight is 0, but they may
+    hold NaN.
 
-    first_key: position of the first key of the block in the buffer. end_page: only pages before it are read.
+    first_key: position of the first key of the block in the buffer. end_page: pages from this one on are left as they
+    are, because they are not read.
     """
     low = 0
     if plan.spec.window is not None:

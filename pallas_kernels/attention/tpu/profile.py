@@ -38,14 +38,14 @@ from jaxengine.pallas_kernels.tuning import tuning_of
 
 # Work of a trip: fold a block that all rows see, fold one with a mask, or open and close a tile around the latter.
 PARTS = ("block", "edge", "tile")
-# Or start or await the copies of a block's pages. Trips are written out: bundles are counted, not cycles.
+# Or start or await the copies of a block's pages. Trips are unrolled, because bundles are counted, not cycles.
 COPIES = ("fetch", "wait")
-WALK = "walk"  # or be the kernel itself, which walks all segments and blocks; without trips
+WALK = "walk"  # or run the kernel itself, which walks all segments and blocks, without trips
 _PAGES = 64  # pages of the pool
 
 
 class Sizes(NamedTuple):
-    """Tokens and keys of a trip's work."""
+    """Tokens of a tile, and keys of a block, of the work that a profile repeats."""
 
     block_q: int  # tokens of a tile
     block_kv: int  # keys of a block
@@ -63,19 +63,19 @@ def block_profile(
     part: str,
     trips: int,
 ) -> tuple[Callable, tuple[Any, ...], list[Sizes]]:
-    """Build one grid step on one core: (function, shapes of its arguments, list that tracing fills with a trip's
-    sizes).
+    """Return (function, shapes of its arguments, sizes) for a program of one grid step on one core that repeats a part
+    of the kernel. sizes is an empty list, to which tracing the function writes the Sizes of a repetition.
 
-    Call and trace it under a TPU's mesh (`jax.set_mesh`), whose sizes it takes.
+    Call this and trace the function under the mesh of the TPU (`jax.set_mesh`) whose tuning is to be used.
 
     Args:
       spec, page_size: the layer's heads, and tokens of a page.
-      decode: tiles of one token, else of a run.
-      num_tokens: tokens of the step whose block sizes are taken.
+      decode: whether to profile tiles of one token, else of a run.
+      num_tokens: tokens of the step whose block sizes are used.
       max_pages: width of the page table.
       dtype, kv_dtype: of queries and of the pool.
-      part: one of PARTS or COPIES, or WALK; ValueError for another.
-      trips: repetitions.
+      part: one of PARTS or COPIES, or WALK, which runs the kernel itself. Raises ValueError for another.
+      trips: repetitions; not used for WALK.
     """
     if part not in (allowed := (*PARTS, *COPIES, WALK)):
         raise ValueError(f"part must be one of {', '.join(allowed)}, got {part!r}")
@@ -111,8 +111,9 @@ def block_profile(
 
 
 def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
-    """Do the work of `part`, one of PARTS, `trips` times on the first segment, with no copies: fold a block without or
-    with a mask, or also reset the tile's statistics and write its results.
+    """Repeat the work of `part`, one of PARTS, `trips` times on the first segment, without copies. "block" folds a
+    block of keys without a mask and "edge" with one; "tile" does as "edge", and also resets the running softmax before
+    and writes the results after.
     """
     segment = read_segment(refs, (jnp.int32(0), jnp.int32(0)))
 
@@ -131,7 +132,9 @@ def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
 
 
 def _copy(refs: Refs, plan: Plan, part: str, trips: int) -> None:
-    """Start (part "fetch") or await ("wait") the copies of `trips` items from the cursor on, and move the cursor."""
+    """Start (part "fetch") or await ("wait") the copies of the `trips` items from the cursor on, and set the cursor to
+    the item after them.
+    """
     cursor, end = refs.cursor, segments_before(refs, refs.walk.tile_start.shape[0])
     item = cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK]
     for _ in range(trips):

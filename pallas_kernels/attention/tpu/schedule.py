@@ -24,7 +24,7 @@ from jaxengine.pallas_kernels.tuning import TpuAttention, Tuning
 
 
 class Walk(NamedTuple):
-    """n segments in the order they are worked, ordered by tile and then by sequence; those past the last are junk."""
+    """Work list of n segments, ordered by tile and then by sequence; segments past the last are undefined."""
 
     tile_start: jax.Array  # i32 [tiles + 1] first segment of each tile
     tile: jax.Array  # i32 [n] tile of the segment
@@ -40,7 +40,7 @@ class Walk(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Work list of one step's attention on a TPU, a pytree: at least one of the two kernel calls."""
+    """Work list of one step's attention on a TPU, a pytree. At least one of the two kernel calls is present."""
 
     single: Walk | None  # tiles of one token
     runs: Walk | None  # tiles of several tokens
@@ -50,7 +50,8 @@ class Schedule:
 def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int:
     """Return the number of tokens per tile of `runs` for a step of num_tokens and the heads of `spec`.
 
-    A power of two, or sizes.min_block_q: smaller where few tokens or large groups would leave most rows of a tile idle.
+    It is a power of two or sizes.min_block_q, and smaller where few tokens or many query heads per kv head would leave
+    most rows of a tile idle.
     """
     narrow = sizes.narrow_bytes // (4 * spec.num_q_heads * spec.v_head_dim)
     rows = max(sizes.run_rows // spec.group_size, min(sizes.narrow_rows // spec.group_size, narrow))
@@ -59,7 +60,9 @@ def block_q_of(sizes: TpuAttention, num_tokens: int, spec: AttentionSpec) -> int
 
 
 def has_runs(num_tokens: int, num_seqs: int) -> bool:
-    """Whether a batch of num_tokens tokens and num_seqs rows needs `runs`: more tokens than rows."""
+    """Whether a batch of num_tokens tokens and num_seqs rows needs the tiles `runs`: whether it has more tokens than
+    rows.
+    """
     return num_tokens > num_seqs
 
 
@@ -72,12 +75,12 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into segments, for attention.op.attention_schedule.
+    """Return the segments of a batch of T = num_tokens tokens, for attention.op.attention_schedule.
 
-    `runs` is None if T is at most S; else `single` is None if batch.num_decode is, or serves the leading decodes. spec:
-    of which causal, window, chunk, the heads and the size of values count. tuning: sizes of tiles. A few integer
-    operations on [T, S] and smaller. Raises ValueError for `kv_limits`, and for a window on both sides, which the
-    kernel does not have.
+    `runs` is None if T is at most S. Otherwise `single` serves the leading decodes, or is None if batch.num_decode is.
+    spec: its causal, window, chunk, heads and value size are used. tuning: tile sizes. Takes a few integer operations
+    on [T, S] and smaller. Raises ValueError for `kv_limits`, and for a window with causal=False, which the kernel does
+    not support.
     """
     if kv_limits is not None:
         raise ValueError("kv_limits: the TPU kernel has no tokens that see some that follow; XLA on CPU and GPU has")
@@ -98,7 +101,8 @@ def attention_schedule(
 
 def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int) -> Walk:
     """Return the Walk over the segments of the `chosen` sequences (bool [S]) of `batch` among the first `num_tokens`
-    tokens, in tiles of block_q. spec: says which keys tokens see. page_size: in tokens.
+    tokens, in tiles of block_q tokens. Sequences without new tokens have no segment. spec: determines which keys a
+    token sees. page_size: tokens of a page.
     """
     num_seqs = chosen.shape[0]
     start, end = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]

@@ -21,10 +21,10 @@ PACKED_SUBLANES = 16  # rows of a register of bfloat16
 
 
 class Window(NamedTuple):
-    """Full lane tiles of a pool row that contain one head's keys or values.
+    """Range of full lane tiles of a pool row that contains one head's keys or values.
 
-    Operands are sliced at lane tiles because a slice that starts inside one is a rotation of every register. Other
-    elements of the window are multiplied by zeros of the query, or cut off the result.
+    Operands are sliced at lane tiles because a slice that starts inside one rotates every register. Elements of the
+    window outside of the head are multiplied by zeros of the query, or cut off the result.
     """
 
     start: int  # columns [start, start + size) of the row, both multiples of LANES
@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Sizes of the kernel's work on keys."""
+    """Sizes that determine how the kernel divides keys, tiles and heads."""
 
     pages: int  # pages of one sequence per block of keys
     buffers: int  # blocks in VMEM: one being worked, the others on their way
@@ -42,21 +42,21 @@ class Blocks(NamedTuple):
 
 
 def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Return the windows of the keys, of head dim H of `spec`, of each of `num_kv_heads` heads in a row of the pool."""
+    """Return the window of the key of each of `num_kv_heads` kv heads in a row of the pool."""
     return tuple(_window(head * _stride(spec), spec.head_dim) for head in range(num_kv_heads))
 
 
 def value_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
-    """Return the windows of the values of each of `num_kv_heads` heads in a row of the pool: after the head's key, or
-    at its beginning.
+    """Return the windows of the values of each of `num_kv_heads` heads in a row of the pool. A value follows its head's
+    key, or begins where the key does if spec.values_in_keys.
     """
     first = 0 if spec.values_in_keys else spec.head_dim
     return tuple(_window(head * _stride(spec) + first, spec.v_head_dim) for head in range(num_kv_heads))
 
 
 def _stride(spec: AttentionSpec) -> int:
-    """Return the columns between the starts of consecutive kv heads in a row of the pool: H + Hv of `spec`, or H where
-    values lie in keys.
+    """Return the number of columns between the starts of consecutive kv heads in a row of the pool: H + Hv, or H if
+    spec.values_in_keys.
     """
     return spec.head_dim if spec.values_in_keys else spec.head_dim + spec.v_head_dim
 
@@ -68,17 +68,18 @@ def _window(column: int, size: int) -> Window:
 
 
 def lies_by_token(num_kv_heads: int, group: int) -> bool:
-    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and results:
-    for one kv head and a multiple of 16 query heads. group: query heads per kv head.
+    """Whether tiles of several tokens order their rows token by token, which saves a transpose of queries and results.
+    True for one kv head whose number of query heads, `group`, is a multiple of 16.
     """
     return num_kv_heads == 1 and group % PACKED_SUBLANES == 0
 
 
 def buffer_lanes(row_lanes: int) -> int:
-    """Return the lanes that a row of `row_lanes` takes in VMEM.
+    """Return the number of lanes that a page row of `row_lanes` lanes takes in VMEM: one lane tile (128) more if it is
+    a multiple of four tiles.
 
-    Tiles of one head lie a row apart. Where that is a multiple of four tiles they share a bank of VMEM, which reads one
-    a cycle; an unused tile at the end of each row spreads them over banks.
+    Tiles of one head lie a row apart. If that distance were a multiple of four tiles, they would share a bank of VMEM,
+    of which one tile is read per cycle.
     """
     return row_lanes + (LANES if row_lanes % (4 * LANES) == 0 else 0)
 
@@ -94,18 +95,19 @@ def choose_blocks(
     num_tiles: int,
     single: bool,
 ) -> Blocks:
-    """Choose block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` bytes a token.
+    """Return the block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` bytes a token.
 
-    A block holds at least a lane tile of keys, and there are at least two buffers, even where that is more memory than
+    A block holds at least a lane tile of keys, and there are at least two buffers, even if that takes more memory than
     `sizes` allows.
 
     Args:
-      num_kv_heads: kv heads; blocks are longer for single tiles of one.
+      sizes: limits and preferred sizes of the chip.
+      num_kv_heads: kv heads. Blocks of a single one are longer for tiles of one token.
       page_size: tokens of a page.
       max_pages: columns of the page table.
       num_tiles: tiles of the kernel call.
-      single: tiles of one token, which are bound by bandwidth: long blocks amortise the work per block. Otherwise the
-        matrix unit is the bound, and short blocks waste less of it on keys past the causal edge.
+      single: whether tiles are of one token. These are bound by bandwidth, and long blocks amortise the work per block.
+        Others are bound by the matrix unit, and short blocks waste less of it on keys past the causal edge.
     """
     # Keys lie along lanes in the scores: a block is a multiple of a lane tile.
     unit = LANES // math.gcd(page_size, LANES)
@@ -127,12 +129,12 @@ def choose_blocks(
 def choose_parts(
     sizes: TpuAttention, *, num_kv_heads: int, group: int, block_q: int, pages: int, page_size: int
 ) -> int:
-    """Return the number of parts into which a tile's work on a block of `pages` pages is cut; 1 where several heads
-    overlap instead.
+    """Return the number of parts into which a tile's work on a block of `pages` pages is cut: 1 for several kv heads,
+    which overlap with each other instead.
 
-    The softmax of one part is computed with the scores of the next. Parts are of the block's pages for a tile of
-    block_q = 1 token, each a multiple of a lane tile of keys (page_size: tokens of a page), else of the tile's tokens
-    (`lies_by_token`) or query heads, by sizes.part_rows. group: query heads per kv head.
+    The softmax of one part is computed with the scores of the next. For a tile of block_q = 1 token the parts are of
+    the block's pages, each a multiple of a lane tile of keys; else they are of the tile's tokens (`lies_by_token`) or
+    query heads, of about sizes.part_rows rows. page_size: tokens of a page. group: query heads per kv head.
     """
     if num_kv_heads > 1:
         return 1
@@ -146,7 +148,8 @@ def choose_parts(
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
     """Whether all of an i32 page table of this shape, [S, W], fits in sizes.smem_table_bytes of SMEM.
 
-    Counted in whole tiles, which is more than the flat table takes: many short rows come with a long walk.
+    Its size is counted in whole register tiles, which is more than the flat table takes, because a table of many short
+    rows comes with a long work list.
     """
     num_seqs, width = page_table_shape
     return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= sizes.smem_table_bytes

@@ -37,13 +37,13 @@ class Schedule:
 def why_not(
     spec: AttentionSpec, q_dtype: Any = None, kv: KVSpec | None = None, *, tree_mask: bool = False
 ) -> str | None:
-    """Return the reason why the kernels do not support an attention, which XLA then serves; None if they support it.
+    """Return the reason why the kernels do not support an attention, which XLA then computes; None if they support it.
 
-    Not supported: values in keys, head dims that are no multiple of 8 or above MAX_HEAD_DIM, more query heads per kv
-    head than `most_rows`, tree masks, slopes, queries but of bfloat16 and float16, token scales, pools but of KV_DTYPES
-    or of two bytes and another dtype than the queries.
+    Not supported: values in keys, head dims that are not multiples of 8 or above MAX_HEAD_DIM, more query heads per kv
+    head than `most_rows`, tree masks, slopes, queries other than bfloat16 and float16, token scales, pools of a dtype
+    outside KV_DTYPES, and two-byte pools of another dtype than the queries.
 
-    q_dtype, kv: None if not known yet (a schedule is built before them); what depends on them is then not checked.
+    q_dtype, kv: None if not known yet (a schedule is built before them); conditions on them are then not checked.
     tree_mask: whether there is one.
     """
     if spec.values_in_keys:
@@ -76,8 +76,8 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule | xla_schedule.Schedule:
-    """Build the kernels' items of the step, or the XLA work list if the shapes alone rule the kernels out or
-    `kv_limits` is given. Arguments are those of attention.op.attention_schedule, which has checked them.
+    """Return the kernels' items of the step, or the XLA work list if `spec` alone rules the kernels out or `kv_limits`
+    is given. Arguments are those of attention.op.attention_schedule, which has checked them.
     """
     if kv_limits is None and why_not(spec) is None:
         sizes = {"num_tokens": num_tokens, "page_size": page_size, "most_rows": most_rows(spec)}
@@ -99,14 +99,14 @@ def ragged_paged_attention(
     slopes: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend queries to the pages of their sequences on an Ampere or Ada card: o [T, N, Hv] in q's dtype, lse f32
-    [T, N].
+    """Compute the attention of queries over the pages of their sequences on an Ampere or Ada card: return o [T, N, Hv]
+    in q's dtype and lse f32 [T, N].
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none); schedule: of this module. XLA computes what the kernels do not support, and a batch whose
-    schedule is XLA's because of `kv_limits`; a warning says why, once per reason. interpret: run the kernels on the
-    CPU. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and for a pool of another
-    layout.
+    slopes: None for none). schedule: result of this module's `attention_schedule`. XLA computes what the kernels do not
+    support, and any batch whose schedule is XLA's because of `kv_limits`; a warning gives each reason once. interpret:
+    run the kernels on the CPU. Raises ValueError if `spec` does not count the heads that the pool's shard holds, and
+    for a pool of another layout.
     """
     check_token_scales(kv.platform, kv.spec)
     spec.check_shard(kv.data.shape[1], kv.platform)

@@ -42,15 +42,15 @@ NARROW = 128  # widest head whose blocks are 64 keys and 64 rows of queries; tho
 
 
 def most_rows(spec: AttentionSpec) -> int:
-    """Return the most rows of queries, and the keys, that a program multiplies at a time: 64, or 32 if a head dim of
-    `spec` is above NARROW; as many as fit the shared memory of Ada, 99 KiB, with two blocks of keys.
+    """Return the most query rows, and the number of keys, that a program multiplies at a time: 64, or 32 if a head dim
+    of `spec` is above NARROW. With two blocks of keys these fit the shared memory of Ada, 99 KiB.
     """
     return DECODE_KEYS if max(spec.head_dim, spec.v_head_dim) <= NARROW else DECODE_KEYS // 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Static shape of the kernels. `spec` counts the heads that this device holds."""
+    """Static shape parameters of the kernels. `spec` counts the heads that this device holds."""
 
     spec: AttentionSpec
     page_size: int  # tokens of a page
@@ -59,12 +59,16 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows of queries of a pair, padded: M."""
+        """Number M of query rows of a (row, kv head) pair: `tokens` times the query heads of a kv head, padded to a
+        power of two.
+        """
         return padded(self.tokens * self.spec.group_size)
 
 
 class _Refs(NamedTuple):
-    """Operands and results of the first kernel, in order."""
+    """References that the first kernel (`_attend`) gets, in order: operands, initial results, results, partial
+    results.
+    """
 
     q: Any  # [T, N, H]
     pool: Any  # [P, K, page * (H + Hv)]
@@ -86,7 +90,9 @@ class _Refs(NamedTuple):
 
 
 class _CutRefs(NamedTuple):
-    """Operands and results of the second kernel, in order."""
+    """References that the second kernel (`_merge`) gets, in order: partial results, other operands, initial results,
+    results.
+    """
 
     sums: Any  # f32 [parts, M, Hv]
     largest: Any  # f32 [parts, M]
@@ -113,12 +119,13 @@ def rows_attention(
     sizes: TritonAttention,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend the tokens in rows of `items`: o [T, N, Hv] in q's dtype and lse f32 [T, N]; 0 and -inf for other tokens.
+    """Compute the attention of the tokens in rows of `items`: return o [T, N, Hv] in q's dtype and lse f32 [T, N]; 0
+    and -inf for other tokens.
 
-    q: [T, N, H]. pool: [P, K, page * (H + Hv)] of any dtype of attend.KV_DTYPES. page_table: i32 [S, W]. scales: f32
-    [K] each, the factor of the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for
-    none. shape: static sizes. sizes: of the tuning. interpret: run on the CPU. Two kernel calls: items, then the merge
-    of cut pairs.
+    q: [T, N, H]. pool: [P, K, page * (H + Hv)] of any dtype of attend.KV_DTYPES. page_table: i32 [S, W]. scales: two
+    f32 [K], the factor of the product of query and key code, and of the sum of value codes. sinks: f32 [N], -inf for
+    none. shape: static shape parameters. sizes: tile sizes. interpret: whether to run on the CPU. Calls two kernels:
+    one over the items, then the merge of cut pairs.
     """
     num_tokens, num_heads, _ = q.shape
     rows, width = shape.rows, shape.spec.v_head_dim
@@ -155,13 +162,13 @@ def rows_attention(
 
 
 def _structs(dtype: Any, shape: tuple[int, int], width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return (ShapeDtypeStruct [*shape, width] of `dtype`, ShapeDtypeStruct float32 `shape`)."""
+    """Return two shapes for pallas_call: ShapeDtypeStruct [*shape, width] of `dtype`, and float32 `shape`."""
     return jax.ShapeDtypeStruct((*shape, width), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _attend(shape: Shape, refs: _Refs) -> None:
-    """Attend one item, by the program's number; writes its result, with the sinks, to refs.o and refs.lse, or its
-    partial softmax if its pair is cut. Does nothing past the last item.
+    """Attend the item whose index is the program's number. Writes its result, sinks included, to refs.o and refs.lse,
+    or its partial softmax to refs.part_* if its pair is cut. Does nothing past the last item.
     """
     item = pl.program_id(0)
 
@@ -195,10 +202,11 @@ def _attend(shape: Shape, refs: _Refs) -> None:
 
 
 def _softmax(shape: Shape, refs: _Refs, item, q, index):
-    """Return the partial softmax of an item: maxima in base 2 and denominators f32 [M], sums of values f32 [M, Hv].
+    """Return the partial softmax of an item: maxima in base 2 and denominators, f32 [M] each, and sums of value codes
+    f32 [M, padded Hv].
 
-    q: [M, H], padded. index: i32 [M] index of each row's token in the item's row of tokens. The item's blocks are read
-    from the pool; masked keys and slots that are not in use count nothing.
+    q: [M, padded H]. index: i32 [M], index in the item's row of the token of each query row. The item's blocks are read
+    from the pool; masked keys and slots that are not in use contribute nothing.
     """
     spec, page_size, num_keys = shape.spec, shape.page_size, most_rows(shape.spec)
     seq, head = refs.items[item, DECODE_SEQ], refs.items[item, DECODE_HEAD]
@@ -233,11 +241,11 @@ def _softmax(shape: Shape, refs: _Refs, item, q, index):
 
 
 def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
-    """Load the keys or values of a block as operands [keys, padded width]; 0 where a slot is not in use and may be NaN,
-    because 0 * NaN is not 0.
+    """Load the keys or values of a block as operands [keys, padded width]. Slots that are not in use give 0: they may
+    hold NaN, and 0 * NaN is not 0.
 
-    page: of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1] offsets in the page's tile of `head`. width:
-    elements of a key or value. in_use: bool [keys].
+    page: page of the block, or i32 [keys, 1] of each key. start: i32 [keys, 1], offset of each key in the page's
+    elements for kv head `head`. width: elements of a key or value. in_use: bool [keys].
     """
     columns, mask = _columns(width, in_use)
     source = pool.at[page, head, start + columns]
@@ -247,7 +255,9 @@ def _tile(shape: Shape, pool, page, head, start, width: int, in_use):
 
 
 def _logits(spec: AttentionSpec, products, scale):
-    """Return logits in base 2 of products f32 [M, keys]. scale: factor of the products, before a soft cap."""
+    """Return the logits in base 2, soft cap applied, of query-key products f32 [M, keys]. scale: factor of the
+    products, applied before a soft cap.
+    """
     if (cap := spec.soft_cap) is None:
         return products * (scale * LOG2E)
     # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is good to 11 bits
@@ -255,9 +265,9 @@ def _logits(spec: AttentionSpec, products, scale):
 
 
 def _seen(spec: AttentionSpec, key, last, begin, end):
-    """Return bool [M, keys]: the keys that a row sees.
+    """Return bool [M, keys], whether each query row sees each key, by causal range, window and chunk.
 
-    key: i32 [1, keys] positions. last: i32 [M, 1] position of the row's token. begin, end: keys of the item.
+    key: i32 [1, keys] positions. last: i32 [M, 1], position of the row's token. begin, end: range of keys of the item.
     """
     seen = (key >= begin) & (key < end)
     if spec.causal:
@@ -272,9 +282,11 @@ def _seen(spec: AttentionSpec, key, last, begin, end):
 
 
 def _finished(largest, total, acc, sink, v_scale):
-    """Return output [M, Hv] and log-sum-exp [M] of a softmax with a sink logit; 0 and -inf where both are of nothing.
+    """Return the output [M, Hv] and the natural log-sum-exp [M] of a softmax joined with a sink logit; 0 and -inf for
+    rows with neither keys nor sink.
 
-    largest, total, sink: f32 [M], maximum and sink in base 2. acc: f32 [M, Hv] sums of values. v_scale: their factor.
+    largest, total, sink: f32 [M], maximum and sink in base 2. acc: f32 [M, Hv], sums of value codes. v_scale: factor of
+    acc.
     """
     new_largest = jnp.maximum(largest, sink)
     decay = jnp.exp2(largest - new_largest)
@@ -285,8 +297,9 @@ def _finished(largest, total, acc, sink, v_scale):
 
 
 def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
-    """Merge the parts of one query of a cut pair, by the program's numbers (cut, row), `most` at a time, in order, and
-    write its result with the sink to refs.o and refs.lse; nothing for an unused cut or a row without a token.
+    """Merge the parts of one query of a cut pair, `most` parts at a time, in order, and write its result, sink
+    included, to refs.o and refs.lse. The program's numbers are (cut, row). Writes nothing for an unused cut or a row
+    without a token.
     """
     spec, cut, lane = shape.spec, pl.program_id(0), pl.program_id(1)
     pair = refs.pairs[cut]
@@ -323,12 +336,16 @@ def _merge(shape: Shape, most: int, refs: _CutRefs) -> None:
 
 
 def _nothing(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the softmax of no keys: maxima f32 [rows], denominators, and sums of values [rows, padded width]."""
+    """Return the running softmax of no keys: maxima NOTHING f32 [rows], denominators 0 f32 [rows], and sums of values 0
+    f32 [rows, padded width].
+    """
     zeros = jnp.zeros((rows,), jnp.float32)
     return jnp.full((rows,), NOTHING, jnp.float32), zeros, jnp.zeros((rows, padded(width)), jnp.float32)
 
 
 def _columns(width: int, live):
-    """Return i32 [1, padded width] column numbers, and bool [len(live), padded width]: live and not padding."""
+    """Return the column numbers i32 [1, padded width], and a mask bool [len(live), padded width] that is True in
+    columns below `width` of rows where `live`, bool [n], is.
+    """
     columns = jnp.arange(padded(width), dtype=jnp.int32)[None]
     return columns, live[:, None] & (columns < width)

@@ -44,10 +44,11 @@ def ragged_paged_attention(
     q_rest: jax.Array | None = None,
     slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend queries to the pages of their sequences in plain XLA: o [T, N, Hv] in q's dtype and lse f32 [T, N].
+    """Compute the attention of queries over the pages of their sequences in plain XLA: return o [T, N, Hv] in q's dtype
+    and lse f32 [T, N].
 
     Arguments are those of attention.op.ragged_paged_attention, which has checked them (sinks, tree_mask, q_rest,
-    slopes: None for none); schedule: of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
+    slopes: None for none). schedule: result of xla.schedule.attention_schedule. Tokens of no sequence get 0 and -inf.
     """
     if q_rest is not None:
         q = jnp.concatenate((q, q_rest), axis=-1)
@@ -77,10 +78,11 @@ def ragged_paged_attention(
 def attend_in_place_of(
     kernels: str, reason: str, q: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Any, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend as `ragged_paged_attention`, where the kernels of a device cannot; a warning says why, once per reason.
+    """Return what `ragged_paged_attention` returns, for a call that a device's kernels do not support. Logs a warning
+    with the reason, once per reason.
 
-    kernels: their name in the warning. schedule: of these kernels, with its `tuning`, or of this module. options:
-    further arguments of ragged_paged_attention.
+    kernels: their name in the warning. schedule: this module's, or that of the kernels, from whose `tuning` this
+    module's is then built. options: further arguments of ragged_paged_attention.
     """
     log_once(kernels, reason)
     if not isinstance(schedule, Schedule):
@@ -98,7 +100,7 @@ def log_once(kernels: str, reason: str) -> None:
 
 
 class _Step(NamedTuple):
-    """Operands that all tiles of the step share."""
+    """Operands that all tiles of the step share: pool, batch, spec, factors, sinks, masks and tile sizes."""
 
     kv: KVPages  # pool to read
     batch: RaggedBatch  # rows of the step
@@ -111,8 +113,8 @@ class _Step(NamedTuple):
 
 
 def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
-    """Attend rows q [T, K, G, H] of the `single` tiles of `schedule`; returns o f32 [T, K, G, Hv] and lse f32 [T, K,
-    G], undefined for tokens in none of them.
+    """Compute the attention of rows q [T, K, G, H] in the `single` tiles of `schedule`: return o f32 [T, K, G, Hv] and
+    lse f32 [T, K, G], undefined for tokens that are in no such tile.
     """
     tiles = schedule.single
     width = tiles.seqs.shape[1]
@@ -131,10 +133,11 @@ def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.A
 
 
 def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Attend rows q [T, K, G, H] of the `runs` tiles; returns [T, K, G, Hv], [T, K, G], undefined for others.
+    """Compute the attention of rows q [T, K, G, H] in the `runs` tiles: return o f32 [T, K, G, Hv] and lse f32 [T, K,
+    G], undefined for tokens that are in no such tile.
 
-    The last tile of a sequence also covers tokens that follow. Tiles are in token order, so that the tiles which own
-    those tokens write them later.
+    The last tile of a sequence also covers tokens of later sequences. Tiles are in token order, so the tiles of those
+    tokens overwrite its results for them.
     """
     num_tokens, num_kv_heads, group, _ = q.shape
     block_q = tiles.start.shape[2]
@@ -162,7 +165,7 @@ def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, ja
 
 
 def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return initial outputs, zeros f32 [*shape, Hv], and log-sum-exps, zeros of `shape`, made of the step's pool
+    """Return zeros f32 [*shape, Hv] for outputs and f32 `shape` for log-sum-exps, derived from the step's pool
     (`zeros_in_layer`).
     """
     data = step.kv.data
@@ -170,12 +173,12 @@ def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: tuple[jax.Array, jax.Array]):
-    """Run the work list of `tiles`, block after block of each tile by online softmax, and return `results` with every
-    tile written. step: operands that all tiles share.
+    """Compute the tiles of a work list, block after block of each tile by online softmax, and return `results` with
+    every tile written. step: operands that all tiles share.
 
-    read: tile -> its rows [B, K, M, H] with M = Q * G, and their tree mask u32 [B, Q, words] or None.
-    write: results, tile, (o [B, K, M, Hv], lse [B, K, M]) -> results. Called for every block of a tile, of which the
-        last one overwrites the others.
+    read(tile): returns its rows [B, K, M, H] with M = Q * G, and their tree mask u32 [B, Q, words] or None.
+    write(results, tile, (o [B, K, M, Hv], lse [B, K, M])): returns the new results. Called after every block of a tile;
+        the call after the last block overwrites the earlier ones.
     """
     num_seqs, block_q = tiles.start.shape[1:]
     num_kv_heads, group = step.sink.shape
@@ -193,7 +196,7 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         distance = None if step.slopes is None else _distances(tiles, tile, block, keys.k.shape[2])
         softmax = _fold_block(softmax, rows, keys, visible, distance, step)
         results = write(results, tile, _normalised(*softmax))
-        done = block >= tiles.last_block[tile]  # not ==: a batch that contradicts itself must still end
+        done = block >= tiles.last_block[tile]  # not ==: an inconsistent batch must still end
         next_tile = tile + done
         next_block = jnp.where(done, tiles.first_block[jnp.minimum(next_tile, len(tiles.first_block) - 1)], block + 1)
         return next_tile, next_block, softmax, results
@@ -213,8 +216,8 @@ class _Keys(NamedTuple):
 
 
 def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) -> _Keys:
-    """Convert rows of keys and of values as `_gather_block` returns them, [B, kv, K, elements], to operands of `dtype`
-    and their token scales.
+    """Return rows of keys and of values, [B, K, kv, elements] each as `_gather_block` returns them, as operands of
+    `dtype` with their token scales.
     """
     spec = step.kv.spec
     k, v = (operand(*row, dtype, spec) for row in ((keys, spec.head_dim), (values, spec.v_head_dim)))
@@ -223,11 +226,11 @@ def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) 
 
 
 def _fold_block(softmax, q, keys: _Keys, visible, distance, step: _Step):
-    """Add the keys and values of a block to an online softmax, (largest, total f32 [B, K, M], acc f32 [B, K, M, Hv]);
-    returns the new one.
+    """Add the keys and values of a block to an online softmax, (largest, total f32 [B, K, M], acc f32 [B, K, M, Hv]),
+    and return the new one.
 
-    q: [B, K, M, H]. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
-    distance: f32 [B, Q, kv], of the keys that a token sees; None without slopes.
+    q: [B, K, M, H]. visible: bool [B, Q, kv], the keys that a token sees, the same for its G rows.
+    distance: f32 [B, Q, kv], positions from key to token; None without slopes.
     """
     largest, total, acc = softmax
     logits = _batch_dot(q, keys.k, 3) * step.scale[:, None, None]  # [B, K, M, kv]
@@ -251,7 +254,7 @@ def _fold_block(softmax, q, keys: _Keys, visible, distance, step: _Step):
 
 
 def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp of an online softmax; a row that has seen nothing gives 0 and -inf.
+    """Return the output and the natural log-sum-exp of an online softmax; 0 and -inf for a row that has seen no key.
 
     largest, total: [...], largest logit and sum of weights of each row. acc: [..., Hv], sum of weighted values.
     """
@@ -259,8 +262,9 @@ def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
 
 
 def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch) -> jax.Array:
-    """Return bool [B, Q, block_kv]: the keys of a tile's block-th block that each token sees: those in [start, end) of
-    its tile, and of the sequence's new tokens those of its bits in tree u32 [B, Q, words], None for all.
+    """Return bool [B, Q, block_kv], whether each token of a tile sees each key of its block-th block: keys in the
+    token's [start, end), and, of the sequence's new tokens, only those whose bit is set in the token's row of tree u32
+    [B, Q, words]. tree None: all of them.
     """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     visible = (positions >= tiles.start[tile][..., None]) & (positions < tiles.end[tile][..., None])
@@ -276,25 +280,25 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
 
 
 def _distances(tiles: Tiles, tile, block, block_kv: int) -> jax.Array:
-    """Return f32 [B, Q, block_kv]: positions from each key of a tile's block-th block to each token, which is the last
-    key that it sees; negative for later keys.
+    """Return f32 [B, Q, block_kv]: the position of each token of a tile minus that of each key of its block-th block,
+    which is negative for later keys. A token's position is that of the last key that it sees.
     """
     positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
     return (tiles.end[tile][..., None] - 1 - positions).astype(jnp.float32)
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of the block-th block of a tile of `tiles` from
-    the step's pool, as they are stored.
+    """Gather the keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of the block-th block of a tile from the
+    step's pool, in its storage dtype.
 
-    Token scales follow the codes in the last axis. Where values lie in keys, these are gathered once, and both results
-    are the full keys.
+    Token scales follow the codes in the last axis. If values lie in keys, both results are the full keys, gathered
+    once.
 
-    Slots outside [low, high) may hold NaN: their values are 0, scales included (their keys are masked as logits). A
-    page id there may be garbage, which the gather clips. On CPUs the two branches of a cond differ in the mask only:
-    most blocks need none and are copied at memory bandwidth. The cond also keeps XLA from fusing the reshapes below
-    into the gathers, which would then compute an index per element and take three times as long. On GPUs the mask is a
-    part of the gather's own kernel, and a cond would make the host wait.
+    Values in slots outside [low, high), scales included, are 0, as those slots may hold NaN; their keys are left as
+    they are, because their logits are masked. A page id there may be garbage, which the gather clips. On CPUs the two
+    branches of a cond differ only in the mask: most blocks need none and are copied at memory bandwidth. The cond also
+    keeps XLA from fusing the reshapes below into the gathers, which would then compute an index per element and take
+    three times as long. On GPUs the mask is a part of the gather's own kernel, and a cond would make the host wait.
     """
     kv, spec = step.kv, step.kv.spec
     if kv.layout == TOKEN_ROWS:
@@ -331,16 +335,16 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
 
 
 def _pages_of_block(tiles: Tiles, tile, block, block_pages: int, page_table: jax.Array) -> jax.Array:
-    """Return i32 [B, block_pages]: the pages of the block-th block of a tile of `tiles`, of page_table [S, W]; past a
-    table's end those of its last column.
+    """Return the pages i32 [B, block_pages] of the block-th block of a tile of `tiles`, from page_table [S, W]. Columns
+    past the table's end give the last column.
     """
     column = jnp.minimum(block * block_pages + jnp.arange(block_pages, dtype=jnp.int32), page_table.shape[1] - 1)
     return page_table[tiles.seqs[tile][:, None], column]
 
 
 def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Gather keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] as `_gather_block` does, from a pool in which a
-    token is one row, head after head: of layout TOKEN_ROWS.
+    """Do the work of `_gather_block` for a pool of layout TOKEN_ROWS, in which a token is one row, head after head:
+    return keys [B, K, block_kv, H] and values [B, K, block_kv, Hv], 0 in slots outside [low, high).
     """
     kv, spec = step.kv, step.kv.spec
     num_seqs, num_kv_heads = tiles.seqs.shape[1], len(step.scale)
@@ -357,16 +361,16 @@ def _gather_token_rows(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Arra
 
 
 def operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
-    """Convert the first `width` of the stored elements of each row, [..., n], to a product's operand [..., width] of
-    `dtype`: bfloat16, which is then the pool's own dtype, or float32.
+    """Return the first `width` of the stored elements of each row, [..., n], as an operand [..., width] of `dtype`:
+    bfloat16, which must then be the pool's own dtype, or float32.
     """
     stored = stored[..., :width]
     return bits(stored, dtype) if dtype == jnp.bfloat16 else from_storage(stored, spec)
 
 
 def gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) -> jax.Array:
-    """Gather columns [column, column + width) of rows i32[n] of data [R, C]: [n, width]. Rows out of range are clipped
-    to the first or last one.
+    """Return columns [column, column + width) of rows i32 [n] of data [R, C], as [n, width]. Row numbers out of range
+    are clipped to the first or last row.
     """
     dims = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     index = jnp.stack([rows, jnp.full_like(rows, column)], axis=-1)
@@ -374,5 +378,7 @@ def gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) ->
 
 
 def _batch_dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-    """Contract the last axis of a [B, K, M, x] with axis `contract` of b [B, K, ., .], in float32."""
+    """Return the float32 product of a [B, K, M, x] and b [B, K, ., .] over the last axis of a and axis `contract` of b,
+    per [B, K].
+    """
     return lax.dot_general(a, b, (((3,), (contract,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)

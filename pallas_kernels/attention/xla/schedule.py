@@ -24,7 +24,9 @@ from jaxengine.pallas_kernels.tuning import Tuning, XlaAttention
 
 
 class Tiles(NamedTuple):
-    """n tiles of B sequences x Q tokens, of which the first `num_tiles` have rows; row b is of sequence seqs[:, b]."""
+    """Work list of n tiles of B sequences x Q tokens, of which the first `num_tiles` have rows. Index b of a tile is
+    sequence seqs[tile, b].
+    """
 
     num_tiles: jax.Array  # i32 []
     seqs: jax.Array  # i32 [n, B] row of the page table
@@ -59,9 +61,10 @@ def attention_schedule(
     tuning: Tuning,
     kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S].
+    """Return the tiles of a batch of T = num_tokens tokens, computed by a few integer operations on [S], [T] and [T /
+    Q, S].
 
-    spec: of which causal, window, chunk and stored width count. tuning: sizes of tiles and blocks. kv_limits: as in the
+    spec: its causal, window, chunk and stored width are used. tuning: sizes of tiles and blocks. kv_limits: as in the
     public operation; they become part of the tiles' key ranges. `runs` is None if T is at most S.
     """
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
@@ -96,11 +99,10 @@ class _Keys(NamedTuple):
 def _single_tiles(
     keys: _Keys, seqs, tokens, valid, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
-    """Cut rows (seqs[r], tokens[r]) i32 [R] with `valid` True into tiles [n, B, 1], B at most block_seqs, ordered by
-    their number of blocks of block_kv keys, the longest first.
+    """Return the tiles [n, B, 1] of those rows (seqs[r], tokens[r]), i32 [R] each, for which `valid` is True, ordered
+    by their number of blocks of block_kv keys, the longest first, and `Schedule.rank`. B is at most block_seqs.
 
-    keys: which keys tokens see. tokens: indices into the step's num_tokens tokens. Returns the tiles and
-    `Schedule.rank`.
+    keys: determine which keys a token sees. tokens: indices into the step's num_tokens tokens.
     """
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
@@ -120,9 +122,10 @@ def _single_tiles(
 
 
 def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
-    """Cut every sequence of several tokens into tiles [n, 1, Q], in token order.
+    """Return the tiles [n, 1, Q] of every sequence of several new tokens, in token order.
 
-    num_tokens: of the batch. block_q: most tokens of a tile. block_kv: keys of a block.
+    keys: determine which keys a token sees. num_tokens: of the batch. block_q: most tokens of a tile. block_kv: keys of
+    a block.
     """
     q_lens = keys.q_lens
     num_seqs, block_q = q_lens.shape[0], min(block_q, num_tokens)
@@ -139,8 +142,8 @@ def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Til
 
 
 def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array]:
-    """Return the range [start, end) of keys that new token `index` of sequence `seqs` sees; end is 0 where not
-    `valid`.
+    """Return the range [start, end) of keys that new token `index` of sequence `seqs` sees. end is 0 where `valid` is
+    False; start is then undefined.
 
     seqs, index, valid: i32 and bool arrays that broadcast to the shape of the results.
     """
@@ -160,7 +163,7 @@ def _visible_keys(keys: _Keys, seqs, index, valid) -> tuple[jax.Array, jax.Array
 
 
 def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
-    """Build Tiles, deriving their block ranges from the keys that their rows see.
+    """Return Tiles with the given fields, and with block ranges derived from the keys that their rows see.
 
     num_tiles, seqs, tokens, start, end: fields of Tiles. block_kv: keys of a block.
     """

@@ -29,8 +29,8 @@ _MERGED = 4  # times k, the keys whose scores are merged into the best so far at
 
 
 def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, tuning: Tuning) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into the tiles of `select_keys`, causal and without a window, by the sizes
-    tuning.xla_selection. page_size: in tokens.
+    """Return the tiles of `select_keys` for a batch of T = num_tokens tokens, causal and without a window, by the sizes
+    in tuning.xla_selection. page_size: tokens of a page.
     """
     sizes = tuning.xla_selection
     own = replace(tuning, xla_attention=XlaAttention(sizes.block_seqs, sizes.block_q, sizes.block_kv))
@@ -38,7 +38,9 @@ def selection_schedule(batch: RaggedBatch, *, num_tokens: int, page_size: int, t
 
 
 class _Step(NamedTuple):
-    """Operands that all tiles of the step share."""
+    """Operands that all tiles of the step share: pool, batch, tile sizes and the number of keys that a token
+    selects.
+    """
 
     kv: KVPages  # pool of the indexer's keys, or of those to attend to
     batch: RaggedBatch  # rows of the step
@@ -49,8 +51,8 @@ class _Step(NamedTuple):
 def select_keys(
     q: jax.Array, weights: jax.Array, kv: KVPages, batch: RaggedBatch, schedule: Schedule, *, count: int
 ) -> jax.Array:
-    """Select the positions i32 [T, k] of the k = count keys of each token with the highest scores, -1 for none, in
-    plain XLA; arguments are those of attention.selected.select_keys, which has checked them.
+    """Return the positions i32 [T, k] of the k = count keys of each token with the highest scores, -1 after the last,
+    computed in plain XLA. Arguments are those of attention.selected.select_keys, which has checked them.
     """
     num_tokens, num_heads, _ = q.shape
     q = q.astype(_operand_dtype(q, kv))
@@ -86,20 +88,23 @@ def select_keys(
 
 
 def _operand_dtype(q: jax.Array, kv: KVPages) -> jnp.dtype:
-    """Return the dtype of products' operands: bfloat16 if queries `q` and pool `kv` both have it, else float32."""
+    """Return the dtype of the products' operands: bfloat16 if the queries `q` and the pool `kv` both have it, else
+    float32.
+    """
     return jnp.dtype(jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32)
 
 
 def _nothing(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
-    """Return positions i32 `shape` of which none is selected: -1, made of the pool `kv` (`zeros_in_layer`)."""
+    """Return i32 `shape` filled with -1, the position for "no key", derived from the pool `kv` (`zeros_in_layer`)."""
     return zeros_in_layer(kv.data, shape, jnp.int32) - 1
 
 
 def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: jax.Array) -> jax.Array:
-    """Run the work list of `tiles` and return `results` with every tile written. step: operands that all tiles share.
+    """Select the keys of every tile in the work list and return `results` with every tile written. step: operands that
+    all tiles share.
 
-    read: tile -> its queries [B, Q * I, J] and their weights f32 [B, Q, I]. write: results, tile, i32 [B, Q, k] ->
-    results.
+    read(tile): returns its queries [B, Q * I, J] and their weights f32 [B, Q, I]. write(results, tile, i32 [B, Q, k]):
+    returns the new results.
     """
 
     def select(tile: jax.Array, results: jax.Array) -> jax.Array:
@@ -110,9 +115,10 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: j
 
 
 def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step: _Step) -> jax.Array:
-    """Return the positions i32 [B, Q, k] that the tokens of one tile select, the best first, -1 after the last; of
-    queries q and weights as of `_walk`. Where no token of the tile sees more than k keys, all are selected in order,
-    without scores.
+    """Return the positions i32 [B, Q, k] that the tokens of one tile select, the best first, -1 after the last.
+
+    q: queries [B, Q * I, J]. weights: f32 [B, Q, I]. A token that sees at most k keys selects all, in order. If that
+    holds for every token of the tile, no scores are computed.
     """
     ends, count = tiles.end[tile], step.count
     block = step.sizes.block_kv_of(step.kv.page_size, ends.size)
@@ -147,10 +153,10 @@ def _best(tiles: Tiles, tile: jax.Array, q: jax.Array, weights: jax.Array, step:
 
 
 def _scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Compute f32 [B, Q, b], the scores of keys [B, b, J] for queries q [B, Q * I, J]: the sum over heads of weights
-    f32 [B, Q, I] times relu(q . key); a score of zero has no sign.
+    """Return the scores f32 [B, Q, b] of keys [B, b, J] for queries q [B, Q * I, J]: the sum over the I heads of
+    weights f32 [B, Q, I] times relu(q . key). A score of zero is +0.
 
-    scales: f32 [B, b] of the keys; None for none.
+    scales: f32 [B, b], factors of the keys' scores; None for none.
     """
     products = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     products = jax.nn.relu(products).reshape(*weights.shape, -1)
@@ -164,9 +170,10 @@ def _index_keys(
     seqs: jax.Array, block: jax.Array, block_kv: int, dtype: jnp.dtype, step: _Step
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gather the indexer's keys [B, block_kv, J] in `dtype` of the block-th block of block_kv keys of sequences `seqs`
-    i32 [B], and their token scales f32 [B, block_kv], or None for a pool without them. They lie where values would.
+    i32 [B], and their token scales f32 [B, block_kv], or None for a pool without them. The pool stores them as its
+    values.
 
-    Page ids past a sequence's keys may be garbage: the gather clips them, and their scores are not used.
+    Page ids past a sequence's keys may be garbage: the gather clips them, and the caller masks their scores.
     """
     kv, spec = step.kv, step.kv.spec
     columns = block * (block_kv // spec.page_size) + jnp.arange(block_kv // spec.page_size, dtype=jnp.int32)
@@ -192,9 +199,9 @@ def selected_attention(
     spec: AttentionSpec,
     tuning: Tuning,
 ) -> jax.Array:
-    """Attend q [T, N, Hv] with q_rest [T, N, H - Hv] to the keys at `positions` i32 [T, k] (-1: none) in plain XLA: o
-    [T, N, Hv] in q's dtype, 0 for tokens without a key. Arguments are those of attention.selected.selected_attention,
-    which has checked them.
+    """Compute the attention of q [T, N, Hv] with q_rest [T, N, H - Hv] over the keys at `positions` i32 [T, k] (-1 for
+    none) in plain XLA: return o [T, N, Hv] in q's dtype, 0 for tokens without a key. Arguments are those of
+    attention.selected.selected_attention, which has checked them.
     """
     num_tokens, num_heads, own_dtype = *q.shape[:2], q.dtype
     sizes, count = tuning.xla_selection, positions.shape[1]
@@ -233,8 +240,8 @@ def selected_attention(
 
 
 def _latents(kv: KVPages, pages: jax.Array, offsets: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Gather the keys [B, b, H] in `dtype` of tokens at `offsets` in `pages`, i32 [B, b] each, and their token scales
-    f32 [B, b], or None for a pool without them.
+    """Gather the keys [B, b, H] in `dtype` of the slots at `offsets` in `pages`, i32 [B, b] each, and their token
+    scales f32 [B, b], or None for a pool without them. Ids out of range are clipped.
     """
     spec = kv.spec
     if kv.layout == TOKEN_ROWS:
@@ -256,10 +263,10 @@ def _folded(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, ...]:
     """Add keys [B, b, H] to the online softmax of queries [B, N, H], (largest logit and total f32 [B, N], sums f32
-    [B, N, Hv]); returns the new one.
+    [B, N, Hv]), and return the new one.
 
-    Values are the first Hv (of `spec`) elements of the keys. scales: f32 [B, b] of the keys, None for none. seen: bool
-    [B, b], the keys that count. scale: factor of the logits.
+    Values are the first Hv (of `spec`) elements of the keys. scales: f32 [B, b], factors of the keys, None for none.
+    seen: bool [B, b], False for keys to leave out. scale: factor of the logits.
     """
     largest, total, sums = softmax
     logits = lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32) * scale

@@ -38,13 +38,13 @@ class Schedule(NamedTuple):
 
 
 def _lengths(num_tokens: int) -> tuple[int, ...]:
-    """Return the padded lengths that prompts of a step of `num_tokens` tokens can have."""
+    """Return the padded lengths (of LENGTHS, ascending) that prompts of a step of `num_tokens` tokens can have."""
     return tuple(each for each, below in zip(LENGTHS, (0, *LENGTHS), strict=False) if below < num_tokens)
 
 
 def whole_prompt_schedule(cu_q_lens: jax.Array, num_seqs: jax.Array, *, num_tokens: int) -> Schedule:
-    """Order the prompts of a step by padded length, those without tokens last; arguments as of
-    attention.whole_prompts.whole_prompt_schedule: cu_q_lens i32[S + 1], num_seqs i32[] prompts, num_tokens T.
+    """Return the prompts of a step ordered by padded length, those without tokens last. Arguments are those of
+    attention.whole_prompts.whole_prompt_schedule: cu_q_lens i32 [S + 1], num_seqs i32 [] prompts, num_tokens T.
     """
     lengths = jnp.array(_lengths(num_tokens))
     live = jnp.arange(len(cu_q_lens) - 1) < num_seqs
@@ -64,15 +64,15 @@ def whole_prompt_attention(
     biases: jax.Array | None = None,
     relative: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Attend q [T, N, H] to keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt on a CPU: [T, N, Hv] in
-    q's dtype, 0 for tokens of no prompt; arguments as of attention.whole_prompts.whole_prompt_attention, which has
-    checked them.
+    """Compute the attention of q [T, N, H] over keys k [T, K, H] and values v [T, K, Hv] of each token's own prompt on
+    a CPU: return [T, N, Hv] in q's dtype, 0 for tokens of no prompt. Arguments are those of
+    attention.whole_prompts.whole_prompt_attention, which has checked them.
     """
     num_tokens, own_dtype = q.shape[0], q.dtype
     lengths = _lengths(num_tokens)
     # bfloat16 operands keep bfloat16 products; sums are float32.
     dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
-    # Rows that padding adds to the last prompt, at most: it is longer than the length below its padded one.
+    # Most rows that padding adds to the last prompt, which is longer than the length below its padded one.
     added_rows = BLOCK if num_tokens > BLOCK else max(map(operator.sub, lengths, (0, *lengths)))
     pad = ((0, added_rows), (0, 0), (0, 0))
     q, k, v = (jnp.pad(part.astype(dtype), pad) for part in (q, k, v))
@@ -99,17 +99,17 @@ def whole_prompt_attention(
 
 
 class _Added(NamedTuple):
-    """Terms that are added to logits: `biases` and `relative` of whole_prompt_attention."""
+    """Terms that are added to the logits: `biases` and `relative` of whole_prompt_attention, None for none."""
 
     biases: jax.Array | None
     relative: tuple[jax.Array, jax.Array] | None
 
 
 def _in_blocks(index, o: jax.Array, q, k, v, schedule: Schedule, spec: AttentionSpec, added: _Added) -> jax.Array:
-    """Attend a prompt of more than BLOCK tokens, number `index` in the schedule's order; return o with its rows
-    written.
+    """Compute the attention of a prompt of more than BLOCK tokens, at `index` of the schedule's order; return `o` with
+    the prompt's rows written.
 
-    q, k, v: [T + BLOCK, heads, head dim] of all prompts, padded. o: f32[T + BLOCK, N, Hv]. spec: scale, soft cap and
+    q, k, v: [T + BLOCK, heads, head dim] of all prompts, padded. o: f32 [T + BLOCK, N, Hv]. spec: scale, soft cap and
     window. added: terms of the logits.
     """
     prompt = schedule.order[index]
@@ -135,7 +135,9 @@ def _in_blocks(index, o: jax.Array, q, k, v, schedule: Schedule, spec: Attention
 
 
 class _Softmax(NamedTuple):
-    """Running softmax of queries, f32, in the order in which XLA's product of queries and keys leaves them."""
+    """Running softmax of Q queries, f32, with the axes in the order in which XLA's product of queries and keys leaves
+    them.
+    """
 
     largest: jax.Array  # [K, Q, G] largest logit
     total: jax.Array  # [K, Q, G] sum of weights
@@ -159,11 +161,11 @@ def _fold(
     added: _Added,
 ) -> _Softmax:
     """Add keys k [L, K, H] and values v [L, K, Hv] to the running softmax of queries q [Q, N, H] and return the new
-    one; None: no keys before.
+    one. softmax: None if no keys were added before; each query must then see at least one of these.
 
-    first_query, first_key: their indices in the prompt, i32 or i32[], of i32[] `length` tokens, the keys of which count
-    if the window of `spec` shows them. added: terms of the logits. A query sees at least one of the keys if there is no
-    softmax before.
+    first_query, first_key: index in the prompt of the first query and of the first key, int or i32 []. length: i32 [],
+    tokens of the prompt; keys from there on are left out, as are keys outside of the window of `spec`. added: terms of
+    the logits.
     """
     queries = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
     logits = jnp.einsum("qkgh,skh->kqgs", queries, k, preferred_element_type=jnp.float32)
@@ -185,7 +187,7 @@ def _fold(
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # a row that has seen nothing: exp(-inf - 0) = 0
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
-    # Values past the prompt are another's, which may hold NaN.
+    # Values past the prompt are those of another prompt, which may hold NaN.
     own = jnp.where((positions < length)[:, None, None], v, 0)
     values = jnp.einsum("kqgs,skh->kqgh", weights.astype(v.dtype), own, preferred_element_type=jnp.float32)
     if softmax is None:
@@ -195,15 +197,19 @@ def _fold(
 
 
 def _by_query(x: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Return terms x [N, Q, L] in the order of logits, [K, Q, G, L]: K kv heads of `spec` with G query heads each."""
+    """Return terms x [N, Q, L] with the axes of logits, [K, Q, G, L], for the K kv heads of `spec` with G query heads
+    each.
+    """
     return jnp.swapaxes(x.reshape(spec.num_kv_heads, spec.group_size, *x.shape[1:]), 1, 2)
 
 
 def _by_distance(biases: jax.Array, distance, size: int) -> jax.Array:
-    """Return [N, size, size], for each query and key of a block the bias of their distance, by `biases` [N, 2 R + 1].
+    """Return [N, size, size], the bias of each head for each query and key of a block, looked up by their distance in
+    `biases` [N, 2 R + 1]; distances beyond R use the nearest bias.
 
-    distance: of the first key to the first query, i32[] or int. Row i + 1 of such a matrix is row i moved right by one
-    column. So 2 size - 1 biases are repeated, and the repetitions cut into rows one element shorter: none is gathered.
+    distance: position of the first key minus that of the first query, i32 [] or int. Row i + 1 of such a matrix is row
+    i moved right by one column. So 2 size - 1 biases are repeated, and the repetitions cut into rows one element
+    shorter, which needs no gather.
     """
     reach, width = biases.shape[1] // 2, 2 * size - 1
     line = biases[:, jnp.clip(distance + jnp.arange(width) - (size - 1), -reach, reach) + reach]
@@ -212,11 +218,11 @@ def _by_distance(biases: jax.Array, distance, size: int) -> jax.Array:
 
 
 def _of_distances(q: jax.Array, k: jax.Array, relative: tuple[jax.Array, jax.Array], distance) -> jax.Array:
-    """Return f32[N, Q, Q]: for each query of q [Q, N, H] and key of k [Q, N, H] the sum of two products, of the query
+    """Return f32 [N, Q, Q], for each query of q [Q, N, H] and key of k [Q, N, H] the sum of two products: of the query
     with the key of their distance, and of the key with the query of their distance.
 
-    relative: keys and queries of distances, [2 R + 1, N, H] each. distance: of the first key to the first query, i32[]
-    or int.
+    relative: (keys, queries) of distances, [2 R + 1, N, H] each; distances beyond R use the nearest. distance: position
+    of the first key minus that of the first query, i32 [] or int.
     """
     size, reach = len(q), relative[0].shape[0] // 2
     rows = jnp.clip(distance + jnp.arange(2 * size - 1) - (size - 1), -reach, reach) + reach
@@ -226,9 +232,9 @@ def _of_distances(q: jax.Array, k: jax.Array, relative: tuple[jax.Array, jax.Arr
 
 
 def _shifted(x: jax.Array) -> jax.Array:
-    """Return y [N, Q, Q] of x [N, Q, 2 Q - 1], whose row i is row i of x from column Q - 1 - i on.
+    """Return y [N, Q, Q] from x [N, Q, 2 Q - 1]: row i of y is Q elements of row i of x, from column Q - 1 - i on.
 
-    Nothing is gathered: rows are joined, and cut one element shorter than they were.
+    This needs no gather: rows are joined, and cut one element shorter than they were.
     """
     size = x.shape[1]
     line = x.reshape(len(x), -1)[:, size - 1 :]
@@ -236,8 +242,8 @@ def _shifted(x: jax.Array) -> jax.Array:
 
 
 def _write(o: jax.Array, first: jax.Array, is_own: jax.Array, softmax: _Softmax) -> jax.Array:
-    """Return o f32[T, N, Hv] with the normalised values of Q queries written from token `first` on, where is_own
-    bool[Q] holds.
+    """Return o f32 [T, N, Hv] with the normalised values of Q queries written from token `first` on, but only for
+    queries where is_own, bool [Q], is True.
     """
     rows = softmax.values / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
     rows = jnp.swapaxes(rows, 0, 1).reshape(len(is_own), *o.shape[1:])

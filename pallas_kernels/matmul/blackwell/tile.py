@@ -23,17 +23,19 @@ PIECE = 32  # columns of sums that are in registers at a time, besides the total
 
 
 def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
-    """Run load() in one warpgroup (1) of a CTA and compute() in the other (0)."""
+    """Run compute() in warpgroup 0 of a CTA and load() in warpgroup 1."""
     warpgroup = lax.axis_index("wg")
     pl.when(warpgroup == 1)(load)
     pl.when(warpgroup == 0)(compute)
 
 
 def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
-    """Return the scaled sum f32 [128, rows] over `count` (at least 1) tiles of inputs, in pieces of `PIECE` columns.
+    """Return the scaled sum f32 [128, rows] over `count` (at least 1) tiles of inputs, as a list of pieces of `PIECE`
+    columns.
 
-    shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of successive products. Waits for
-    each tile in the ring, and frees its slot. Sums pass through tensor memory, in two banks.
+    shape, refs: those of `matmul.hopper`. widened: function of codes [128, columns] that returns bfloat16 factors of
+    successive products. Waits for each tile in the ring, and frees its slot. Sums go through two banks of tensor
+    memory.
     """
     columns = shape.columns // shape.sums
 
@@ -75,10 +77,11 @@ def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[An
 
 
 def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int, area: tuple[int, int]) -> Any:
-    """Scale a piece of a sum, f32 [128, columns] of shape `area`, from column `first` on, and subtract zeros if any.
+    """Return a piece of a sum, f32 [128, columns] of shape `area` from column `first` on, times its scales, minus the
+    zero points times the rows' sums if there are any.
 
-    begin: column of tensor memory where the sum begins. slot, index: the tile in shared memory and the group of inputs
-    in it that the sum is of.
+    begin: column of tensor memory where the sum begins. slot, index: the tile in shared memory, and the group of inputs
+    in it that the sum is over.
     """
     y = _load(refs.sums_tmem.at[:, pl.ds(begin + first, area[1])])
     own_rows = pl.ds(first, area[1])
@@ -92,8 +95,9 @@ def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int
 
 
 def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
-    """Return the sum f32 [128, rows] over `count` (at least 1) tiles of inputs, in pieces of `PIECE` columns, for
-    matrices without scales: one sum, which stays in tensor memory until the end. shape, refs: of `matmul.hopper`.
+    """Return the sum f32 [128, rows] over `count` (at least 1) tiles of inputs, as a list of pieces of `PIECE` columns,
+    for matrices without scales. The sum stays in tensor memory until the end. Waits for each tile in the ring, and
+    frees its slot. shape, refs: those of `matmul.hopper`.
     """
     sums = refs.sums_tmem.at[:, pl.ds(0, rows)]
 
@@ -112,15 +116,18 @@ def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
 
 
 def _load(sums: Any) -> Any:
-    """Start loading `sums`, f32 [128, columns] of tensor memory, to registers; `wait_load_tmem` waits for it."""
+    """Start loading `sums`, f32 [128, columns] of tensor memory, to registers and return them; `wait_load_tmem` waits
+    for the load.
+    """
     return plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
 
 
 def store(pieces: list[Any], staged: Any, send: Callable[[Any, int], None]) -> None:
-    """Transpose pieces of a tile, f32 [128, up to PIECE], and send them; returns once all are stored.
+    """Transpose the pieces of a tile, f32 [128, up to PIECE], to shared memory and send them to the result. Returns
+    once all are stored.
 
-    staged: shared memory [2, PIECE, 128] in the result's dtype. send(part of it, first) starts the copy of the rows
-    from `first` on.
+    staged: shared memory [2, PIECE, 128] in the result's dtype. send(part, first): starts the copy of `part` of it to
+    the result's rows from `first` on.
     """
     for index, piece in enumerate(pieces):
         count = piece.shape[1]

@@ -25,7 +25,7 @@ _BITS = jnp.uint16, jnp.int16
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: float32 [R, out].
+    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: return float32 [R, out].
 
     matmul.dense.matmul has checked the arguments.
     """
@@ -43,10 +43,11 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
 
 
 def _num_parts(inputs: int) -> int:
-    """Return the number of partial sums into which one row's float32 product is cut, 0 if it is not cut.
+    """Return the number of partial sums into which the float32 product of one row with `inputs` elements is cut; 0 if
+    it is not cut.
 
-    Parts are full blocks of 512 if those divide the inputs, so that one row has the same bits as among others, else
-    four if that does.
+    If blocks of 512 divide the inputs and there are two or more, these are the parts, so that one row gets the same
+    bits as among several. Otherwise there are four parts, if four divides the inputs.
     """
     if inputs % _BLOCK == 0 and inputs > _BLOCK:
         return inputs // _BLOCK
@@ -55,7 +56,7 @@ def _num_parts(inputs: int) -> int:
 
 def _num_terms(shape: tuple[int, ...], contract: int) -> int:
     """Return the number of terms into which one row's bfloat16 product is cut along the inputs: the largest of _TERMS
-    that divides them into vectors of _LANES. 0 if none does, or the sums would take more than _MOST_SUMS_BYTES.
+    that divides them into vectors of _LANES. 0 if none does, or if the sums would take more than _MOST_SUMS_BYTES.
 
     shape: of the matrix. contract: its axis of inputs.
     """
@@ -66,9 +67,10 @@ def _num_terms(shape: tuple[int, ...], contract: int) -> int:
 
 
 def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> jax.Array:
-    """Multiply one bfloat16 row x [1, in] by a bfloat16 matrix `weight` that is widened in registers: f32 [1, out].
+    """Multiply one bfloat16 row x [1, in] by a bfloat16 matrix `weight` that is widened in registers: return f32 [1,
+    out].
 
-    contract: the matrix's axis of inputs. terms: equal parts of these, see `_num_terms`.
+    contract: the matrix's axis of inputs. terms: number of equal parts into which these are cut, see `_num_terms`.
 
     XLA:CPU's product of bfloat16 writes the widened matrix to memory first, and its sums of products are scalar code.
     Terms of equal shape, added element by element, are one vectorised loop, of which each core runs a half. The

@@ -19,9 +19,9 @@ _MIN_BLOCK, _MAX_BLOCK = 2, 16  # rows; XLA:CPU is slow with a single bfloat16 r
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], on a CPU: [M, out] in out_dtype, 0 for rows
-    of no group; matmul.grouped.grouped_matmul has checked the arguments. group_sizes: i32 [G], consecutive rows of
-    each.
+    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], on a CPU: return [M, out] in out_dtype, 0
+    for rows of no group. group_sizes: i32 [G], consecutive rows of each group. matmul.grouped.grouped_matmul has
+    checked the arguments.
     """
 
     def matrix_of(group: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -40,11 +40,11 @@ def over_groups(
     matrix_of: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
     out_dtype: Any,
 ) -> jax.Array:
-    """Apply a function to the rows x [M, in] of each non-empty group of i32 [G] group_sizes, block by block: [M,
-    out_size] in out_dtype, 0 for rows of no group.
+    """Apply a group's function to the rows x [M, in] of each non-empty group, block by block: return [M, out_size] in
+    out_dtype, 0 for rows of no group. group_sizes: i32 [G], consecutive rows of each group.
 
-    matrix_of: index of a group to the function of its rows, [n, in] -> f32[n, out]. n is the same in every call, so the
-    last rows may be another group's or zeros; what comes back for them is dropped.
+    matrix_of(group): returns the function for the rows of a group, [n, in] -> f32 [n, out_size]. n is the same in every
+    call, so the last rows may be another group's or zeros; their results are dropped.
     """
     num_rows = x.shape[0]
     block = block_rows_of(num_rows, group_sizes.size)
@@ -72,8 +72,8 @@ def over_groups(
 
 
 def block_rows_of(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows of a block: num_rows / num_groups, the size of an average group, rounded up to a power
-    of two from 2 to 16.
+    """Return the number of rows of a block: the size of an average group, num_rows / num_groups, rounded up to a power
+    of two, at least 2 and at most 16.
     """
     average = -(-num_rows // num_groups)
     return min(max(1 << (average - 1).bit_length(), _MIN_BLOCK), _MAX_BLOCK)

@@ -25,8 +25,8 @@ _MOST_SUMS_BYTES, _TRIP_SUMS_BYTES = 4 << 20, 1 << 20
 
 
 def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros on a CPU: [M, out] in out_dtype, computed in float32 whatever
-    `dtype`; matmul.quantized.quantized_matmul has checked the arguments.
+    """Multiply x [M, in] by codes * scales - zeros on a CPU: return [M, out] in out_dtype, computed in float32 whatever
+    `dtype` is. matmul.quantized.quantized_matmul has checked the arguments.
     """
     x, x_scales, codes, scales, zeros = operands
     del dtype
@@ -38,17 +38,18 @@ def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any)
 
 
 def widened_rows(x: jax.Array, x_scales: jax.Array | None) -> jax.Array:
-    """Return rows f32[M, in]: x, or codes x times x_scales (see RoundedRows)."""
+    """Return rows f32 [M, in]: x itself, or codes x times their x_scales unless these are None (see RoundedRows)."""
     return x.astype(jnp.float32) if x_scales is None else RoundedRows(x, x_scales).widened(jnp.float32)
 
 
 def columns_product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, index: jax.Array
 ) -> jax.Array:
-    """Multiply x f32[M, in] by matrix `index` of codes * scales - zeros, block of columns by block: f32[M, out].
+    """Multiply x f32 [M, in] by matrix `index` of codes * scales - zeros, block of columns by block: return f32 [M,
+    out].
 
     codes: [G, in, out], or [G, in / 2, out] in pairs (uint8, see matmul/nibbles.py). scales, zeros: [G, n, out] for n
-    groups of inputs; None for no zeros.
+    groups of inputs; zeros None for none.
     """
     out_size, num_scales = codes.shape[2], scales.shape[1]
     width = min(BLOCK_COLUMNS, out_size)
@@ -80,8 +81,8 @@ def columns_product(
 
 def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
     """Return the number of rows of codes [in, out] that each sum of one row's product adds up: the largest divisor, up
-    to _MOST_TERMS, of the rows of codes that share one of the scales [n, out]. 0 if that is half of _MOST_TERMS or
-    less, or codes are no integers: that form does not apply.
+    to _MOST_TERMS, of the rows of codes that share a row of the scales [n, out]. 0, which rules that form out, if it is
+    half of _MOST_TERMS or less, or if the codes are not integers.
     """
     if not jnp.issubdtype(codes.dtype, jnp.integer):
         return 0
@@ -91,13 +92,13 @@ def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, terms: int) -> jax.Array:
-    """Multiply row f32[in] by the matrix codes * scales - zeros [in, out]: f32[1, out].
+    """Multiply row f32 [in] by the matrix codes * scales - zeros [in, out]: return f32 [1, out].
 
     codes: [in, out] int8, or [in / 2, out] uint8 in pairs. scales, zeros: [n, out], each for in / n neighbouring
-    inputs; None for no zeros. terms: rows of codes that are added per sum, of `_num_terms`. Terms of equal shape, added
-    element by element, are one vectorised loop, of which each core runs a part (see
+    inputs; zeros None for none. terms: rows of codes that are added per sum, from `_num_terms`. Terms of equal shape,
+    added element by element, are one vectorised loop, of which each core runs a part (see
     jaxengine.pallas_kernels.matmul.cpu.dense). Terms of one sum share a scale; a product with ones adds the sums. A
-    large matrix is done some groups at a time.
+    large matrix is computed some groups at a time.
     """
     num_scales, out_size = scales.shape
     packed = per_byte(codes.dtype)
@@ -144,7 +145,9 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def wide_parts(codes: jax.Array) -> list[jax.Array]:
-    """Return `code_parts` of codes as f32, by shifts of 32 bits: processors have no vector shifts of eight."""
+    """Return the parts of `code_parts` for codes, as f32. They are computed by 32-bit shifts, because processors have
+    no vector shifts of eight bits.
+    """
     if codes.dtype != jnp.uint8:
         return [codes.astype(jnp.float32)]
     pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)
@@ -153,5 +156,5 @@ def wide_parts(codes: jax.Array) -> list[jax.Array]:
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiply x [M, n] by y [n, out] in float32, in a product into which XLA fuses nothing."""
+    """Return the float32 product of x [M, n] and y [n, out], by an operation into which XLA fuses nothing."""
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)

@@ -14,9 +14,9 @@ from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 def quantized_grouped_matmul(
     operands: QuantizedOperands, group_sizes: jax.Array, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
-    """Multiply rows x [M, in] of `operands` by the quantised matrix of their group on a CPU: [M, out] in out_dtype, 0
-    for rows of no group, computed in float32 whatever `dtype`; matmul.quantized.quantized_grouped_matmul has checked
-    the arguments. group_sizes: i32 [G], consecutive rows of each group.
+    """Multiply rows x [M, in] of `operands` by the quantised matrix of their group on a CPU: return [M, out] in
+    out_dtype, 0 for rows of no group, computed in float32 whatever `dtype` is. group_sizes: i32 [G], consecutive rows
+    of each group. matmul.quantized.quantized_grouped_matmul has checked the arguments.
     """
     x, x_scales, codes, scales, zeros = operands
     del dtype

@@ -24,11 +24,11 @@ _MOST_GROUPS = 96
 def quantized_table_matmul(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
-    """Multiply x [M, in] by the transpose of a quantised table [V, in], codes * scales - zeros, on a CPU: [M, V] in
-    out_dtype, computed in float32 whatever `dtype`; matmul.quantized_table.quantized_table_matmul has checked the
+    """Multiply x [M, in] by the transpose of a quantised table [V, in], codes * scales - zeros, on a CPU: return [M, V]
+    in out_dtype, computed in float32 whatever `dtype` is. matmul.quantized_table.quantized_table_matmul has checked the
     arguments.
 
-    codes: [V, in], or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n inputs; None for no zeros.
+    codes: [V, in], or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n inputs; zeros None for none.
     """
     del dtype
     x = x.astype(jnp.float32)
@@ -38,11 +38,12 @@ def quantized_table_matmul(
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Multiply row f32[in] by the transpose of the table [V, in], codes * scales - zeros: f32[1, V].
+    """Multiply row f32 [in] by the transpose of the table [V, in], codes * scales - zeros: return f32 [1, V].
 
-    codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n neighbouring inputs; None
-    for no zeros. Each group of inputs is a term; terms added element by element are one vectorised loop, of which each
-    core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense); a product with ones adds up the remaining sums.
+    codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V], each for in / n neighbouring inputs;
+    zeros None for none. Each group of inputs is a term. Terms added element by element are one vectorised loop, of
+    which each core runs a part (see jaxengine.pallas_kernels.matmul.cpu.dense); a product with ones adds up the
+    remaining sums.
     """
     count = len(scales)
     width = codes.shape[1] // count
@@ -59,9 +60,9 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
 
 
 def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Multiply x f32[M, in] by the table's transpose, block of tokens by block: f32[M, V].
+    """Multiply x f32 [M, in] by the table's transpose, block of tokens by block: return f32 [M, V].
 
-    codes, scales, zeros: as `_row_product`'s.
+    codes: [V, in] int8, or [V, in / 2] uint8 in pairs. scales, zeros: [n, V]; zeros None for none.
     """
     count, num_tokens = scales.shape
     size = min(BLOCK_TOKENS, num_tokens)
@@ -87,5 +88,7 @@ def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: ja
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiply x [M, n] by y [V, n] transposed, in float32: [M, V], in a product into which XLA fuses nothing."""
+    """Return the float32 product [M, V] of x [M, n] and y [V, n] transposed, by an operation into which XLA fuses
+    nothing.
+    """
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

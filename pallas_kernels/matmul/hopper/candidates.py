@@ -33,8 +33,8 @@ _WIDENING = {"uint8": 2.9 / 128, "int8": 2.5 / 128, "float8_e4m3fn": 4 / 128}
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield a candidate for the problem for each choice of rows of a tile, CTAs per multiprocessor and fewest tiles of
-    a CTA, the defaults first; of those with equal tiles and splits only the first.
+    """Yield candidates for the problem: every combination of rows of a tile, CTAs per multiprocessor and fewest tiles
+    of a CTA, the defaults first. Of combinations with equal tiles and splits only the first is yielded.
     """
     seen, defaults, num_scales = set(), HopperProducts(), problem.size // problem.group
     names = "rows", "shared", "least_tiles"
@@ -51,8 +51,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def _microseconds(shape: Shape, report: dict[str, Any]) -> float | None:
-    """Estimate the time of a product of `shape`, in microseconds, by the compiler's report (`Candidate.cost`); None if
-    it spills or has no registers.
+    """Return the estimated time of a product of `shape`, in microseconds, from the compiler's report
+    (`Candidate.cost`); None if the report has register spills or no number of registers.
     """
     if report.get("spill_bytes") or not report.get("registers"):
         return None
@@ -81,8 +81,8 @@ def _microseconds(shape: Shape, report: dict[str, Any]) -> float | None:
 def _product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: HopperProducts
 ) -> jax.Array:
-    """Compute the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros) with these sizes;
-    arguments as of `quantized_matmul`, x not rounded.
+    """Return the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros), computed by the
+    Hopper kernel with these sizes. x is not rounded to codes.
     """
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
     return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

@@ -28,9 +28,11 @@ _AROUND = {"jit", "pjit", "convert_element_type"}
 
 
 def why_not_fused(width: int, activation: Gating) -> str:
-    """Return the reason why the kernel cannot activate the gates and ups that it multiplies, `width` columns of each;
-    "" if it can: if width is a multiple of 8 and the activation, which is traced for this, has operations of _KNOWN
-    only and no arrays.
+    """Return the reason why the kernel cannot activate the gates and ups that it multiplies, `width` columns of each,
+    or "" if it can.
+
+    It can if width is a multiple of 8 and the activation, which is traced for this, uses only operations of _KNOWN and
+    holds no arrays.
     """
     if width % 8:
         return f"{width} columns are no multiple of 8"
@@ -43,7 +45,7 @@ def why_not_fused(width: int, activation: Gating) -> str:
 
 
 def _operations(jaxpr: Any) -> Iterator[str]:
-    """Yield the names of the operations of a jaxpr, those of functions that it calls included."""
+    """Yield the names of the operations of a jaxpr, including those of functions that it calls."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         if eqn.primitive.name in _AROUND and "jaxpr" in eqn.params:
@@ -51,8 +53,8 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
-    """Return the four scratch declarations of a gated kernel of this shape: bias and ups in shared memory, and a
-    barrier for each; None for absent ones (bias None), and for all without shape.gating.
+    """Return the four scratch declarations of a gated kernel of this shape: shared memory for the bias and the ups,
+    then a barrier for each. Those for the bias are None if bias is, and all are None if shape.gating is.
     """
     if shape.gating is None:
         return [None] * 4
@@ -68,9 +70,9 @@ def scratch(shape: Any, bias: jax.Array | None) -> list[Any]:
 def store(gating: Gating, refs: Any, warpgroup: Any, sums: Any, send: Callable[[Any, int], None]) -> None:
     """Store gating(gate, up) of sums f32 [64, rows], which are gates in warpgroup 0 and ups in warpgroup 1.
 
-    Warpgroup 1 passes its sums on in shared memory; warpgroup 0 waits for them, and sends the results until they are
-    stored. refs: of `matmul.hopper.quantized`, whose bias, if any, is waited for and added to the sums. send: as for
-    `ring.store_transposed`.
+    Warpgroup 1 passes its sums on in shared memory. Warpgroup 0 waits for them, computes and sends the results, and
+    returns once they are stored. refs: those of `matmul.hopper.quantized`, whose bias, if any, is waited for and added
+    to the sums. send: as for `ring.store_transposed`.
     """
     if refs.bias_smem is not None:
         plgpu.barrier_wait(refs.bias_full)

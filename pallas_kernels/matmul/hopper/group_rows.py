@@ -14,19 +14,17 @@ from jaxengine.pallas_kernels.tuning import HopperProducts
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows that group sizes should be padded to a multiple of: 1, whatever the arguments, as the
-    kernel aligns groups itself.
-    """
+    """Return 1, whatever the arguments: group sizes need no padding, because the kernel aligns groups itself."""
     del num_rows, num_groups
     return 1
 
 
 def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
-    """Return the number of rows multiplied with a matrix for groups of these sizes, padding included; 0 if XLA
-    multiplies.
+    """Return the number of rows, padding included, that the Hopper kernel multiplies by a matrix for groups of these
+    sizes; 0 if XLA computes the product instead.
 
-    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None for absent ones. gated: whether they
-    are gates and ups, which does not matter here.
+    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None for absent ones. gated: whether the
+    outputs are gates and ups; not used.
     """
     del gated
     (num_rows, size), (num_groups, _, out), count = x.shape, codes.shape, 1 if scales is None else scales.shape[1]

@@ -42,11 +42,12 @@ def grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Return rows x [M, in] times their group's matrix of w [G, in, out], [M, out] in out_dtype, 0 for rows of no
-    group; the public operation has checked the arguments.
+    """Return rows x [M, in] times their group's matrix of w [G, in, out]: [M, out] in out_dtype, 0 for rows of no
+    group. The public operation has checked the arguments.
 
-    XLA multiplies where the kernel cannot; a log line says why. sizes, interpret, tensor_memory: as
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    XLA computes the product if the kernel does not support it, with a log line that gives the reason, or if the trace
+    is for no card with kernels. sizes, interpret, tensor_memory: see
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul.
     """
     _, size, out = w.shape
     if _is_xla(interpret, f"[{size}, {out}]", why_xla(size, out, 1, w.dtype, x.dtype)):
@@ -70,9 +71,9 @@ def gated_matmul(
     """Return activation(gate, up) of rows x [M, in] times their group's matrix of w [G, in, 2 F], gates and then ups,
     plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, 0 for rows of no group.
 
-    The public operation has checked the arguments. If the kernel cannot fuse both steps, it is a product, then
-    `activated`. sizes, interpret and tensor_memory: as
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    The public operation has checked the arguments. If the kernel cannot fuse both steps, `grouped_matmul` and
+    `activated` are called one after the other. sizes, interpret and tensor_memory: see
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul.
     """
     _, size, out = w.shape
     reason = why_xla(size, out, 1, w.dtype, x.dtype)
@@ -93,11 +94,12 @@ def quantized_grouped_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Return rows x of `operands` times their group's quantised matrix, [M, out] in out_dtype, computed in `dtype`; 0
+    """Return rows x of `operands` times their group's quantised matrix: [M, out] in out_dtype, computed in `dtype`; 0
     for rows of no group.
 
-    The public operation has checked the arguments. XLA multiplies where the kernel cannot; a log line says why.
-    sizes, interpret and tensor_memory: as jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    The public operation has checked the arguments. XLA computes the product if the kernel does not support it, with a
+    log line that gives the reason, or if the trace is for no card with kernels. sizes, interpret and tensor_memory: see
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul.
     """
     x, x_scales, codes, scales, zeros = operands
     size, out = x.shape[1], scales.shape[2]
@@ -123,9 +125,9 @@ def quantized_gated_matmul(
     """Return activation(gate, up) of rows x of `operands` times their group's quantised matrix, gates and then ups,
     plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, computed in `dtype`; 0 for rows of no group.
 
-    The public operation has checked the arguments. If the kernel cannot fuse both steps, it is a product, then
-    `activated`. sizes, interpret and tensor_memory: as
-    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul's.
+    The public operation has checked the arguments. If the kernel cannot fuse both steps, `quantized_grouped_matmul` and
+    `activated` are called one after the other. sizes, interpret and tensor_memory: see
+    jaxengine.pallas_kernels.matmul.hopper.quantized.quantized_matmul.
     """
     x, x_scales, codes, scales, zeros = operands
     reason = why_xla_of(x, x_scales, codes, scales, dtype)
@@ -148,9 +150,9 @@ class _Matrix(NamedTuple):
 
 
 def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> str:
-    """Return the reason why XLA multiplies operands of these shapes and dtypes (those of QuantizedOperands of groups),
-    computed in `dtype`; "" if the kernel does. Reasons are those of `why_xla`, and rows with more scales than the
-    matrix.
+    """Return the reason why the kernel does not multiply operands of these shapes and dtypes (those of
+    QuantizedOperands of groups) in `dtype`, so that XLA does; "" if the kernel does. Reasons are those of `why_xla`,
+    and rows with more scales than the matrix.
     """
     _, num_scales, out = scales.shape
     reason = why_xla(x.shape[1], out, num_scales, codes.dtype, dtype)
@@ -160,10 +162,10 @@ def why_xla_of(x: Any, x_scales: Any, codes: Any, scales: Any, dtype: Any) -> st
 
 
 def _is_xla(interpret: Any, product: str, reason: str) -> bool:
-    """Whether XLA multiplies: for `reason`, which is logged once unless it is "", or because the trace is for no card
-    with kernels.
+    """Whether XLA computes the product: because `reason` is not "", which is logged once, or because the trace is for
+    no card with kernels.
 
-    interpret: unless it is False, any device runs the kernel. product: its name in the log.
+    interpret: if it is not False, the kernel runs on any device. product: the product's name in the log.
     """
     if interpret is False and not _multiplies():
         return True
@@ -177,9 +179,10 @@ def _is_unfused(
 ) -> bool:
     """Whether the product, by whichever implementation, is written to memory and activated from there.
 
-    reason: why XLA multiplies, "" if it does not. size, out: inputs and outputs of the matrix. interpret,
-    tensor_memory: of the public functions. True also for an activation that the kernel cannot compute, which is logged
-    once, and always on Blackwell cards: one warpgroup has all outputs of a tile there.
+    reason: why XLA computes the product, "" if it does not. size, out: inputs and outputs of the matrix. interpret,
+    tensor_memory: of the public functions. True if `reason` is not "", if the trace is for no card with kernels, on
+    Blackwell cards, where one warpgroup has all outputs of a tile, and for an activation that the kernel cannot
+    compute, which is logged once.
     """
     if reason or (interpret is False and not _multiplies()) or _on_blackwell(tensor_memory):
         return True
@@ -189,14 +192,14 @@ def _is_unfused(
 
 
 def _on_blackwell(tensor_memory: bool | None) -> bool:
-    """Return `tensor_memory`, or by default whether the trace is for a Blackwell card."""
+    """Return `tensor_memory`, or whether the trace is for a Blackwell card if it is None."""
     if tensor_memory is None:
         return (card := card_of_trace()) is not None and card.blackwell
     return tensor_memory
 
 
 def _multiplies() -> bool:
-    """Whether the trace is for a card with kernels for products."""
+    """Whether the trace is for a card with Mosaic GPU kernels for matrix products."""
     return (card := card_of_trace()) is not None and card.multiplies
 
 
@@ -204,10 +207,11 @@ class Tiles(NamedTuple):
     """Layout of groups' rows in tiles.
 
     Attributes:
-      tiles: i32 [tiles * 3], of each tile its group (-1 if unused), its first position and its rows, both in steps.
+      tiles: i32 [tiles * 3], for each tile its group (-1 if unused), its first position and its number of rows, both in
+        units of `step` rows.
       source: i32 [rows of all tiles], the row at each position; any row in padding.
       index: i32 [M], position of each row; undefined for rows of no group.
-      is_row: bool [M], whether a row is of a group.
+      is_row: bool [M], whether a row belongs to a group.
     """
 
     tiles: jax.Array
@@ -217,7 +221,8 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -> Tiles:
-    """Cut consecutive groups of i32[G] rows, num_rows at most in all, into tiles of at most `tile_rows` rows.
+    """Return the layout of consecutive groups, of i32 [G] rows each and at most num_rows in all, in tiles of at most
+    `tile_rows` rows.
 
     Each group begins at a multiple of `step`, which divides tile_rows.
     """
@@ -245,10 +250,10 @@ def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -
 
 
 def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
-    """Return the rows of a tile, at most `most`: a power of two from 16 to `MOST_SHARED_ROWS` that most groups stay
-    below.
+    """Return the number of rows of a tile, at most `most`: a power of two from 16 to `MOST_SHARED_ROWS`, just above the
+    size of an average group, num_rows / num_groups.
 
-    It is twice MOST_SHARED_ROWS if groups are large: num_rows / num_groups at least 2 * _MANY_ROWS * MOST_SHARED_ROWS.
+    It is twice MOST_SHARED_ROWS if an average group has at least 2 * _MANY_ROWS * MOST_SHARED_ROWS rows.
     """
     average = max(num_rows // num_groups, 1)
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
@@ -257,15 +262,15 @@ def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
 
 
 def most_rows_of(num_rows: int, num_groups: int, step: int) -> int:
-    """Return an upper bound of the number of rows, padding included, of num_rows rows in num_groups groups, each of
-    which begins at a multiple of `step`; a multiple of `step` itself.
+    """Return an upper bound, a multiple of `step`, of the number of rows with padding if num_rows rows are in
+    num_groups groups, each of which begins at a multiple of `step`.
     """
     return (num_rows + min(num_rows, num_groups) * (step - 1)) // step * step
 
 
 def most_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:
     """Return an upper bound of the number of tiles of tile_rows rows, however num_rows rows are spread over num_groups
-    groups: a first one of each, and full ones.
+    groups: one tile for each group with rows, and the full ones.
     """
     return min(num_rows, num_groups) + max(num_rows - num_groups, 0) // tile_rows
 
@@ -281,10 +286,10 @@ def _multiply(
     interpret: Any,
     tensor_memory: bool | None,
 ) -> jax.Array:
-    """Multiply rows x [M, in], with scales x_scales or None, by the matrix of their group with the kernel.
+    """Multiply rows x [M, in], with scales x_scales or None, by the matrix of their group in the kernel.
 
     Returns [M, out] in out_dtype, or with `gating` the activated [M, out / 2]; 0 for rows of no group. sizes: None for
-    the table's. interpret, tensor_memory: as the public functions'.
+    the table's. interpret, tensor_memory: see `grouped_matmul`.
     """
     codes, scales, zeros, bias = matrix
     (num_rows, size), (num_groups, _, out) = x.shape, codes.shape

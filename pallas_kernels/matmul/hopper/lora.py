@@ -51,12 +51,12 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Add the adapters of its rows to y f32[T, out] on a Hopper GPU and return the sum, (x A) B of each row with an
-    adapter; arguments as of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank,
-    in], each of bs [slots * rank, out of a source], modules: for each of bs the module of its A.
+    """Return y f32 [T, out] plus (x A) B of each row that has an adapter, computed on a Hopper GPU.
 
-    XLA computes it if the kernels cannot. sizes: those that the visits were made with, None for the default. interpret:
-    see `mosaic_gpu.launch`.
+    Arguments are those of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank, in],
+    each of bs [slots * rank, out of a source], modules: for each of bs the module whose A it uses. XLA computes the sum
+    if the kernels do not support it or the trace is for no Hopper card. sizes: the sizes that the visits were made
+    with, None for the default. interpret: see `mosaic_gpu.launch`.
     """
     tile = Tuning().lora_tiles if sizes is None else sizes
     widths = tuple(b.shape[1] for b in bs)
@@ -79,11 +79,11 @@ class _Visits(NamedTuple):
 
 
 def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, interpret: Any) -> jax.Array:
-    """Run the first kernel, rows times A: f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; undefined
-    where no visit is.
+    """Run the first kernel, rows times A: return f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS],
+    undefined for pairs of tiles without a visit.
 
-    shape: static sizes. x: rows [T, in]. a: A of all modules and slots, [modules * slots * rank, in]. interpret: see
-    `mosaic_gpu.launch`.
+    shape: compile-time parameters. x: rows [T, in]. a: A of all modules and slots, [modules * slots * rank, in].
+    interpret: see `mosaic_gpu.launch`.
     """
     rows, stages = shape.row_tiles * shape.tile_rows, shape.stages_of_a
     outer = shape.splits * shape.num_modules * shape.slot_tiles
@@ -112,7 +112,7 @@ def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, inter
 
 
 class _OfA(NamedTuple):
-    """Operands, result and shared memory of the first kernel."""
+    """References that the first kernel gets, in launch order: operands, result, shared memory and barriers."""
 
     visits: _Visits  # operands in memory
     x: Any  # [rows, in]
@@ -126,11 +126,12 @@ class _OfA(NamedTuple):
 
 
 def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, count, *others: Any) -> None:
-    """Run one CTA of the first kernel: one visit's product with one module's A, over one part of the inputs.
+    """Run one CTA of the first kernel: the product of one visit's rows with one module's A, over one part of the
+    inputs.
 
-    num_slots: of the pool. row_tile, slot_tile, slots: fields of _Visits. count: i32 [1] visits; CTAs of later ones do
-    nothing. others: the fields of _OfA after `visits`. The warpgroups share the work: one loads, two compute and store
-    64 columns each.
+    num_slots: of the pool. row_tile, slot_tile, slots: fields of _Visits. count: i32 [1], number of visits; CTAs of
+    later ones do nothing. others: the fields of _OfA after `visits`. One warpgroup loads; the two others compute and
+    store 64 columns each.
     """
     refs = _OfA(_Visits(row_tile, slot_tile, slots), *others)
     cta = lax.axis_index("cta")
@@ -174,8 +175,8 @@ def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, coun
 
 
 def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
-    """Return the sum of products A x^T, f32 [64, tile rows], of the warpgroup's 64 columns of slots, over `count` tiles
-    of inputs in the ring, whose slots it frees.
+    """Return the sum of products A x^T, f32 [64, tile rows], for the warpgroup's 64 columns of the tile of slots, over
+    `count` tiles of inputs in the ring. Waits for each tile and frees its slot in the ring.
     """
     own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
@@ -187,11 +188,11 @@ def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
 
 
 def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Array:
-    """Return each row's product with its slot's A, in the columns of that slot: bfloat16 [padded rows, modules *
-    COLUMNS].
+    """Return each row's product with the A of its own slot, in the columns of that slot: bfloat16 [padded rows, modules
+    * COLUMNS].
 
-    sums: of `_times_a`, whose splits are added up. slot_index: i32 [T] of LoraVisits. Other columns, rows without a
-    slot and padding are zeros.
+    sums: result of `_times_a`, whose splits are added up. slot_index: i32 [T] of LoraVisits. Other columns, rows
+    without a slot and padding are zeros.
     """
     of_slots = sums.reshape(*sums.shape[:4], shape.each, shape.rank)
     row, own = jnp.arange(shape.rows), jnp.maximum(slot_index, 0)
@@ -204,10 +205,10 @@ def _own_columns(shape: Shape, sums: jax.Array, slot_index: jax.Array) -> jax.Ar
 
 
 def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: LoraVisits, interpret: Any) -> jax.Array:
-    """Run the second kernel, results of the first times B; return the sum over each row's visits, f32 [T, out].
+    """Run the second kernel, the results of the first times B: return the sum over each row's visits, f32 [T, out].
 
-    shape: static sizes. inner: result of `_own_columns`. bs: B of each source, [slots * rank, its width]. visits: of
-    which slots and tiles count. interpret: see `mosaic_gpu.launch`.
+    shape: compile-time parameters. inner: result of `_own_columns`. bs: B of each source, [slots * rank, its width].
+    visits: determine which slots meet which rows. interpret: see `mosaic_gpu.launch`.
     """
     rows, stages = shape.parts * WARPGROUP_ROWS, shape.stages_of_b
     # Where the visits of each tile of rows begin, and the last ones end.
@@ -242,7 +243,7 @@ def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: Lo
 
 
 class _OfB(NamedTuple):
-    """Operands, result and shared memory of the second kernel."""
+    """References that the second kernel gets, in launch order: operands, result, shared memory and barriers."""
 
     slot_tile: Any  # i32 [V] of LoraVisits, as `slots`
     slots: Any  # i32 [N]
@@ -262,7 +263,8 @@ class _OfB(NamedTuple):
 
 def _times_b_body(shape: Shape, *given: Any) -> None:
     """Run one CTA of the second kernel: one tile of the result, summed over all visits of its rows. One warpgroup
-    loads, two compute and store 64 outputs each. given: the fields of _OfB, each of `bs` by itself.
+    loads; the two others compute and store 64 outputs each. given: the fields of _OfB in order, with the elements of
+    `bs` as separate arguments.
     """
     slot_tile, slots, begins, tile_of_row, inner, *others = given
     num_sources = len(shape.widths)
@@ -307,9 +309,10 @@ def _times_b_body(shape: Shape, *given: Any) -> None:
 
 
 def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
-    """Load B of the slots of visit first + step into `slot` of the ring, the outputs of each warpgroup by themselves.
+    """Start the copies of B of the slots of visit first + step into `slot` of the ring, the outputs of each warpgroup
+    in their own part, to arrive at refs.full of the slot.
 
-    column: tile of COLUMNS outputs of `b`. The copies arrive at refs.full of the slot.
+    column: index of the tile of COLUMNS outputs of `b`.
     """
     tile = refs.slot_tile[first + step]
     for at in range(shape.each):
@@ -321,9 +324,9 @@ def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
 
 
 def _sum_of_b(shape: Shape, refs: _OfB, warpgroup, first, count) -> list[Any]:
-    """Return sums f32 [64, 64] for each 64 rows of the tile and the warpgroup's 64 outputs, over `count` visits from
-    `first` on; in a visit, rows of other tiles of slots count as zeros. Waits for B of each visit, and frees its slot
-    of the ring.
+    """Return a list of sums f32 [64, 64], one for each 64 rows of the tile, of the warpgroup's 64 outputs over `count`
+    visits from `first` on. In a visit, rows that use another tile of slots count as zeros. Waits for B of each visit,
+    and frees its slot of the ring.
     """
     area = WARPGROUP_ROWS, COLUMNS
 

@@ -18,11 +18,11 @@ _CTAS = 2  # CTAs per multiprocessor that inputs are split over
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Return the reason why XLA multiplies adapters with `size` inputs and sources of `widths` outputs; "" if the
-    kernels do.
+    """Return the reason why the kernels do not support adapters with `size` inputs and sources of `widths` outputs, so
+    that XLA computes the product; "" if they do.
 
-    rank: of the pool. dtype: of rows and adapters. Reasons: another dtype than bfloat16, a rank that is no multiple of
-    8 or does not divide 128, inputs or outputs that are no multiples of 128.
+    rank: of the pool. dtype: of rows and adapters. Reasons: a dtype other than bfloat16, a rank that is not a multiple
+    of 8 or does not divide 128, inputs or outputs that are not multiples of 128.
     """
     if dtype != BFLOAT16:
         return "kernels multiply bfloat16"
@@ -35,7 +35,7 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
 
 @dataclass(frozen=True)
 class Shape:
-    """Static parameters that the kernels are compiled for."""
+    """Compile-time parameters of the kernels, and the sizes that follow from them."""
 
     rows: int  # rows of the product
     size: int  # inputs of the product
@@ -48,17 +48,17 @@ class Shape:
 
     @property
     def num_modules(self) -> int:
-        """Number of modules, each with an A."""
+        """Number of modules, each of which has an A."""
         return max(self.modules) + 1
 
     @property
     def each(self) -> int:
-        """Slots of a tile."""
+        """Number of slots of a tile of slots."""
         return COLUMNS // self.rank
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a visit, rounded up to full TMA boxes."""
+        """Number of rows of a visit, rounded up to full TMA boxes."""
         return -(-tile_rows_of(self.rows, self.tile) // BOX_ROWS) * BOX_ROWS
 
     @property
@@ -78,41 +78,43 @@ class Shape:
 
     @property
     def inputs(self) -> int:
-        """Inputs of a tile of A."""
+        """Number of inputs in a tile of A: 64 for tiles of more than 128 rows, else 128."""
         return 64 if self.tile_rows > COLUMNS else 128
 
     @property
     def most_visits(self) -> int:
-        """Largest number of visits."""
+        """Upper bound of the number of visits: every tile of rows with every tile of slots."""
         return self.row_tiles * self.slot_tiles
 
     @property
     def per_split(self) -> int:
-        """Tiles of inputs that a CTA adds up."""
+        """Number of tiles of inputs that a CTA adds up."""
         tiles = self.size // self.inputs
         splits = _CTAS * self.products.num_ctas // (self.most_visits * self.num_modules)
         return -(-tiles // max(min(splits, tiles // self.products.least_tiles), 1))
 
     @property
     def splits(self) -> int:
-        """Number of parts of the inputs, each added up by CTAs of its own."""
+        """Number of parts of the inputs, each added up by separate CTAs."""
         return -(-self.size // (self.inputs * self.per_split))
 
     @property
     def stored_rows(self) -> int:
-        """Rows of results that the first kernel stages in shared memory at a time."""
+        """Number of result rows that the first kernel stages in shared memory at a time."""
         return min(self.tile_rows, STORED_ROWS)
 
     @property
     def stages_of_a(self) -> int:
-        """Slots of the first kernel's ring, as many as fit shared memory, within products.stages and per_split."""
+        """Number of slots of the first kernel's ring: as many as fit shared memory, at most products.stages and
+        per_split.
+        """
         stage = 2 * self.inputs * (COLUMNS + self.tile_rows)
         taken = RESERVED_BYTES + 4 * COLUMNS * self.stored_rows
         return min((SHARED_MEMORY_BYTES - taken) // stage, self.products.stages, self.per_split)
 
     @property
     def stages_of_b(self) -> int:
-        """Slots of the second kernel's ring, as many as fit shared memory, at most four."""
+        """Number of slots of the second kernel's ring: as many as fit shared memory, at most four."""
         rows = self.parts * WARPGROUP_ROWS * (2 * COLUMNS + 4)
         taken = RESERVED_BYTES + rows + 4 * COLUMNS * WARPGROUP_ROWS
         return min((SHARED_MEMORY_BYTES - taken) // (2 * COLUMNS * COLUMNS), 4)

@@ -59,13 +59,13 @@ def quantized_matmul(
     interpret: Any = False,
     tensor_memory: bool | None = None,
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros (all of `operands`) on a Hopper or Blackwell GPU: [M, out] in
-    out_dtype; matmul.quantized.quantized_matmul has checked the arguments.
+    """Multiply x [M, in] by codes * scales - zeros (all fields of `operands`) on a Hopper or Blackwell GPU: return [M,
+    out] in out_dtype. matmul.quantized.quantized_matmul has checked the arguments.
 
-    XLA multiplies if the kernel cannot; a log line says why, unless the trace is for no card with kernels. dtype: to
-    which codes are widened; the kernel has bfloat16 alone. sizes: by default those of the table. interpret: see
-    `mosaic_gpu.launch`. tensor_memory: True for the kernel of Blackwell cards, False for that of Hopper ones, None for
-    that of the trace's card.
+    XLA computes the product if the kernel does not support it, with a log line that gives the reason, or, without one,
+    if the trace is for no card with kernels. dtype: the dtype that codes are widened to; the kernel supports bfloat16
+    only. sizes: None for those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: True for the kernel of
+    Blackwell cards, False for that of Hopper cards, None for that of the trace's card.
     """
     x, x_scales, codes, scales, zeros = operands
     num_scales, out = scales.shape
@@ -93,12 +93,14 @@ def quantized_matmul(
 
 @functools.cache
 def log_once(reason: str) -> None:
-    """Log, once per process and reason, that a quantised product runs as plain XLA."""
+    """Log, at level INFO and once per process and reason, that a quantised product runs as plain XLA."""
     logger.info("a quantised product runs as plain XLA instead of the Mosaic GPU kernel: %s", reason)
 
 
 class _Refs(NamedTuple):
-    """Operands, result and shared memory of the kernel; None for those that a problem does not have."""
+    """References that the kernel gets, in launch order: operands, result, shared memory, barriers and, on Blackwell,
+    tensor memory. None for those that a product does not have.
+    """
 
     x: Any  # [packed * M, in / packed]
     codes: Any  # [G * halves * out, in / packed]
@@ -139,12 +141,12 @@ def multiply(
     bias: jax.Array | None = None,
     interpret: Any,
 ) -> jax.Array:
-    """Multiply M = shape.rows rows with one matrix, or tiles of them with the matrices of their groups, in the kernel.
+    """Multiply M = shape.rows rows by one matrix, or tiles of them by the matrices of their groups, in the kernel.
 
-    Returns [M, out] in shape.out_dtype, with shape.gating the activated [M, F]; rows of no tile are undefined. x,
-    x_scales, codes, scales, zeros: operands of `quantized_matmul` that `shape` describes, matrices of groups with a
-    first axis of G. tiles_of_groups: i32 [shape.tiles * TILE], None for one matrix; -1 as the group of unused tiles.
-    bias: [G, 2 F], of gates and ups; None for none. interpret: see `mosaic_gpu.launch`.
+    Returns [M, out] in shape.out_dtype, or with shape.gating the activated [M, F]; rows of no tile are undefined. x,
+    x_scales, codes, scales, zeros: operands of `quantized_matmul` that `shape` describes; matrices of groups have a
+    first axis of G. tiles_of_groups: i32 [shape.tiles * TILE] with -1 as the group of unused tiles; None for one
+    matrix. bias: [G, 2 F], for gates and ups; None for none. interpret: see `mosaic_gpu.launch`.
     """
     rows, padded, count = shape.rows, shape.padded, shape.num_scales
     stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows
@@ -221,13 +223,13 @@ def multiply(
 
 
 def _padded(vector: jax.Array | None, size: int) -> jax.Array | None:
-    """Append zeros to the rows of a vector [n, M] until they have `size` columns; None stays None."""
+    """Return vector [n, M] with zeros appended to its rows up to `size` columns; None for None."""
     return None if vector is None else jnp.pad(vector, ((0, 0), (0, size - vector.shape[1])))
 
 
 def _body(shape: Shape, refs: _Refs) -> None:
-    """Run one CTA: choose its work, a tile of rows and outputs and a part of the inputs, by its number, and do it; CTAs
-    of unused tiles of groups do nothing.
+    """Run one CTA: its number selects a tile of rows and outputs and a part of the inputs, which it computes. CTAs of
+    unused tiles of groups do nothing.
     """
     cta = lax.axis_index("cta")
     if shape.tiles:
@@ -254,8 +256,8 @@ class _Work(NamedTuple):
 
 
 def _tile(shape: Shape, refs: _Refs, item: _Work) -> None:
-    """Load, compute and store `item`, the work of a CTA, divided among its warpgroups: one loads, the others multiply,
-    with shape.gating also activate, and store their outputs.
+    """Load, compute and store `item`, the work of a CTA, divided among its warpgroups: one loads, the others multiply
+    (and, with shape.gating, activate) and store their outputs.
     """
     first = item.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
@@ -291,7 +293,7 @@ def _tile(shape: Shape, refs: _Refs, item: _Work) -> None:
 
 
 def _of_own_rows(shape: Shape, item: _Work, work: Callable[[int], None]) -> None:
-    """Call work(rows) for the number of rows of the item's tile, which must be static in a product: there is a branch
+    """Call work(rows) with the number of rows of the item's tile. As it must be static in a product, there is a branch
     for each multiple of shape.step up to shape.tile_rows.
     """
     sizes = range(shape.step, shape.tile_rows + 1, shape.step)
@@ -300,8 +302,8 @@ def _of_own_rows(shape: Shape, item: _Work, work: Callable[[int], None]) -> None
 
 def _load(shape: Shape, refs: _Refs, item: _Work, rows: int, first, count) -> None:
     """Load the item's `count` tiles of inputs from `first` on, of `rows` rows, as far ahead as there is room in the
-    ring: rows, codes, scales, zeros, sums and scales of rows, and once the bias, those that there are. Returns once all
-    were read.
+    ring. A tile is rows, codes and, if present, scales, zeros, sums of rows and scales of rows; the bias is loaded
+    once. Returns once all have been read.
     """
     start = jnp.minimum(item.out_tile * (shape.outputs // 8), (shape.out - shape.outputs) // 8)
     outputs, own_rows = pl.ds(start * 8, shape.outputs), pl.ds(item.row, shape.vector_rows)
@@ -335,9 +337,9 @@ def _load(shape: Shape, refs: _Refs, item: _Work, rows: int, first, count) -> No
 
 
 def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """Return the scaled sum f32 [64, rows], rows = num_rows, over `count` tiles of inputs in the ring, whose slots it
-    frees, for the warpgroup's 64 outputs: each group's sum times the scales of outputs and rows, less zeros times row
-    sums.
+    """Return the scaled sum f32 [64, num_rows] over `count` tiles of inputs in the ring, for the warpgroup's 64
+    outputs: each group's sum times the scales of outputs and rows, minus zeros times row sums. Waits for each tile and
+    frees its slot.
     """
     own, columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), shape.columns // shape.sums
     area, rows_of_tile = (WARPGROUP_ROWS, num_rows), pl.ds(0, num_rows)
@@ -375,8 +377,9 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
 
 
 def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
-    """Return the sum f32 [64, rows], rows = num_rows, over `count` tiles of inputs in the ring, whose slots it frees,
-    for the warpgroup's 64 outputs of a matrix without scales; one product is in progress while the next tile arrives.
+    """Return the sum f32 [64, num_rows] over `count` tiles of inputs in the ring, for the warpgroup's 64 outputs of a
+    matrix without scales. Waits for each tile and frees its slot. One product is in progress while the next tile
+    arrives.
     """
     own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, num_rows)
 
@@ -388,8 +391,8 @@ def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
 
 
 def _widened(codes) -> list[Any]:
-    """Widen codes [outputs, columns] to bfloat16 factors of successive products, two for pairs of codes: the low ones,
-    and the high ones times 16.
+    """Return codes [outputs, columns] as bfloat16 factors of successive products. For pairs of codes there are two: the
+    low codes, and the high codes times 16.
     """
     if codes.dtype == jnp.uint8:
         low = lax.bitcast_convert_type((codes & 15) ^ 8, jnp.int8).astype(jnp.bfloat16) - jnp.bfloat16(8)

@@ -17,10 +17,10 @@ PRODUCER = 2  # the warpgroup that loads
 
 
 def share_work(registers: tuple[int, int] | None, load: Callable[[], None], compute: Callable[[Any], None]) -> None:
-    """Run load() in one warpgroup and compute(warpgroup) in the two others.
+    """Run load() in warpgroup 2 and compute(warpgroup) in warpgroups 0 and 1.
 
-    registers: per lane of the loading and of the computing warpgroups, redistributed where they are scarce; None where
-    CTAs share a multiprocessor.
+    registers: registers per lane of the loading and of each computing warpgroup, to which the CTA's registers are
+    redistributed; None for no change, where several CTAs share a multiprocessor.
     """
     warpgroup = lax.axis_index("wg")
 
@@ -38,7 +38,8 @@ def share_work(registers: tuple[int, int] | None, load: Callable[[], None], comp
 
 
 def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -> None:
-    """Call load(step, slot) for `count` steps as far ahead as there is room, and wait until all slots have been read.
+    """Call load(step, slot) for `count` steps, each as soon as its slot of the ring is free, and return once all slots
+    have been read.
 
     stages, free: number of the ring's slots, and their `free` barriers.
     """
@@ -65,10 +66,10 @@ def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -
 def sum_of_products(
     count: Any, stages: int, full: Any, free: Any, factors: Callable[[Any], tuple[Any, Any]], area: tuple[int, int]
 ) -> Any:
-    """Return the sum, f32 of shape `area`, over `count` steps, at least 1, of the product of factors(slot), two
-    operands of a wgmma.
+    """Return the sum, f32 of shape `area`, over `count` steps (at least 1), of the product of the pair factors(slot),
+    two operands of a wgmma.
 
-    One product is in progress while the next tiles arrive. full, free: barriers of the ring's `stages` slots; it waits
+    One product is in progress while the next tiles arrive. full, free: barriers of the ring's `stages` slots. Waits
     for each step's tiles and frees their slot.
     """
 
@@ -94,10 +95,11 @@ def sum_of_products(
 
 
 def store_transposed(total: Any, staged: Any, send: Callable[[Any, int], None]) -> None:
-    """Transpose the warpgroup's part of a tile, f32 [64, rows], and send it; returns once it is stored.
+    """Transpose the warpgroup's part of a tile, f32 [64, rows], to shared memory and send it. Returns once it is
+    stored.
 
-    staged: shared memory [stored rows, 64] of the warpgroup alone, in the result's dtype. send(part of it, first)
-    starts the copy of the rows from `first` on.
+    staged: shared memory [stored rows, 64] that only this warpgroup uses, in the result's dtype. send(part, first):
+    starts the copy of `part` of it to the result's rows from `first` on.
     """
     rows, most = total.shape[1], staged.shape[0]
     for first in range(0, rows, most):
@@ -110,8 +112,8 @@ def store_transposed(total: Any, staged: Any, send: Callable[[Any, int], None]) 
 
 
 def write_transposed(piece: Any, part: Any) -> None:
-    """Write the transpose of a piece of the warpgroup's tile, f32 [64, rows], to shared memory `part` [rows, 64] in its
-    dtype, ready to be copied.
+    """Write the transpose of a piece of the warpgroup's tile, f32 [64, rows], to shared memory `part` [rows, 64], in
+    the dtype of `part`, and make it visible to copies.
     """
     piece = plgpu.layout_cast(piece.astype(part.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     part.transpose((1, 0))[...] = piece

@@ -26,15 +26,15 @@ FEWER_ROWS = 96  # most rows of a tile of pairs of codes with more than two sums
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, grouped: bool = False) -> str:
-    """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
-    the kernel does.
+    """Return the reason why the kernel does not support a matrix [size, out] with `num_scales` scales along its inputs,
+    so that XLA computes the product; "" if it does.
 
-    Reasons: another dtype than bfloat16, one scale a channel of codes of eight bits (unless grouped), inputs that are
-    no multiple of 64, groups of inputs that are too small for a product or do not fit into tiles, fewer than 128
-    outputs or no multiple of 8.
+    Reasons: a `dtype` other than bfloat16, one scale per channel of eight-bit codes (unless grouped), inputs that are
+    not a multiple of 64, groups of inputs that are too small for a product or do not fit into tiles, and outputs that
+    are fewer than 128 or not a multiple of 8.
 
-    codes: dtype of the stored codes. dtype: dtype that they are widened to. grouped: each group of rows has a matrix of
-    its own, which may be bfloat16, without scales.
+    codes: dtype of the stored codes. dtype: dtype that they are widened to. grouped: whether each group of rows has a
+    matrix of its own, which may be bfloat16, without scales.
     """
     name = jnp.dtype(codes).name
     if dtype != jnp.bfloat16:
@@ -53,16 +53,18 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, gro
 
 
 def tile_inputs(size: int) -> int:
-    """Return the inputs of a tile of a matrix with `size` inputs, 0 if no tile size divides them."""
+    """Return the number of inputs of a tile of a matrix with `size` inputs: 128 or 64, the first that divides them, 0
+    if neither does.
+    """
     return next((inputs for inputs in TILES if size % inputs == 0), 0)
 
 
 def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memory: bool = False) -> int:
-    """Return the most rows of a tile, `usual` or fewer: registers must hold a tile, and tensor memory the sums of two
-    steps.
+    """Return the most rows of a tile, `usual` or fewer, because registers must hold a tile, and tensor memory the sums
+    of two steps.
 
-    size, num_scales: inputs of the matrix, and scales along them. codes: dtype of the stored codes. tensor_memory: of
-    the kernel for Blackwell cards.
+    size, num_scales: inputs of the matrix, and scales along them. codes: dtype of the stored codes. tensor_memory:
+    whether for the kernel of Blackwell cards.
     """
     sums = max(tile_inputs(size) * num_scales // size, 1)
     if tensor_memory:
@@ -71,15 +73,16 @@ def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memo
 
 
 def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
-    """Return the number of rows, 8 or 16, of which tiles of groups have a multiple: the fewest that a product may have
-    (16 for the kernel of Blackwell cards, tensor_memory), and for which there are at most eight sizes up to tile_rows.
+    """Return the number of rows, 8 or 16, of which the sizes of groups' tiles are multiples: 16 with tensor_memory
+    (Blackwell cards) or for tile_rows above MOST_SHARED_ROWS, else 8. Products need that multiple, and there are at
+    most eight sizes up to tile_rows.
     """
     return PRODUCT_COLUMNS[tensor_memory or tile_rows > MOST_SHARED_ROWS]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Static parameters that the kernel is compiled for.
+    """Compile-time parameters of the product kernel, and the sizes that follow from them.
 
     Attributes:
       rows, size, out: rows of the product, and inputs and outputs of the matrix.
@@ -107,7 +110,7 @@ class Shape:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile; where tiles are smaller than usual, rows are spread over them evenly."""
+        """Number of rows of a tile. If tiles must be smaller than sizes.rows, the rows are spread over them evenly."""
         usual, on_blackwell = self.sizes.rows, self.tensor_memory
         step = PRODUCT_COLUMNS[on_blackwell]
         most = most_rows(self.size, self.num_scales, self.codes, usual, tensor_memory=on_blackwell)
@@ -116,7 +119,9 @@ class Shape:
 
     @property
     def vector_rows(self) -> int:
-        """Rows of a vector with an entry a row in shared memory: TMA writes to multiples of 128 bytes."""
+        """Number of entries in shared memory of a vector with one entry per row of a tile: tile_rows rounded up to 32,
+        because TMA writes multiples of 128 bytes.
+        """
         return -(-self.tile_rows // 32) * 32
 
     @property
@@ -126,22 +131,24 @@ class Shape:
 
     @property
     def step(self) -> int:
-        """Number of rows of which tiles have a multiple: those of groups differ in size, others have all tile_rows."""
+        """Number of rows of which tile sizes are multiples: `step_of` for groups, whose tiles differ in size; else
+        tile_rows.
+        """
         return step_of(self.tile_rows, tensor_memory=self.tensor_memory) if self.tiles else self.tile_rows
 
     @property
     def padded(self) -> int:
-        """Number of rows with the padding of tiles, or of groups to a multiple of `step` each."""
+        """Number of rows with padding to full tiles; `rows` itself for groups, whose rows are already padded."""
         return self.rows if self.tiles else self.row_tiles * self.tile_rows
 
     @property
     def halves(self) -> int:
-        """Number of matrices of which a tile holds the same outputs: 2 for gates and ups, else 1."""
+        """Number of matrices of which a tile contains the same outputs: 2 for gates and ups, else 1."""
         return 1 if self.gating is None else 2
 
     @property
     def outputs(self) -> int:
-        """Number of columns of the product that a tile results in: half of OUTPUTS for gates and ups, else all."""
+        """Number of result columns that a tile computes: 64 with `gating`, else 128."""
         return OUTPUTS // self.halves
 
     @property
@@ -151,7 +158,7 @@ class Shape:
 
     @property
     def inputs(self) -> int:
-        """Inputs of a tile."""
+        """Number of inputs of a tile."""
         return tile_inputs(self.size) if self.codes != BFLOAT16 else TILES[-1]
 
     @property
@@ -161,32 +168,34 @@ class Shape:
 
     @property
     def packed(self) -> int:
-        """Number of codes in a byte, and of parts of the rows, each of every `packed`-th input."""
+        """Number of codes in a stored element, 2 for pairs and else 1. The rows are split into as many parts, of every
+        `packed`-th input each.
+        """
         return per_byte(self.codes)
 
     @property
     def columns(self) -> int:
-        """Columns of a tile of codes, and of a part of rows."""
+        """Number of columns of a tile of codes, and of a part of the rows."""
         return self.inputs // self.packed
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.size // self.num_scales
 
     @property
     def sums(self) -> int:
-        """Number of sums of a tile that have scales of their own."""
+        """Number of sums over the inputs of a tile, each of which has its own scales."""
         return max(self.inputs // self.group, 1)
 
     @property
     def row_dtype(self) -> Any:
-        """Dtype of the rows as wgmma reads them."""
+        """Dtype in which wgmma reads the rows: that of the codes if they go in unconverted, else bfloat16."""
         return jnp.dtype(self.codes) if self.native else BFLOAT16
 
     @property
     def swizzle(self) -> int:
-        """Swizzle in bytes of rows in shared memory: its columns are those of a sum, or a part of them."""
+        """Swizzle of rows in shared memory, in bytes: the columns of one sum, at most 128."""
         return min(128, self.columns // self.sums * self.row_dtype.itemsize)
 
     @property
@@ -198,36 +207,38 @@ class Shape:
 
     @property
     def splits(self) -> int:
-        """Number of parts of the inputs, each added up by CTAs of its own."""
+        """Number of parts of the inputs, each added up by separate CTAs."""
         return -(-self.input_tiles // self.per_split)
 
     @property
     def stored_rows(self) -> int:
-        """Rows of results in a warpgroup's shared memory at a time."""
+        """Number of result rows in a warpgroup's shared memory at a time."""
         if self.gating is not None:  # stored in pieces, but each has rows of its own
             return self.tile_rows
         return min(self.tile_rows, STORED_ROWS // 2 if self.tensor_memory else STORED_ROWS)
 
     @property
     def stored_outputs(self) -> int:
-        """Outputs that are stored together: those of a warpgroup, all on Blackwell."""
+        """Number of outputs that are stored together: 128 on Blackwell, else a warpgroup's 64."""
         return OUTPUTS if self.tensor_memory else WARPGROUP_ROWS
 
     @property
     def staged(self) -> int:
-        """Number of such parts of the result in shared memory at a time: one of gates and ups, else two."""
+        """Number of staging buffers for the result in shared memory: one for gates and ups, else two."""
         return 2 // self.halves
 
     @property
     def handed_rows(self) -> int:
-        """Rows of sums that one warpgroup passes to the other with gates and ups, plus eight, so that neighbours are in
-        different banks; 0 without `gating`.
+        """Number of rows of sums that one warpgroup passes to the other with gates and ups, plus eight, so that
+        neighbours are in different banks; 0 without `gating`.
         """
         return 0 if self.gating is None else self.tile_rows + 8
 
     @property
     def sum_columns(self) -> int:
-        """Columns of tensor memory: of the sums of two steps, or of the one sum where no sums are scaled."""
+        """Number of columns of tensor memory: those of the sums of two steps if sums are scaled, else those of one
+        sum.
+        """
         return 2 * self.sums * self.tile_rows if self.has_scales else self.tile_rows
 
     @property
@@ -237,8 +248,8 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        """Number of tiles in flight, at most `sizes.stages` and `per_split`; shared memory holds three of the largest
-        there are, two on Blackwell, which needs two.
+        """Number of tiles in flight: as many as fit shared memory, at most `sizes.stages` and `per_split`. It fits at
+        least three of the largest tiles, or two on Blackwell, which needs two.
 
         Two CTAs of grouped products share a multiprocessor if registers allow: one multiplies while the other begins or
         ends.

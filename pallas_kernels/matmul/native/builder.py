@@ -9,7 +9,7 @@ from typing import Any
 import llvmlite.ir as ir  # pyright: ignore[reportMissingImports]
 
 LANES = 16
-TILE = 4 * LANES  # outputs of a block are a multiple
+TILE = 4 * LANES  # the outputs of a block are a multiple of this
 ROWS = (4, 2, 1)  # rows of x that are multiplied at once
 # Kind -> (inputs in an element of the matrix, its bytes).
 KINDS = {"pairs": (2, 1), "int8": (1, 1), "bfloat16": (1, 2)}
@@ -19,7 +19,7 @@ PTR, NOTHING = I8.as_pointer(), ir.VoidType()
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 NULL = ir.Constant(PTR, None)
 
-# Fields of a job, each eight bytes: counters, then what handlers fill in.
+# Fields of a job, eight bytes each: counters, then values that handlers write.
 COUNTERS = "next", "done", "owners"
 FIELDS = (*COUNTERS, "blocks", "width", "x", "matrix", "scales", "zeros", "y", "sums")
 FIELDS += ("rows", "inputs", "outputs", "panels", "panel", "each", "bf16_scales", "bf16_zeros")
@@ -28,25 +28,25 @@ JOB_BYTES = 8 * len(FIELDS)
 
 
 class Builder(ir.IRBuilder):
-    """IRBuilder with loops, and loads and stores at offsets in bytes."""
+    """llvmlite IRBuilder with methods for loops, i64 arithmetic, and loads and stores at offsets in bytes."""
 
     def at(self, pointer: Any, offset: Any) -> Any:
-        """Return a pointer `offset` bytes, an int or i64, after another."""
+        """Emit the computation of the address `offset` bytes, an int or i64, after `pointer`; return it."""
         return self.gep(pointer, [I64(offset) if isinstance(offset, int) else offset])
 
     def read(self, pointer: Any, offset: Any, kind: Any, align: int = 1) -> Any:
-        """Emit a load of a value of an LLVM type `kind` at `offset` bytes from a pointer; return the value. align: of
-        the address, in bytes.
+        """Emit a load of a value of LLVM type `kind` at `offset` bytes from a pointer; return the value. align:
+        alignment of the address, in bytes.
         """
         return self.load(self.bitcast(self.at(pointer, offset), kind.as_pointer()), align=align)
 
     def write(self, value: Any, pointer: Any, offset: Any, align: int = 1) -> None:
-        """Emit a store of a value at `offset` bytes from a pointer. align: of the address, in bytes."""
+        """Emit a store of a value at `offset` bytes from a pointer. align: alignment of the address, in bytes."""
         self.store(value, self.bitcast(self.at(pointer, offset), value.type.as_pointer()), align=align)
 
     def total(self, *terms: tuple[Any, ...]) -> Any:
-        """Return the i64 sum of products: each of `terms` is a tuple of factors, ints or i64 values. None without
-        terms.
+        """Emit the i64 sum of products and return it. Each of `terms` is a tuple of factors, ints or i64 values, of one
+        product. Returns None without terms.
         """
         found = None
         for factors in terms:
@@ -58,7 +58,7 @@ class Builder(ir.IRBuilder):
         return found
 
     def all_lanes(self, value: Any) -> Any:
-        """Return a vector with `value`, an i32 or f32 value, in all LANES."""
+        """Emit and return a vector with `value`, an i32 or f32 value, in all LANES."""
         nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
         one = self.insert_element(nothing, value, I32(0))
         return self.shuffle_vector(one, nothing, each_lane(0))
@@ -67,9 +67,12 @@ class Builder(ir.IRBuilder):
     def loop(
         self, begin: Any, end: Any, step: int | Any, carried: Sequence[Any] = ()
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Context manager of a loop's body, for an i64 index from `begin` while it is below `end`, in steps of `step`,
-        an int: yields the index and the carried values, which begin as `carried`, in a list in which the body puts the
-        next ones. The list has the last ones after the loop, where the builder then is.
+        """Return a context manager in whose body the builder emits a loop's body. The loop runs an i64 index from
+        `begin` while it is below `end`, in steps of `step`.
+
+        It yields the index and a list of carried values, whose initial values are `carried`. The body replaces the
+        list's elements by the values for the next iteration. Afterwards the builder is at the end of the loop, and the
+        list holds the final values.
         """
         before, head = self.block, self.append_basic_block("loop")
         body, after = self.append_basic_block("body"), self.append_basic_block("after")
@@ -91,35 +94,37 @@ class Builder(ir.IRBuilder):
 
 
 def each_lane(number: int | float) -> Any:
-    """Return a constant vector with a number in all lanes, i32 for an int."""
+    """Return a constant vector with `number` in all LANES, i32 for an int and f32 for a float."""
     return ir.Constant(INTS if isinstance(number, int) else FLOATS, [number] * LANES)
 
 
 def get(b: Builder, job: Any, name: str) -> Any:
-    """Emit a load of the field `name` of a job, a pointer to FIELDS of eight bytes each; return it, a pointer or i64.
-    Raises ValueError for another name.
+    """Emit a load of the field `name` of a job, a pointer to FIELDS of eight bytes each; return the value, a pointer or
+    i64. Raises ValueError for another name.
     """
     return b.read(job, 8 * FIELDS.index(name), PTR if name in _POINTERS else I64, 8)
 
 
 def count(b: Builder, job: Any, name: str, change: int) -> Any:
-    """Emit an atomic addition of the int `change` to a job's counter, the field `name`, which several threads may do;
-    return what it was, i64.
+    """Emit an atomic addition of the int `change` to the counter `name` of a job, to which several threads may add;
+    return the previous value, i64.
     """
     place = b.bitcast(b.at(job, 8 * FIELDS.index(name)), I64.as_pointer())
     return b.atomic_rmw("add", place, I64(change), "seq_cst")
 
 
 def indices(numbers: Sequence[int]) -> Any:
-    """Return a constant vector of these numbers, i32 each."""
+    """Return a constant vector of these numbers, as i32."""
     return ir.Constant(ir.VectorType(I32, len(numbers)), list(numbers))
 
 
 def least(b: Builder, one: Any, other: Any) -> Any:
-    """Return the smaller of two i64 values, `one` and `other`, compared as signed."""
+    """Emit and return the smaller of two i64 values, compared as signed."""
     return b.select(b.icmp_signed("<", one, other), one, other)
 
 
 def ceiling(b: Builder, number: Any, divisor: Any) -> Any:
-    """Return number / divisor, i64 with a positive divisor and a number that is not negative, rounded up."""
+    """Emit and return number / divisor, rounded up. Both are i64; the divisor must be positive and the number not
+    negative.
+    """
     return b.sdiv(b.sub(b.add(number, divisor), I64(1)), divisor)

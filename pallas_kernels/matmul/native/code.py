@@ -41,7 +41,7 @@ _SUM_LANES = 8  # inputs of a panel are a multiple, if there are zeros
 # Bytes of a matrix up to which one thread is as fast as several, and tiles of a thread from which on it takes two
 # blocks, because threads begin at different times.
 _ONE_THREAD, _MANY_TILES = 48 << 10, 64
-_PATIENCE = 2000  # looks at what other threads have done, before the core is offered to them
+_PATIENCE = 2000  # checks of the other threads' progress before the core is yielded
 
 # Offsets in the structures of XLA's FFI, api version 0 (xla/ffi/api/c_api.h); library.py checks what may change.
 _FRAME = {"extension": 8, "api": 16, "context": 24, "stage": 32, "num_arguments": 56, "arguments": 72, "results": 112}
@@ -56,15 +56,16 @@ HANDLERS = {kind: (kind, False) for kind in KINDS} | {f"{kind}_table": (kind, Tr
 
 
 class Code(Sums):
-    """Module of LLVM IR with HANDLERS, each a function of its name.
+    """Module of LLVM IR with one function for each of HANDLERS, named as it.
 
-    Each also has a function NAME_rows(job) without threads, of a job with FIELDS.
+    For each there is also a function NAME_rows(job), which computes a product without starting threads, from a job with
+    FIELDS.
     """
 
     def __init__(self, triple: str, abi: Mapping[str, int], *, table_lookup: bool):
         """Build the module.
 
-        triple, table_lookup: as of Sums. abi: version of XLA's FFI ("major", "minor"), and offsets of functions in its
+        triple, table_lookup: see Sums. abi: version of XLA's FFI ("major", "minor"), and offsets of functions in its
         table, by the names of c_api.h.
         """
         super().__init__(triple, table_lookup=table_lookup)
@@ -78,8 +79,8 @@ class Code(Sums):
             self._make_handler(name, self._make_work(name, self.table if is_table else self.columns, kind))
 
     def _make_drop(self) -> Any:
-        """Build drop(job), which gives up one owner's part of a job (counter "owners"); the last one frees its memory.
-        Return the LLVM function.
+        """Build drop(job), which subtracts one from a job's counter "owners", and frees the job's memory if it was the
+        last one. Return the LLVM function.
         """
         function, b = self.begin("drop", NOTHING, [PTR])
         (job,) = function.args
@@ -89,8 +90,10 @@ class Code(Sums):
         return function
 
     def _make_work(self, name: str, sums: Callable[[str, int], Any], kind: str) -> Any:
-        """Build NAME_rows(job): take blocks of outputs (counter "next") until none is left, multiply all rows by each,
-        and count it as done; return the LLVM function. sums(kind, rows): function for `rows` rows at once, of Sums.
+        """Build NAME_rows(job), and return the LLVM function. It takes blocks of outputs (counter "next") until none is
+        left, multiplies all rows by each, and counts it in "done".
+
+        sums(kind, rows): returns the function of Sums that multiplies `rows` rows at once.
         """
         all_rows = (1,) if name == "bfloat16_table" else ROWS  # XLA is faster with more
         columns = {rows: sums(kind, rows) for rows in all_rows}
@@ -118,11 +121,11 @@ class Code(Sums):
         return function
 
     def _make_handler(self, name: str, work: Any) -> None:
-        """Build a handler: NAME(XLA_FFI_CallFrame*), which returns null, as there are no errors.
+        """Build the handler NAME(XLA_FFI_CallFrame*) of FFI calls, which always returns null, as there are no errors.
 
-        Asked for its version it answers; in another stage than EXECUTE it does nothing. Else it allocates a job,
-        schedules helpers of XLA's thread pool, calls `work`, the function of `_make_work`, itself, and waits until all
-        blocks are done.
+        If XLA asks for its version, it fills in the metadata; in a stage other than EXECUTE it does nothing. Otherwise
+        it allocates a job, schedules helpers in XLA's thread pool, calls `work`, the function of `_make_work`, itself,
+        and waits until all blocks are done.
         """
         task, b = self.begin(f"{name}_task", NOTHING, [PTR])
         b.call(work, task.args)
@@ -166,8 +169,10 @@ class Code(Sums):
         b.ret(null)
 
     def _operands(self, b: Builder, handler: str, frame: Any) -> dict[str, Any]:
-        """Emit reads of operands x, matrix, and, if there are any, scales and zeros, and of the result y, from an
-        XLA_FFI_CallFrame of a key of HANDLERS: return fields of a job by name, with how the inputs are cut into panels.
+        """Emit reads, from an XLA_FFI_CallFrame, of the operands x, matrix and, if there are any, scales and zeros, and
+        of the result y. Return the values of a job's fields by name, including how the inputs are cut into panels.
+
+        handler: a key of HANDLERS.
         """
         num_arguments, buffers = b.read(frame, _FRAME["num_arguments"], I64), b.read(frame, _FRAME["arguments"], PTR)
         x, matrix = (b.read(buffers, 8 * index, PTR) for index in (0, 1))
@@ -201,8 +206,8 @@ class Code(Sums):
         return found | {"panel": panel, "panels": b.sdiv(lines, panel), "each": b.sdiv(group, panel)}
 
     def _sum_inputs(self, b: Builder, values: dict[str, Any]) -> None:
-        """Emit code that adds up the inputs of each row and panel into the job's `sums`, if it has zeros, which are
-        multiplied by them. values: fields of the job by name.
+        """Emit code that writes the sum of each row's inputs in each panel to the job's `sums`, if the job has zeros,
+        which are multiplied by these sums. values: fields of the job by name.
         """
         with b.if_then(b.icmp_unsigned("!=", values["zeros"], NULL)):
             eight = ir.VectorType(F32, _SUM_LANES)
@@ -214,7 +219,7 @@ class Code(Sums):
                 b.write(total, values["sums"], b.total((panel, 4)))
 
     def _fill_metadata(self, b: Builder, metadata: Any) -> None:
-        """Emit code that writes into XLA's `metadata` structure the version of the FFI that a handler was made for."""
+        """Emit code that writes the version of the FFI that a handler was built for to XLA's `metadata` structure."""
         wide = {"version_size": _VERSION_BYTES, "version_extension": 0, "id": 0}
         narrow = {"major": self._abi["major"], "minor": self._abi["minor"], "traits": 0}
         for name, value in wide.items():
@@ -223,9 +228,10 @@ class Code(Sums):
             b.write(I32(value), metadata, _METADATA[name], 4)
 
     def _num_threads(self, b: Builder, api: Any, context: Any, values: dict[str, Any], size: int) -> Any:
-        """Emit code that finds the number of threads that take part, i64, at least 1: 1 for a matrix of at most
-        _ONE_THREAD bytes or if XLA reports an error, else that of XLA's pool. values: fields of the job. size: bytes of
-        an element of the matrix. api, context: of the call.
+        """Emit code that determines how many threads take part, and return the number, i64: 1 for a matrix of at most
+        _ONE_THREAD bytes or if XLA reports an error, else the size of XLA's pool, at least 1.
+
+        values: fields of the job. size: bytes of an element of the matrix. api, context: of the call.
         """
         found = b.alloca(I64)
         b.store(I64(1), found)
@@ -240,8 +246,8 @@ class Code(Sums):
         return b.select(b.icmp_signed("<", threads, I64(1)), I64(1), threads)
 
     def _wait(self, b: Builder, job: Any, blocks: Any) -> None:
-        """Emit code that waits until the job's `blocks` blocks are done, those of other threads too: it spins, and
-        after _PATIENCE looks yields the core.
+        """Emit code that waits until the job's `blocks` blocks are done, including those of other threads. It spins,
+        and yields the core on every look after the first _PATIENCE.
         """
         before, head, again, after = b.block, *(b.append_basic_block(name) for name in ("wait", "again", "done"))
         b.branch(head)
@@ -259,8 +265,8 @@ class Code(Sums):
         b.position_at_end(after)
 
     def _record(self, b: Builder, values: Sequence[Any]) -> Any:
-        """Emit a structure of these values, ints or LLVM values of eight bytes each, in the function's frame; return a
-        pointer to it.
+        """Emit a structure of these values, ints or LLVM values of eight bytes each, in the stack frame of the
+        function; return a pointer to it.
         """
         with b.goto_entry_block():
             record = b.bitcast(b.alloca(ir.ArrayType(I64, len(values))), PTR)
@@ -269,8 +275,8 @@ class Code(Sums):
         return record
 
     def _call_api(self, b: Builder, api: Any, name: str, arguments: Any) -> Any:
-        """Emit a call of a function of XLA's FFI, by its name in the table `api`, with a pointer to its arguments;
-        return its error, null for none. Raises KeyError for a name without an offset.
+        """Emit a call of the function `name` of XLA's FFI, from the table `api`, with a pointer to its arguments;
+        return its error, null for none. Raises KeyError for a name whose offset is not known.
         """
         function = b.read(api, self._abi[name], ir.FunctionType(PTR, [PTR]).as_pointer(), 8)
         return b.call(function, [arguments])

@@ -10,10 +10,10 @@ from jaxengine.pallas_kernels.matmul.native.product import few_rows_product
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
-    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: float32 [R, out].
+    """Multiply x [R, n] by weight over its axis `contract` of size n, on a CPU: return float32 [R, out].
 
-    Few rows of bfloat16 by machine code, where a handler takes them (`few_rows_product`), else plain XLA.
-    matmul.dense.matmul has checked the arguments.
+    A few rows of bfloat16 are multiplied by machine code if a handler supports them (`few_rows_product`), others by
+    plain XLA. matmul.dense.matmul has checked the arguments.
     """
     if x.dtype == weight.dtype == jnp.bfloat16:
         y = few_rows_product(x, weight, is_table=contract == 1)

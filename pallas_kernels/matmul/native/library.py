@@ -1,6 +1,6 @@
-"""Machine code of the handlers for this processor: compiled by llvmlite, tried, and registered with XLA.
+"""Machine code of the handlers for this processor: compiled by llvmlite, tested, and registered with XLA.
 
-A program that calls a handler, a kept one included, can only be loaded after `load`.
+A program that calls a handler, also one from a cache, can only be loaded after `load`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ _NEEDED = "avx2", "fma"
 
 
 class UnfitError(RuntimeError):
-    """Raised where handlers cannot be made; the message says why."""
+    """Error for a machine on which handlers cannot be built; the message gives the reason."""
 
 
 def target_name(handler: str) -> str:
-    """Return the name under which XLA knows a handler, a key of code.HANDLERS."""
+    """Return the name under which a handler, a key of code.HANDLERS, is registered with XLA."""
     return f"jaxengine_few_rows_{handler}"
 
 
 @functools.cache
 def load() -> str:
-    """Compile, try and register the handlers, once a process; return a text about what made them, "" if there are none.
-
-    The log says why there are none.
+    """Compile, test and register the handlers, once per process. Return a description of the compiler and the
+    processor, or "" if handlers cannot be built, with the reason in the log (INFO).
     """
     try:
         return made()[0]
@@ -62,11 +61,11 @@ def load() -> str:
 
 @functools.cache
 def made() -> tuple[str, Any]:
-    """Compile, try and register the handlers, once a process; return a text about what made them, and llvmlite's engine
-    with the code, which programs call as long as the process lives.
+    """Compile, test and register the handlers, once per process. Return a description of the compiler and the
+    processor, and llvmlite's engine, which owns the code and must live as long as the process.
 
-    Raises ImportError without llvmlite, and UnfitError for another processor than x86_64, as `compiled` does, and if a
-    product of the code is wrong.
+    Raises ImportError without llvmlite, RuntimeError for what LLVM refuses, and UnfitError for a processor other than
+    x86_64 or without AVX2 and FMA, for an unknown FFI header, and if a test product of the code is wrong.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UnfitError(f"the processor is {platform.machine()}, allowed: x86_64")
@@ -84,10 +83,11 @@ def made() -> tuple[str, Any]:
 
 
 def compiled(cpu: str, features: Any) -> tuple[str, Any]:
-    """Compile the handlers for a processor; return a text about what made them, and llvmlite's engine with the code.
+    """Compile the handlers for a processor. Return a description of the compiler and the processor, and llvmlite's
+    engine with the code.
 
-    cpu: its name, as LLVM knows it. features: llvmlite's FeatureMap. Raises UnfitError without AVX2 and FMA or for an
-    FFI header as of `ffi_abi`, ImportError without llvmlite, RuntimeError for what LLVM refuses.
+    cpu: the processor's name in LLVM. features: llvmlite's FeatureMap. Raises UnfitError without AVX2 and FMA or for
+    an FFI header that `ffi_abi` refuses, ImportError without llvmlite, RuntimeError for what LLVM refuses.
     """
     import llvmlite  # pyright: ignore[reportMissingImports]
     import llvmlite.binding as llvm  # pyright: ignore[reportMissingImports]
@@ -125,16 +125,18 @@ def wide_vectors() -> bool:
 
 
 def with_vector_width(text: str, bits: int) -> str:
-    """Return LLVM IR `text` with an attribute at each function's definition that has it use vector registers of `bits`;
-    by default LLVM takes 256 of 512 on some processors.
+    """Return LLVM IR `text` with an attribute on every function definition that makes it use vector registers of `bits`
+    bits. By default LLVM uses 256 of 512 on some processors.
     """
     return re.sub(r"^(define .*?\))( .*)?$", rf'\1\2 "prefer-vector-width"="{bits}"', text, flags=re.MULTILINE)
 
 
 def ffi_abi(header: Path) -> dict[str, int]:
-    """Return the FFI's version and its functions' offsets, as code.Code takes them, from the header that jaxlib brings.
+    """Return the FFI's version ("major", "minor") and the offsets of its functions by name, which code.Code needs, from
+    jaxlib's header.
 
-    Raises UnfitError if a structure is not as code.py assumes.
+    Raises UnfitError if the header cannot be read, has another major version, or a structure or constant is not what
+    code.py assumes.
     """
     try:
         text = re.sub(r"//.*", "", header.read_text())
@@ -160,15 +162,15 @@ def ffi_abi(header: Path) -> dict[str, int]:
 
 
 def _capsule(address: int) -> Any:
-    """Return a PyCapsule of a function's address."""
+    """Return a PyCapsule that holds a function's address."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return new(address, None, None)
 
 
 def _try(kind: str, is_table: bool, address: int) -> None:
-    """Multiply a small random matrix of this kind (a table if is_table) by the function NAME_rows at `address`, and
-    compare with numpy. Raises UnfitError if numbers differ.
+    """Test the function NAME_rows at `address`: multiply a small random matrix of this kind (a table if is_table) and
+    compare with numpy. Raises UnfitError if results differ.
     """
     from jaxengine.pallas_kernels.matmul.native.builder import FIELDS, TILE
 

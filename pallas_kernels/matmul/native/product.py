@@ -1,4 +1,4 @@
-"""Products of few rows by the handlers of `library`, and what they take."""
+"""Products of few rows by the handlers of `library`, and the operands that these support."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def few_rows_product(
     *,
     is_table: bool = False,
 ) -> jax.Array | None:
-    """Multiply x [M, in] by a matrix, codes * scales - zeros, with a handler: f32 [M, out]; None if no handler takes
-    operands of this kind: of another dtype, of more rows than it is fast for, of outputs that are no multiple of 64, or
-    with groups that its vectors do not divide. The handlers must be loaded (`library.load`).
+    """Multiply x [M, in] by a matrix, codes * scales - zeros, with a handler: return f32 [M, out]. The handlers must be
+    loaded (`library.load`).
+
+    Returns None if no handler supports the operands: another dtype, no rows or more than it is fast for, outputs that
+    are not a multiple of 64, or groups that its vectors do not divide.
 
     matrix: [in, out] int8 or bfloat16, or [in / 2, out] uint8, pairs of four-bit codes. scales, zeros: [n, out], each
     for in / n neighbouring inputs; bfloat16 has none. is_table: the matrix is [out, in], or [out, in / 2].
@@ -52,5 +54,7 @@ def few_rows_product(
 
 
 def _panel(group: int) -> int:
-    """Return the number of rows of the matrix that are added up at once, of `group` that share a scale."""
+    """Return the number of matrix rows whose products are added up before they are scaled: the largest divisor, up to
+    32, of `group`, the rows that share a scale.
+    """
     return max(size for size in range(1, _MOST_PANEL + 1) if group % size == 0)

@@ -12,9 +12,9 @@ from jaxengine.pallas_kernels.matmul.operands import QuantizedOperands
 
 
 def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros on a CPU: [M, out] in out_dtype, computed in float32 whatever
-    `dtype`; matmul.quantized.quantized_matmul has checked the arguments. By machine code where a handler takes the
-    operands (`few_rows_product`), else in plain XLA.
+    """Multiply x [M, in] by codes * scales - zeros on a CPU: return [M, out] in out_dtype, computed in float32 whatever
+    `dtype` is. matmul.quantized.quantized_matmul has checked the arguments. A handler's machine code computes it if one
+    supports the operands (`few_rows_product`), else plain XLA.
     """
     x = quantized_cpu.widened_rows(operands.x, operands.x_scales)
     y = few_rows_product(x, operands.codes, operands.scales, operands.zeros)

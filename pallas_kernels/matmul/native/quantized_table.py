@@ -14,8 +14,9 @@ def quantized_table_matmul(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
 ) -> jax.Array:
     """Multiply x [M, in] by the transpose of a quantised table [V, in], codes * scales - zeros (None: no zeros), on a
-    CPU: [M, V] in out_dtype, computed in float32 whatever `dtype`; matmul.quantized_table.quantized_table_matmul has
-    checked the arguments. By machine code where a handler takes it, else in plain XLA.
+    CPU: return [M, V] in out_dtype, computed in float32 whatever `dtype` is.
+    matmul.quantized_table.quantized_table_matmul has checked the arguments. A handler's machine code computes it if one
+    supports the operands (`few_rows_product`), else plain XLA.
     """
     if (y := few_rows_product(x, codes, scales, zeros, is_table=True)) is not None:
         return y.astype(out_dtype)

@@ -32,15 +32,15 @@ from jaxengine.pallas_kernels.matmul.native.builder import (
 )
 
 _PREFETCH = 256  # bytes ahead within a row of the matrix
-_MOST_SUMS = 16  # of a table's tokens that are kept in registers
+_MOST_SUMS = 16  # sums of a table's tokens that are kept in registers
 
 
 class Sums:
-    """Module of LLVM IR with functions of a job, a row and a range of outputs."""
+    """Module of LLVM IR, `module`, and methods that build functions in it which multiply rows by a range of outputs."""
 
     def __init__(self, triple: str, *, table_lookup: bool):
-        """Begin a module. triple: of the target. table_lookup: whether the processor has AVX-512F's `vpermps`, which
-        widens four bits in one instruction.
+        """Create a module with the functions that the others share. triple: of the target. table_lookup: whether the
+        processor has AVX-512F's `vpermps`, which widens four bits in one instruction.
         """
         self.module = ir.Module("products")
         self.module.triple = triple
@@ -55,14 +55,14 @@ class Sums:
         self._add, self._subtract = self._make_add(), self._make_subtract()
 
     def declare(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-        """Declare a function of the module by its name, with LLVM types of its result and arguments; return it. Raises
+        """Declare a function of the module, with LLVM types of its result and arguments, and return it. Raises
         llvmlite's DuplicatedNameError for a name that is taken.
         """
         return ir.Function(self.module, ir.FunctionType(result, arguments), name)
 
     def begin(self, name: str, result: Any, arguments: Sequence[Any], *, inside: bool = True) -> tuple[Any, Builder]:
-        """Begin a function, declared as by `declare`, with an entry block; return it and a builder in that block.
-        inside: whether only this module calls it, so that its linkage is internal.
+        """Declare a function (see `declare`) with an entry block, and return it with a builder in that block. inside:
+        whether only this module calls it, so that its linkage is internal.
         """
         function = self.declare(name, result, arguments)
         function.attributes.add("nounwind")
@@ -70,8 +70,8 @@ class Sums:
         return function, Builder(function.append_basic_block("entry"))
 
     def _make_wide(self, lanes: int) -> Any:
-        """Build wide(pointer, index, is_bf16), which reads `lanes` numbers from number `index` on, of float32 or
-        bfloat16 (is_bf16 not 0), as f32; return the LLVM function.
+        """Build wide(pointer, index, is_bf16), which returns `lanes` numbers from number `index` on as f32. They are
+        stored as bfloat16 if is_bf16 is not 0, else as float32. Return the LLVM function.
         """
         numbers, bits = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         function, b = self.begin(f"wide_{lanes}", numbers, [PTR, I64, I64])
@@ -84,10 +84,11 @@ class Sums:
         return function
 
     def _parts(self, b: Builder, kind: str, matrix: Any, offset: Any) -> list[tuple[int, int, Any]]:
-        """Emit reads of a tile's columns of one row of the matrix, of a key of KINDS, and a prefetch of what follows:
-        (input within the row, accumulator, LANES f32 numbers) each.
+        """Emit reads of TILE columns of one row of the matrix, and a prefetch of what follows in the row. Return a list
+        of (input within the row, index of the accumulator, LANES f32 numbers).
 
-        matrix: pointer. offset: i64, bytes of the tile from there. Columns lie in accumulators as `_columns` has them.
+        kind: a key of KINDS. matrix: pointer. offset: i64, bytes from there to the tile. Accumulators hold columns in
+        the order that `_columns` undoes.
         """
         found = []
         bits = [b.read(matrix, b.total((offset,), (64 * line,)), INTS) for line in range(KINDS[kind][1])]
@@ -105,8 +106,10 @@ class Sums:
         return found
 
     def _signed(self, b: Builder, bits: Any, first: int, width: int) -> Any:
-        """Return a signed number of `width` bits, from bit `first` on, of each of LANES integers, as float32."""
-        if width == 4 and self._lookup is not None:  # which reads the lowest four bits of an index
+        """Emit the conversion of a signed number of `width` bits, from bit `first` on, in each of LANES i32, to
+        float32; return the vector.
+        """
+        if width == 4 and self._lookup is not None:  # vpermps uses the lowest four bits of an index
             table = ir.Constant(FLOATS, [float(code - 16 * (code > 7)) for code in range(16)])
             return b.call(self._lookup, [table, b.lshr(bits, each_lane(first))])
         left = b.shl(bits, each_lane(32 - width - first))
@@ -114,7 +117,8 @@ class Sums:
 
     def columns(self, kind: str, rows: int) -> Any:
         """Build columns(job, row, begin, end), which multiplies `rows` rows from `row` on by columns [begin, end), a
-        multiple of TILE, of a matrix of this kind (a key of KINDS), and writes the job's y; return the LLVM function.
+        multiple of TILE, of a matrix of this kind (a key of KINDS), and writes the results to the job's y. Return the
+        LLVM function.
         """
         function, b = self.begin(f"{kind}_columns_{rows}", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
@@ -144,9 +148,9 @@ class Sums:
         return function
 
     def _make_add(self) -> Any:
-        """Build add(job, row, panel, column, four vectors), which multiplies a tile's sums by the panel's scales, if
-        the job has any, and adds them to the row's result, which panel 0 begins; then subtracts the zeros, if any,
-        times the sum of the panel's inputs. Return the LLVM function.
+        """Build add(job, row, panel, column, four vectors), and return the LLVM function. It multiplies a tile's sums
+        by the panel's scales, if the job has any, and adds them to the row's result, or stores them for panel 0. Then
+        it subtracts the zeros, if any, times the sum of the panel's inputs.
         """
         function, b = self.begin("add", NOTHING, [PTR, I64, I64, I64, *[FLOATS] * 4])
         job, row, panel, column, *sums = function.args
@@ -176,8 +180,8 @@ class Sums:
         return function
 
     def _make_subtract(self) -> Any:
-        """Build subtract(job, row, begin, end), which subtracts zeros, if the job has any, times the sums of inputs
-        from a row's results of tokens [begin, end) of a table, LANES tokens at a time; return the LLVM function.
+        """Build subtract(job, row, begin, end), which subtracts zeros times the sums of inputs, if the job has zeros,
+        from a row's results for tokens [begin, end) of a table, LANES tokens at a time. Return the LLVM function.
         """
         function, b = self.begin("subtract", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
@@ -195,9 +199,9 @@ class Sums:
 
     def table(self, kind: str, rows: int) -> Any:
         """Build table(job, row, begin, end), which multiplies `rows` rows from `row` on by tokens [begin, end) of a
-        table of this kind (a key of KINDS), and writes the job's y; return the LLVM function.
+        table of this kind (a key of KINDS), and writes the results to the job's y. Return the LLVM function.
 
-        Rows of x have the even ones of each 2 * LANES inputs first where elements are pairs.
+        If elements are pairs, each 2 * LANES inputs of x must be ordered with the even ones first.
         """
         function, b = self.begin(f"{kind}_table_{rows}", NOTHING, [PTR, I64, I64, I64])
         job, row, begin, end = function.args
@@ -244,8 +248,8 @@ class Sums:
         return function
 
     def _unit(self, b: Builder, kind: str, matrix: Any, place: Any) -> list[Any]:
-        """Emit a read of LANES elements of a table of this kind, `place` bytes (i64) after the pointer `matrix`: f32
-        vectors of numbers, for pairs those of even and those of odd inputs.
+        """Emit a read of LANES elements of a table of this kind, `place` bytes (i64) after the pointer `matrix`. Return
+        a list of f32 vectors: one, or for pairs one of the even and one of the odd inputs.
         """
         inputs, size = KINDS[kind]
         bits = b.zext(b.read(matrix, place, ir.VectorType(I16 if size == 2 else I8, LANES)), INTS)
@@ -255,7 +259,7 @@ class Sums:
 
 
 def _sum_of_lanes(b: Builder, vector: Any) -> Any:
-    """Emit the sum, f32, of the LANES numbers of a vector: halves are added until one is left."""
+    """Emit and return the sum, f32, of a vector's LANES numbers, by adding halves until one number is left."""
     size = LANES
     while size > 1:
         size //= 2
@@ -265,8 +269,8 @@ def _sum_of_lanes(b: Builder, vector: Any) -> Any:
 
 
 def _columns(b: Builder, kind: str, sums: Sequence[Any]) -> list[Any]:
-    """Emit shuffles of a tile's four accumulators (`sums`), which have every fourth column, or for kind "bfloat16"
-    every second one of a half: return four vectors of neighbouring columns.
+    """Emit shuffles of a tile's four accumulators `sums`, and return four vectors of neighbouring columns. An
+    accumulator holds every fourth column, or for kind "bfloat16" every second column of one half of the tile.
     """
     order = [(column % 4, column // 4) for column in range(TILE)]
     if kind == "bfloat16":

@@ -21,8 +21,9 @@ _COLUMNS = (512, 256, 1024)  # the default first: of candidates with equal tiles
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield a candidate for the problem for each width of tiles, first with scaled sums if its rows are at most half of
-    a group's inputs, then with scaled codes; of equal tiles of one form the first.
+    """Yield a candidate for the problem for each width of tiles: first with scaled sums, if its rows are at most half
+    of a group's inputs, then with scaled codes. Of candidates with equal tiles and the same form only the first is
+    yielded.
     """
     default, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
@@ -41,9 +42,9 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def _candidate(
     problem: Problem, chosen: dict[str, int], sizes: TpuProducts, by_sums: bool, rows: int, columns: int
 ) -> Candidate:
-    """Make the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns.
+    """Return the candidate with fields `chosen` of `sizes`, whose tiles have these rows and columns.
 
-    by_sums: the form, see `widened`.
+    by_sums: whether sums are scaled instead of codes, see `widened`.
     """
     # One tile of as many inputs as the kernel handles without a loop: its bundles are those of one pass.
     span = (SPAN if by_sums else chunk_of(problem.group)) // problem.group * problem.group
@@ -71,8 +72,8 @@ def _candidate(
 
 
 def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
-    """Compute the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros) with these sizes;
-    arguments as of `quantized_matmul`, x not rounded.
+    """Return the product bf16 [M, out] of x [M, in] with codes * scales - zeros (None: no zeros), computed by the TPU
+    kernel with these sizes. x is not rounded to codes.
     """
     options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
     return quantized_matmul(QuantizedOperands(x, None, codes, scales, zeros), **options)

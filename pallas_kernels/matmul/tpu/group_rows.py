@@ -19,18 +19,18 @@ _ALIGNED_ROWS = 64
 
 
 def group_step(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows that group sizes should be padded to a multiple of: STEP if num_rows / num_groups, the
-    size of an average group, is at least _ALIGNED_ROWS, else 1.
+    """Return the number to a multiple of which group sizes should be padded, in rows: STEP if num_rows / num_groups,
+    the size of an average group, is at least _ALIGNED_ROWS, else 1.
     """
     return STEP if num_rows >= _ALIGNED_ROWS * num_groups else 1
 
 
 def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
-    """Return the number of rows multiplied with a matrix for groups of these sizes, padding included; 0 if XLA
-    multiplies.
+    """Return the number of rows, padding included, that the TPU kernel multiplies by a matrix for groups of these
+    sizes; 0 if XLA computes the product instead.
 
-    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None for absent ones. gated: whether they
-    are gates and ups, to be activated.
+    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None for absent ones. gated: whether the
+    outputs are gates and ups, to be activated.
     """
     (num_rows, size), (num_groups, _, out), count = x.shape, codes.shape, 0 if scales is None else scales.shape[1]
     if why_not_aligned(size, count or 1, jnp.bfloat16):
@@ -45,8 +45,8 @@ def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, 
 
 def _rows_of_visits(group_sizes: np.ndarray, num_rows: int, shape: Shape) -> int:
     """Return the number of rows that the kernel multiplies, from its own list of visits for consecutive groups of
-    group_sizes among num_rows rows: per visit full blocks of `shape`, from the group's first row in the tile on,
-    rounded down to STEP. Runs visits_of on jax's default device.
+    group_sizes among num_rows rows. A visit multiplies full blocks of `shape`, from the group's first row in the tile,
+    rounded down to STEP, on. Runs visits_of on jax's default device.
     """
     listed = jax.jit(visits_of, static_argnums=(1, 2))(jnp.asarray(group_sizes, jnp.int32), num_rows, shape.rows)
     visits, total, most = jax.device_get(listed), 0, shape.blocks[-1]

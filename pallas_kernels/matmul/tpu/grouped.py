@@ -56,12 +56,12 @@ def quantized_grouped_matmul(
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Multiply rows x [M, in] by the quantised matrix of their group on a TPU, plus its bias: [M, out] in out_dtype;
-    matmul.quantized.quantized_grouped_matmul has checked the arguments.
+    """Multiply rows x [M, in] by the quantised matrix of their group on a TPU and add the group's bias: return [M, out]
+    in out_dtype. matmul.quantized.quantized_grouped_matmul has checked the arguments.
 
-    Rows of no group give 0. group_sizes: i32 [G], consecutive rows. bias: [G, out] or None. XLA multiplies if the
-    kernel cannot. dtype: what rows and codes are widened to. sizes: by default those of the chip that the trace is for.
-    interpret: argument of `pl.pallas_call`.
+    Rows of no group give 0. group_sizes: i32 [G], consecutive rows of each group. bias: [G, out] or None. XLA computes
+    the product if the kernel does not support it. dtype: the dtype that rows and codes are widened to. sizes: None for
+    those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     x, x_scales, codes, scales, zeros = operands
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
@@ -86,8 +86,8 @@ def quantized_gated_matmul(
     """Return activation(gate, up) of rows x of `operands` times their group's quantised matrix, gates and then ups,
     plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, 0 for rows of no group.
 
-    The public operation has checked the arguments. Where one kernel cannot do it, the product is activated from memory,
-    which is logged once. dtype, sizes, interpret: as `quantized_grouped_matmul`'s.
+    The public operation has checked the arguments. If one kernel cannot compute all of it, the product is written to
+    memory and activated from there, which is logged once. dtype, sizes, interpret: see `quantized_grouped_matmul`.
     """
     x, x_scales, codes, scales, zeros = operands
     options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
@@ -110,11 +110,11 @@ def gated_product_of_groups(
     out_dtype: Any,
     *options: Any,
 ) -> jax.Array:
-    """Compute the activated product [M, F] in out_dtype of rows x [M, in] (codes if they have x_scales) and their
-    group's matrix of gates and ups: by one kernel, or, if that is impossible, which is logged once, by a kernel for
-    gates and ups with their bias, activated from memory.
+    """Return activation(gate, up) of rows x [M, in] (codes if they have x_scales) times their group's matrix of gates
+    and ups: [M, F] in out_dtype. One kernel computes all of it if possible. Otherwise a kernel computes gates and ups
+    with their bias, which are activated from memory, and this is logged once.
 
-    Arguments as for `product_of_groups`; options: its sizes and interpret.
+    Arguments are those of `product_of_groups`. options: its sizes and interpret.
     """
     size, width = x.shape[1], matrix.codes.shape[2] // 2
     if not (why := why_not_fused(width)):
@@ -125,20 +125,22 @@ def gated_product_of_groups(
 
 
 def log_not_fused(size: int, width: int, why: str) -> None:
-    """Log, once per process, why gates and ups [size, 2 * width] are activated from memory; only where the device of
-    the trace is a TPU.
+    """Log, once per process, why gates and ups [size, 2 * width] are activated from memory. Logs nothing unless the
+    device of the trace is a TPU.
     """
     if pltpu.is_tpu_device():  # and not while another platform's program is traced
         say_once(size, width, why)
 
 
 def why_not_fused(width: int) -> str:
-    """Return the reason why one kernel cannot multiply and activate gates and ups, `width` of each; "" if it can."""
+    """Return the reason why one kernel cannot multiply and activate gates and ups, `width` columns of each, or "" if it
+    can: if width is a multiple of LANES.
+    """
     return f"{width} columns do not fill whole registers" if width % LANES else ""
 
 
 class Matrix(NamedTuple):
-    """Operands of groups' matrices, or references to a part of them; None for absent ones."""
+    """Operands of groups' matrices, or references to blocks of them; None for absent ones."""
 
     codes: Any  # [G, in, out] or pairs [G, in / 2, out], or bfloat16 weights, which have no scales
     scales: Any = None  # f32 [G, n, out]
@@ -147,7 +149,7 @@ class Matrix(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Number of scales along the inputs."""
+        """Number of scales along the inputs; 0 without scales."""
         return 0 if self.scales is None else self.scales.shape[1]
 
 
@@ -162,12 +164,13 @@ def product_of_groups(
     sizes: TpuProducts | None,
     interpret: Any,
 ) -> jax.Array:
-    """Multiply rows x [M, in] by the matrix of their group by the kernel: [M, out] in out_dtype, with an activation of
-    gates and ups [M, out / 2].
+    """Multiply rows x [M, in] by the matrix of their group in the kernel: return [M, out] in out_dtype, or, with an
+    activation of gates and ups, [M, out / 2].
 
-    The operations have checked the arguments. x_scales: f32 [M, n] of rounded rows, whose codes x are; None for others.
-    group_sizes: i32 [G], consecutive rows; rows of no group give 0. activation: None for the plain product. dtype: what
-    rows and codes are widened to. sizes, interpret: as `quantized_grouped_matmul`'s.
+    The public operations have checked the arguments. x_scales: f32 [M, n] of rounded rows, whose codes x are; None for
+    other rows. group_sizes: i32 [G], consecutive rows of each group; rows of no group give 0. activation: None for the
+    plain product. dtype: the dtype that rows and codes are widened to. sizes, interpret: see
+    `quantized_grouped_matmul`.
     """
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
     rows = rows_for(x, x_scales, matrix.codes.dtype, matrix.count, len(group_sizes), dtype, sizes)
@@ -177,10 +180,10 @@ def product_of_groups(
 def rows_for(
     x: jax.Array, x_scales: jax.Array | None, codes: Any, count: int, num_groups: int, dtype: Any, sizes: TpuProducts
 ) -> PreparedRows:
-    """Prepare rows x [M, in], with the scales [M, n] of rounded ones, for a product in `dtype` by matrices of
+    """Return rows x [M, in], with the scales [M, n] of rounded ones, prepared for a product in `dtype` with matrices of
     `num_groups` groups.
 
-    codes: dtype of the matrices. count: scales of one of their columns, 0 for none.
+    codes: dtype of the matrices. count: scales of one of their columns, 0 for none. sizes: tile sizes.
     """
     by_sums = not count or sums_are_scaled(tile_rows_of(len(x), num_groups), x.shape[1] // count, sizes)
     return prepared(x, x_scales, codes, count, dtype, sizes, by_sums=by_sums)
@@ -205,7 +208,7 @@ class Shape(NamedTuple):
 def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
     """Whether sums are scaled, once per chunk of inputs or group of them, instead of the matrix.
 
-    average: rows of a tile of an average group (`tile_rows_of`). group: inputs that share a scale.
+    average: rows of a tile of an average group (`tile_rows_of`). group: number of inputs that share a scale.
     """
     return group >= CHUNK or sums_are_smaller(average, group, sizes)
 
@@ -222,13 +225,14 @@ def shape_of(
     *,
     gated: bool = False,
 ) -> Shape:
-    """Choose the Shape for rows [num_rows, size] of dtype `x`, of `num_groups` groups, times matrices [size, out] of
+    """Return the Shape for rows [num_rows, size] of dtype `x`, in `num_groups` groups, times matrices [size, out] of
     `codes`.
 
-    num_scales: 0 for plain matrices. gated: there are two matrices for each group; `out` is then a multiple of LANES.
+    num_scales: 0 for plain matrices. gated: there are two matrices for each group; `out` is then a multiple of LANES
+    and the width of one.
 
-    Loading a matrix into the matrix units takes as long as multiplying some tens of rows: the rows of a group
-    should be in one tile, and in one block there.
+    Loading a matrix into the matrix units takes as long as multiplying some tens of rows. So the rows of a group
+    should be in one tile, and in one block of it.
     """
     most, whole = min(num_rows, sizes.group_rows), ROWS if jnp.dtype(x).itemsize == 1 else STEP
     tile, piece = tiles(most // whole * whole or num_rows, size, out, num_scales, x, codes, sizes)
@@ -251,8 +255,8 @@ def shape_of(
 
 
 def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
-    """Choose (piece, columns of a strip), multiples of LANES, at most `piece` and `most` or else LANES, such that the
-    core with the most columns, of `cores`, has as few as possible.
+    """Return (piece, columns of a strip), multiples of LANES, at most `piece` and `most`, or LANES if these are less,
+    such that of `cores` cores the one with the most columns has as few as possible.
 
     A piece divides the columns, and these divide `width`, so that ups begin at a strip as gates do.
     """
@@ -262,9 +266,10 @@ def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
 
 
 def blocks_of(mean: int, most: int) -> tuple[int, ...]:
-    """Return the numbers of rows, at most `most`, that there is code for: closely spaced up to the size of most groups.
+    """Return, in ascending order, the numbers of rows of a product for which there is code, at most `most`: closely
+    spaced up to about `mean`, the size of an average group.
 
-    The block of a group of about `mean` rows is about a tenth larger than the group.
+    The block for a group of about `mean` rows is about a tenth larger than the group.
     """
     step = min(max((mean + 6 * STEP) // (8 * STEP) * STEP, STEP), _MOST_ROWS // 8)
     low = min(mean, _MOST_ROWS // 2) // 2
@@ -281,8 +286,9 @@ def _call(
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
-    """Run the kernel with prepared rows: [M, out] in out_dtype, with an activation [M, out / 2]. The grid is (strips of
-    columns, visits of `group_sizes`), as long as the list of visits. Other arguments as of `product_of_groups`.
+    """Run the kernel with prepared rows: return [M, out] in out_dtype, or with an activation [M, out / 2]. The grid is
+    (strips of columns, visits of `group_sizes`), as long as the list of visits. Other arguments are those of
+    `product_of_groups`.
     """
     (num_rows, size), (num_groups, _, out), count = rows.values.shape, matrix.codes.shape, matrix.count
     dtypes, halves = (rows.values.dtype, matrix.codes.dtype), 1 if activation is None else 2
@@ -293,11 +299,15 @@ def _call(
     most, is_bytes = pl.cdiv(shape.blocks[-1], ROWS) * ROWS, dtypes[0].itemsize == 1
 
     def of_rows(array: jax.Array | None) -> pl.BlockSpec | None:
+        """Return the BlockSpec of a tile of rows of an array [M, n]; None for no array."""
         if array is None:
             return None
         return pl.BlockSpec((shape.rows, array.shape[1]), lambda n, v, _, tile, *__: (tile[v], 0))
 
     def of_half(half: int, array: jax.Array | None) -> pl.BlockSpec | None:
+        """Return the BlockSpec of a strip of columns of one half of a group's array, or of a block of biases; None for
+        no array.
+        """
         if array is None:
             return None
 
@@ -356,13 +366,14 @@ def _body(
     by_sums: bool,
     activation: Gating | None,
 ):
-    """Run one visit for a strip of columns, after clearing the tile of rows in its first one: the kernel's body.
+    """Body of the kernel: run one visit for a strip of columns. The first visit of a tile of rows first clears the
+    tile.
 
-    A visit multiplies the blocks of rows that hold its group's and writes the group's rows of `out`, plus bias,
-    activated if there is an activation. group, tile, starts, ends, products: fields of Visits, in SMEM. x, x_scales,
-    after, sums: rows as of tpu.quantized, in VMEM. halves: references of a Matrix, or of gates and of ups, with a first
-    axis of one (a block of biases). total: f32 scratch of the sums. moved: scratch for a block of rows of bytes, None
-    for others. by_sums: see `widened`.
+    A visit multiplies the blocks of rows that contain its group's rows, and writes only the group's rows of `out`, with
+    bias, and activated if there is an activation. group, tile, starts, ends, products: fields of Visits, in SMEM. x,
+    x_scales, after, sums: the rows' operands of tpu.quantized, in VMEM. halves: references of one Matrix, or of gates
+    and of ups, with a first axis of one; their bias is a block of _BIASES groups. total: f32 scratch of the sums.
+    moved: scratch for a block of one-byte rows, None for others. by_sums: see `widened`.
     """
     visit = pl.program_id(1)
     before = tile[visit] * shape.rows
@@ -420,7 +431,9 @@ def _body(
 
 
 def _row_of(biases: jax.Array, group: Any) -> jax.Array:
-    """Return f32 [1, columns], the row of the group's bias among biases [_BIASES, columns], its block."""
+    """Return f32 [1, columns], the bias of group `group`, from `biases` [_BIASES, columns], the block that contains
+    it.
+    """
     row = lax.broadcasted_iota(jnp.int32, (_BIASES, 1), 0)
     own = jnp.where(row == lax.rem(group, _BIASES), biases.astype(jnp.float32), 0)
     return jnp.sum(own, axis=0, keepdims=True)

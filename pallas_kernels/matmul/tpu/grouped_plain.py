@@ -33,10 +33,10 @@ def grouped_matmul(
     interpret: Any = False,
 ) -> jax.Array:
     """Return rows x [M, in] times their group's matrix of w [G, in, out], plus the group's bias [G, out] or None: [M,
-    out] in out_dtype, 0 for rows of no group; the public operation has checked the arguments. jax.lax.ragged_dot
-    multiplies what the kernel cannot.
+    out] in out_dtype, 0 for rows of no group. The public operation has checked the arguments. jax.lax.ragged_dot
+    computes what the kernel does not support.
 
-    sizes: by default those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    sizes: None for those of the chip that the trace is for. interpret: argument of `pl.pallas_call`.
     """
     if why_not_aligned(x.shape[1], 1, x.dtype):
         y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
@@ -60,8 +60,8 @@ def gated_matmul(
     """Return activation(gate, up) of rows x [M, in] times their group's matrix of w [G, in, 2 F], gates and then ups,
     plus the group's bias [G, 2 F] or None: [M, F] in out_dtype, 0 for rows of no group.
 
-    The public operation has checked the arguments. Where one kernel cannot do it, the product is activated from memory,
-    which is logged once. sizes, interpret: as `grouped_matmul`'s.
+    The public operation has checked the arguments. If one kernel cannot compute all of it, the product is written to
+    memory and activated from there, which is logged once. sizes, interpret: see `grouped_matmul`.
     """
     size = x.shape[1]
     if why := why_not_aligned(size, 1, x.dtype):

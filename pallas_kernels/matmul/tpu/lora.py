@@ -37,11 +37,11 @@ def lora_product(
     sizes: LoraTiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """Add the adapters of its rows to y f32[T, out] on a TPU and return the sum, (x A) B of each row with an adapter;
-    arguments as of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank, in], each of
-    bs [slots * rank, out of a source], modules: for each of bs the module of its A.
+    """Return y f32 [T, out] plus (x A) B of each row that has an adapter, computed on a TPU, updating y in place.
 
-    XLA computes it if the kernels cannot. sizes: those that the visits were made with, None for the default. interpret:
+    Arguments are those of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank, in],
+    each of bs [slots * rank, out of a source], modules: for each of bs the module whose A it uses. XLA computes the sum
+    if the kernels do not support it. sizes: the sizes that the visits were made with, None for the default. interpret:
     argument of `pl.pallas_call`.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
@@ -57,11 +57,11 @@ def lora_product(
 
 
 def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
-    """Return the reason why XLA multiplies adapters with `size` inputs and sources of `widths` outputs; "" if the
-    kernels do.
+    """Return the reason why the kernels do not support adapters with `size` inputs and sources of `widths` outputs, so
+    that XLA computes the product; "" if they do.
 
-    rank: of the pool. dtype: of rows and adapters. Reasons: another dtype than bfloat16, a rank that is no multiple of
-    16, inputs or outputs that are no multiples of 128.
+    rank: of the pool. dtype: of rows and adapters. Reasons: a dtype other than bfloat16, a rank that is not a multiple
+    of 16, inputs or outputs that are not multiples of 128.
     """
     if dtype != jnp.bfloat16:
         return "kernels multiply bfloat16"
@@ -76,9 +76,9 @@ def _of_slots(
     rank: int, columns: int, each: int, row_and_column: Callable, *, visits_first: bool
 ) -> list[pl.BlockSpec]:
     """Return BlockSpecs [rank, columns], one for each of the `each` slots of a visit's tile, of an array with `rank`
-    contiguous rows a slot.
+    contiguous rows per slot.
 
-    row_and_column: (slot, the grid's other index) to the block's index. visits_first: whether visits are the grid's
+    row_and_column(slot, the grid's other index): returns the block's index. visits_first: whether visits are the grid's
     first dimension.
     """
 
@@ -95,11 +95,11 @@ def _of_slots(
 def _times_a(
     x: jax.Array, a: jax.Array, visits: LoraVisits, num_modules: int, rank: int, sizes: LoraTiles, interpret
 ) -> jax.Array:
-    """Multiply rows x [T, in] by A of their visits: bfloat16 [T, modules * columns of all tiles of slots], zeros in
-    columns of other rows' slots, undefined where no visit is.
+    """Multiply rows x [T, in] by A of their visits: return bfloat16 [T, modules * columns of all tiles of slots].
+    Columns of slots other than the row's own are zeros; tiles without a visit are undefined.
 
     a: A of all modules and slots, [modules * slots * rank, in]. num_modules: modules of `a`. rank: columns of a slot.
-    sizes: those that the visits were made with. interpret: argument of `pl.pallas_call`.
+    sizes: the sizes that the visits were made with. interpret: argument of `pl.pallas_call`.
     """
     (num_rows, size), each = x.shape, slots_of_tile(rank, sizes)
     num_slots, num_tiles, columns = len(a) // (num_modules * rank), len(visits.slots) // each, each * rank
@@ -139,11 +139,11 @@ def _times_a_body(
     *a_and_out,  # [rank, in] of each slot; [rows, columns]
     rank: int,
 ):
-    """Multiply a visit's rows by A of its slots, of one module: the first kernel's body. Columns of other slots than a
-    row's own become zeros.
+    """Body of the first kernel: multiply a visit's rows by A of its slots, of one module, and write the result with
+    zeros in the columns of slots other than a row's own.
 
-    row_tile, slot_tile, slots: of LoraVisits, in SMEM. slot_index: i32 [rows, 1] of the rows. x: [rows, in]. a_and_out:
-    A [rank, in] of each slot of the tile, then the result [rows, columns]. rank: a power of two.
+    row_tile, slot_tile, slots: fields of LoraVisits, in SMEM. slot_index: i32 [rows, 1] of the rows. x: [rows, in].
+    a_and_out: A [rank, in] of each slot of the tile, then the result [rows, columns]. rank: a power of two.
     """
     *parts, out = a_and_out
     inner = lora_xla.dot(x[...], _stacked(parts), 1)
@@ -163,10 +163,10 @@ def _add_times_b(
     sizes: LoraTiles,
     interpret,
 ) -> jax.Array:
-    """Add a source's adapters to its columns of y [T, out], from column `first` on; return y.
+    """Add a source's adapters to its columns of y [T, out], which begin at column `first`; return y, updated in place.
 
-    y is updated in place. inner: result of `_times_a`, of which the part of `module` is used. b: B of the source,
-    [slots * rank, columns]. visits, rank, sizes, interpret: as of `_times_a`.
+    inner: result of `_times_a`, of which the columns of `module` are used. b: B of the source, [slots * rank, columns].
+    visits, rank, sizes, interpret: see `_times_a`.
     """
     each = slots_of_tile(rank, sizes)
     columns, num_tiles, tile_rows = each * rank, len(visits.slots) // each, tile_rows_of(len(y), sizes)
@@ -203,9 +203,9 @@ def _add_times_b(
 
 
 def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
-    """Add a visit's inner [rows, columns] times B of its slots to its tile of y: the second kernel's body. The first
-    visit of a tile of rows begins with y, others with what `out` has. b_and_out: B [rank, width] of each slot, then
-    `out`.
+    """Body of the second kernel: add a visit's inner [rows, columns] times B of its slots to its tile of the result.
+    The first visit of a tile of rows adds to y, later ones to what `out` holds. b_and_out: B [rank, width] of each
+    slot, then `out`.
     """
     *parts, out = b_and_out
     visit = pl.program_id(1)
@@ -215,7 +215,5 @@ def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
 
 
 def _stacked(parts: Sequence) -> jax.Array:
-    """Return the rows of several slots' blocks, references [rank, columns] in `parts`, one after the other: [slots *
-    rank, columns].
-    """
+    """Return the values of references [rank, columns], one per slot, joined along the rows: [slots * rank, columns]."""
     return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts], axis=0)

@@ -30,7 +30,7 @@ def microscaled_rows(
     x: jax.Array, global_scale: jax.Array | None, *, group: int, dtype: str, kind: str, interpret: Any = False
 ) -> jax.Array:
     """Round rows x [M, in] to codes of `dtype` with a scale of `kind` per `group` inputs on a TPU, and return their
-    values in x's dtype; matmul.microscaled.microscaled_rows has checked the arguments.
+    values in x's dtype. matmul.microscaled.microscaled_rows has checked the arguments.
 
     global_scale: f32 [M, 1] or [1, 1] for kind E4M3, else None. interpret: argument of `pl.pallas_call`.
     """
@@ -57,8 +57,8 @@ def microscaled_rows(
 
 
 def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
-    """Round a tile of rows x [rows, columns] to values of `dtype` with a scale of `kind` per `group` columns: the
-    kernel's body. scale_and_out: the global scale [rows or 1, 1], if any, and the result, which it writes.
+    """Body of the kernel: round a tile of rows x [rows, columns] to values of `dtype` with a scale of `kind` per
+    `group` columns. scale_and_out: the global scale [rows or 1, 1], if any, and the result, which it writes.
     """
     *global_scale, out = scale_and_out
     num_rows, registers = x.shape[0], x.shape[1] // LANES
@@ -71,8 +71,8 @@ def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
         return x[rows, register * LANES : (register + 1) * LANES].astype(jnp.float32)
 
     def scales(rows) -> jax.Array:
-        """Return the scales of every group of some rows, [rows, LANES]: a group's first lanes hold those of the first
-        registers.
+        """Return the scales f32 [rows, LANES] of all groups of some rows: lane n of a group holds the scale of that
+        group in register n.
         """
         largest = _combined([jnp.abs(part(rows, register)) for register in range(registers)], group)
         return held_scales(largest, dtype, kind=kind, global_scale=global_scale_of(rows))
@@ -102,8 +102,8 @@ def _body(x, *scale_and_out, group: int, dtype: str, kind: str):
 
 
 def _combined(parts: list[jax.Array], group: int) -> jax.Array:
-    """Return the maximum over each group of `group` lanes of up to `group` parts [rows, LANES] at once, as one
-    [rows, LANES]: that of part n is in lane n of its group. group: a power of two.
+    """Return one array [rows, LANES] with the maximum over each group of `group` lanes of each of up to `group` parts
+    [rows, LANES]: lane n of a group holds the maximum of that group in part n. group: a power of two.
     """
     found, lane = dict(enumerate(parts)), lax.broadcasted_iota(jnp.int32, parts[0].shape, 1)
     step = group // 2

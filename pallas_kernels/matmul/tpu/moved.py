@@ -18,10 +18,11 @@ _WORDS = ROWS // 4
 
 
 def move_rows(x: Any, begin: Any, size: int, to: Any) -> None:
-    """Copy `size` rows of `x`, from `begin` on, to the first of `to`; further ones, up to a full register, are
-    undefined.
+    """Copy `size` rows of `x`, from `begin` on, to the first rows of `to`. The rows of `to` after them, up to a full
+    register, become undefined.
 
-    x, to: references [M, in] and [at least size, in], numbers of rows multiples of ROWS. begin: a multiple of four.
+    x, to: references [M, in] and [at least size, in] of one-byte numbers, with multiples of ROWS rows. begin: a
+    multiple of four.
     """
     low = lax.div(begin, ROWS) * ROWS
     skipped = lax.div(begin - low, 4)

@@ -30,11 +30,12 @@ _WORKSPACE = 8 << 20  # bytes in addition to operands and results: a widened chu
 def quantized_matmul(
     operands: QuantizedOperands, *, dtype: Any, out_dtype: Any, sizes: TpuProducts | None = None, interpret: Any = False
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros (all of `operands`) on a TPU: [M, out] in out_dtype;
+    """Multiply x [M, in] by codes * scales - zeros (all fields of `operands`) on a TPU: return [M, out] in out_dtype.
     matmul.quantized.quantized_matmul has checked the arguments.
 
-    XLA multiplies if the kernel cannot, see `why_xla`. dtype: what rows and codes are widened to. sizes: by default
-    those of the table for the chip that the trace is for. interpret: argument of `pl.pallas_call`.
+    XLA computes the product if the kernel does not support it, see `why_xla`. dtype: the dtype that rows and codes are
+    widened to. sizes: None for those of the table for the chip that the trace is for. interpret: argument of
+    `pl.pallas_call`.
     """
     x, x_scales, codes, scales, zeros = operands
     (num_rows, size), (count, out) = x.shape, scales.shape
@@ -51,17 +52,18 @@ def quantized_matmul(
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
-    the kernel does: reasons are those of `widened.why_not`. dtype: what codes are widened to. out and codes do not
-    matter.
+    """Return the reason why the kernel does not support a matrix [size, out] with `num_scales` scales along its inputs,
+    so that XLA computes the product; "" if it does. Reasons are those of `widened.why_not`. dtype: the dtype that codes
+    are widened to. out and codes are not used.
     """
     return why_not(size, num_scales, dtype)
 
 
 def sums_are_smaller(rows: int, group: int, sizes: TpuProducts) -> bool:
-    """Whether to scale sums of groups rather than the matrix, because for so few rows there are fewer sums.
+    """Whether to scale the sums of groups rather than the matrix, because for so few rows there are fewer sums than
+    codes.
 
-    Per group, the sums have a number for each row, the matrix one for each input.
+    Per group, the sums have one number for each row, the matrix one for each of its `group` inputs.
     """
     return rows <= min(sizes.sum_rows, group // 2)
 
@@ -71,9 +73,9 @@ class PreparedRows(NamedTuple):
 
     Attributes:
       values: [M, in], bfloat16 or codes.
-      scales: f32 [M, n], with sums one per group of the matrix, with weights one per chunk of inputs; None for none.
+      scales: f32 [M, n], one per group of the matrix if by_sums, else one per chunk of inputs; None for none.
       after: f32 [M, 1], factor of the result; None for none.
-      by_sums: the form, see `widened`.
+      by_sums: whether sums are scaled instead of the matrix, see `widened`.
     """
 
     values: jax.Array
@@ -92,10 +94,12 @@ def prepared(
     *,
     by_sums: bool,
 ) -> PreparedRows:
-    """Prepare rows [M, in], which are rounded if they have `x_scales`, for a matrix with `num_scales` groups of inputs.
+    """Return rows [M, in] prepared for a matrix with `num_scales` groups of inputs. They are rounded rows if they have
+    `x_scales`.
 
     x: numbers, or the rounded rows' codes. codes: dtype of the matrix's codes. dtype: what the values are widened to,
-    unless rounded rows are multiplied as eight-bit codes. by_sums: sums of groups are scaled, not the matrix.
+    unless rounded rows are multiplied as eight-bit codes. by_sums: whether sums of groups are scaled instead of the
+    matrix.
     """
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
@@ -113,8 +117,9 @@ def prepared(
 
 
 def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> PreparedRows:
-    """Prepare rounded rows, codes x [M, in] with scales x_scales [M, n], for a product in `dtype` by weights, each
-    `chunk` inputs in units of their largest scale, which become the rows' scales: codes of that scale stay exact.
+    """Return rounded rows, codes x [M, in] with scales x_scales [M, n], prepared for a product in `dtype` with scaled
+    weights. Each `chunk` inputs are in units of their largest scale, so that codes of that scale stay exact; these
+    units become the rows' scales.
     """
     size, group = x.shape[1], x.shape[1] // x_scales.shape[1]
     step = math.gcd(group, chunk)
@@ -126,8 +131,8 @@ def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> Prep
 
 
 def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
-    """Return the sum of each of the n = num_scales groups of inputs of each row, in its own scales, as bfloat16 [M, 3
-    n]: high bits, low bits, high bits.
+    """Return the sum of each of the n = num_scales groups of inputs of each row, multiplied by the rows' scales, as
+    bfloat16 [M, 3 n]: high bits, low bits, high bits.
 
     Times zeros as high, high, low bits, this gives a product in 16 bits of mantissa in one pass.
     """
@@ -157,8 +162,8 @@ def _call(
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
-    """Run the kernel with prepared rows: [M, out] in out_dtype. codes: [in, out] or pairs [in / 2, out]. scales, zeros:
-    [n, out]; None for no zeros. sizes, interpret: as of `quantized_matmul`.
+    """Run the kernel with prepared rows: return [M, out] in out_dtype. codes: [in, out] or pairs [in / 2, out]. scales,
+    zeros: [n, out]; zeros None for none. sizes, interpret: see `quantized_matmul`.
     """
     (num_rows, size), (count, out) = rows.values.shape, scales.shape
     tile_rows, columns = tiles(num_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
@@ -194,9 +199,10 @@ def _call(
 
 
 def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums: bool):
-    """Compute a tile of the result and write it to `out` [M, N]: the kernel's body. x, x_scales, after: fields of
-    PreparedRows for the tile's rows. sums: of `group_sums`. codes, scales, zeros: the tile's columns. Absent operands
-    are None. total: f32 scratch [M, N]. by_sums: the form, see `widened`.
+    """Body of the kernel: compute a tile of the result and write it to `out` [M, N].
+
+    x, x_scales, after: fields of PreparedRows for the tile's rows. sums: result of `group_sums`. codes, scales, zeros:
+    the tile's columns. Absent operands are None. total: f32 scratch [M, N]. by_sums: see `widened`.
     """
     clear(total, sums, zeros)
     add_product(total, x, x_scales, codes, scales, by_sums=by_sums)
@@ -205,8 +211,8 @@ def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums
 
 
 def clear(total: Any, sums: Any, zeros: Any) -> None:
-    """Initialise `total`, f32 [M, N], with the contribution of zeros, -sums @ zeros in 16 bits of mantissa; with 0 if
-    zeros is None. sums: [M, 3 n] of `group_sums`. zeros: [n, N].
+    """Set `total`, f32 [M, N], to the contribution of the zeros, -sums @ zeros in 16 bits of mantissa; to 0 if
+    zeros is None. sums: [M, 3 n], result of `group_sums`. zeros: [n, N].
     """
     if zeros is None:
         total[...] = jnp.zeros_like(total)
@@ -220,12 +226,12 @@ def clear(total: Any, sums: Any, zeros: Any) -> None:
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
-    """Return the rows and columns of a tile with all `size` inputs: two fit in `sizes.tile_bytes` of VMEM, or it is the
-    smallest.
+    """Return (rows, columns) of a tile with all `size` inputs, of which two fit in `sizes.tile_bytes` of VMEM; a
+    smallest tile may exceed that.
 
-    At most num_rows and sizes.rows rows, out and sizes.columns columns (twice that of pairs of codes); the larger part
-    is halved until they fit. num_scales: along the inputs, 0 for a plain matrix. x_dtype, codes_dtype: of rows and
-    matrix.
+    It begins with at most num_rows and sizes.rows rows, and out and sizes.columns columns (twice that for pairs of
+    codes); the larger part is halved until two tiles fit. num_scales: along the inputs, 0 for a plain matrix. x_dtype,
+    codes_dtype: of rows and matrix.
     """
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
@@ -246,7 +252,8 @@ def tiles(
 
 
 def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: Any, codes_dtype: Any) -> tuple[int, int]:
-    """Return the bytes in VMEM of two tiles: of `rows` rows with their results, and of `columns` columns of a matrix.
+    """Return the bytes in VMEM of two tiles, as two numbers: for `rows` rows with their results, and for `columns`
+    columns of a matrix.
 
     size: inputs. num_scales: along the inputs, 0 for a plain matrix. x_dtype, codes_dtype: of rows and matrix.
     """
@@ -255,13 +262,15 @@ def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: An
 
 
 def column_bytes(size: int, num_scales: int, codes: Any) -> int:
-    """Return the bytes of a matrix's column: `size` codes of dtype `codes`, scales and zeros in float32."""
+    """Return the bytes of one column of a matrix: `size` codes of dtype `codes`, and `num_scales` scales and zeros in
+    float32.
+    """
     return size * jnp.dtype(codes).itemsize // per_byte(codes) + 8 * num_scales
 
 
 def vmem_limit(tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: Any, zeros: Any, most: int) -> int:
-    """Return the VMEM limit in bytes for a kernel with two tiles of (rows, columns) of these rows, codes, scales and
-    zeros (None for absent ones), and its workspace, at most `most`.
+    """Return the VMEM limit in bytes of a kernel: two tiles of (rows, columns) with these rows, codes, scales and
+    zeros (None for absent ones), plus its workspace, at most `most`.
 
     XLA keeps nothing between kernels in memory that one of them reserves, so the limit is no larger than needed.
     """

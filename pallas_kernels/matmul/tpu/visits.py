@@ -10,12 +10,12 @@ from jax.experimental import pallas as pl
 
 
 class Visits(NamedTuple):
-    """Work list of the kernel, in order; entries past `count` are never read.
+    """Work list of the kernel, in order. Entries from `count` on are never read.
 
     Attributes:
-      group, tile: i32[V], of each visit. Those after the first `products` are tiles to clear.
-      starts, ends: i32[G], rows of each group.
-      products, count: i32[1], visits that multiply, and all visits.
+      group, tile: i32 [V], for each visit. Visits after the first `products` are tiles to clear.
+      starts, ends: i32 [G], first row of each group and one past its last.
+      products, count: i32 [1], number of visits that multiply, and of all visits.
     """
 
     group: jax.Array
@@ -27,9 +27,9 @@ class Visits(NamedTuple):
 
 
 def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
-    """Compute the visits of consecutive groups of i32[G] rows, of num_rows in all, for tiles of `tile_rows` rows: one
-    for each group and tile with common rows, in the order of the rows, then one for each tile after the last row, to be
-    cleared.
+    """Return the visits of consecutive groups of i32 [G] rows, among num_rows rows in all, for tiles of `tile_rows`
+    rows: one for each group and tile with common rows, in the order of the rows, then one for each tile after the last
+    row, to be cleared.
     """
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes

@@ -35,8 +35,8 @@ SUBLANES = 16
 
 
 def why_not(size: int, num_scales: int, dtype: Any) -> str:
-    """Return the reason why the kernel does not support a matrix of `size` inputs in `num_scales` groups, widened to
-    `dtype`; "" if it does.
+    """Return the reason why the dense kernel does not support a matrix of `size` inputs in `num_scales` groups, widened
+    to `dtype`, or "" if it does: it needs more than one scale per channel, and what `why_not_aligned` checks.
     """
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"
@@ -45,8 +45,8 @@ def why_not(size: int, num_scales: int, dtype: Any) -> str:
 
 def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
     """Return the reason why a matrix of `size` inputs in `num_scales` groups, widened to `dtype`, is not supported by
-    kernels that also support one scale per channel; "" if it is: bfloat16, inputs a multiple of 64, groups a multiple
-    of 16.
+    kernels that also support one scale per channel, or "" if it is. `dtype` must be bfloat16, inputs a multiple of 64,
+    and the inputs of a group a multiple of 16.
     """
     if dtype != jnp.bfloat16:
         return "kernels widen to bfloat16"
@@ -56,8 +56,8 @@ def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
 
 
 def chunk_of(group: int) -> int:
-    """Return the number of inputs that are widened at a time, about CHUNK: a number of groups of `group` inputs, or a
-    divisor of one; a multiple of ALIGNED.
+    """Return the number of inputs that are widened at a time, about CHUNK: a whole number of groups of `group` inputs
+    and a multiple of ALIGNED, or a divisor of one long group.
     """
     if group > CHUNK and group % ALIGNED == 0:
         return math.gcd(group, CHUNK)
@@ -66,12 +66,12 @@ def chunk_of(group: int) -> int:
 
 
 def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, by_sums: bool) -> None:
-    """Add rows times a tile of a matrix to `total`, f32 [M, N], in place. All are references in VMEM. by_sums: the
-    form, sums or weights (see the module); of no effect for bfloat16 weights.
+    """Add rows times a tile of a matrix to `total`, f32 [M, N], in place. All operands are references in VMEM. by_sums:
+    whether sums are scaled instead of weights (see the module); not used for bfloat16 weights.
 
     x: [M, in], bfloat16, or codes that are multiplied directly with those of the matrix.
-    x_scales: f32 [M, n], by sums one per group of the matrix, else one per chunk of inputs (`chunk_of`); None for none.
-    codes: [in, N] or pairs [in / 2, N], or bfloat16 weights. scales: f32 [n, N]; None for bfloat16 weights.
+    x_scales: f32 [M, n], one per group of the matrix if by_sums, else one per chunk of inputs (`chunk_of`); None for
+    none. codes: [in, N] or pairs [in / 2, N], or bfloat16 weights. scales: f32 [n, N]; None for bfloat16 weights.
     """
     size = x.shape[1]
     if scales is None:
@@ -98,13 +98,15 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
 
 
 def _add(total, x, w, first, length):
-    """Add the product over inputs [first, first + length) with bfloat16 weights w [in, N] to `total`."""
+    """Add the product of x [M, in] and bfloat16 weights w [in, N] over inputs [first, first + length) to `total` [M,
+    N], in place.
+    """
     total[...] += _dot(x[:, pl.ds(first, length)], w[pl.ds(first, length), :])
 
 
 def _add_sums(total, x, x_scales, codes, scales, group, first, length):
-    """Add the product of x and codes over inputs [first, first + length) to `total`, each sum of `group` inputs times
-    its scales of columns and, unless x_scales is None, of rows. References as of `add_product`.
+    """Add the product of x and codes over inputs [first, first + length) to `total`, in place, with each sum of `group`
+    inputs multiplied by its scales of columns and, unless x_scales is None, of rows. References: see `add_product`.
     """
     wide, rows = _widened(codes, first, length, x.dtype), x[:, pl.ds(first, length)]
     step, y = min(group, length), None
@@ -118,11 +120,11 @@ def _add_sums(total, x, x_scales, codes, scales, group, first, length):
 
 
 def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length):
-    """Add the product of x and codes over inputs [first, first + length) to `total`, with the codes of each `group`
-    inputs scaled, in units of the first scale of their piece.
+    """Add the product of x and codes over inputs [first, first + length) to `total`, in place, with the codes of each
+    `group` inputs scaled, in units of the first scale of their piece.
 
-    chunk: inputs that share a scale of the rows, by which the product is multiplied; x_scales None for none. References
-    as of `add_product`.
+    chunk: number of inputs that share a scale of the rows, by which the product is multiplied; x_scales is None for
+    none. References: see `add_product`.
     """
     rows, wide = x[:, pl.ds(first, length)], _widened(codes, first, length, x.dtype)
     step, pieces = min(group, length), []
@@ -146,19 +148,19 @@ def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length)
 
 
 def _column(array: Any, index: Any) -> jax.Array:
-    """Return column [M, 1] at a dynamic index of an array [M, n] in VMEM."""
+    """Return column `index` (dynamic) of an array [M, n] in VMEM, as [M, 1]."""
     own = lax.broadcasted_iota(jnp.int32, array.shape, 1) == index
     return jnp.sum(jnp.where(own, array[...], 0.0), axis=1, keepdims=True)
 
 
 def _dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Multiply x [M, n] by matrix [n, N]: i32 of int8 operands, else f32."""
+    """Return the product of x [M, n] and matrix [n, N]: i32 for int8 operands, else f32."""
     kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     return lax.dot_general(x, matrix, (((1,), (0,)), ((), ())), preferred_element_type=kind)
 
 
 def _widened(codes: Any, first: Any, length: int, dtype: Any) -> jax.Array:
-    """Return the codes of inputs [first, first + length), [length, N] in `dtype`, which holds them exactly."""
+    """Return the codes of inputs [first, first + length) as [length, N] in `dtype`, which represents them exactly."""
     packed = per_byte(codes.dtype)
     row = first // packed if isinstance(first, int) else pl.multiple_of(lax.div(first, packed), ALIGNED // packed)
     part = codes[pl.ds(row, length // packed), :]

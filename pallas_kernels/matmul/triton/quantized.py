@@ -43,12 +43,12 @@ def quantized_matmul(
     sizes: TritonProducts | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply x [M, in] by codes * scales - zeros on an Ampere or Ada GPU: [M, out] in out_dtype;
+    """Multiply x [M, in] by codes * scales - zeros on an Ampere or Ada GPU: return [M, out] in out_dtype.
     matmul.quantized.quantized_matmul has checked the arguments.
 
-    XLA multiplies if the kernel cannot (`why_xla`, rounded rows), or has too many rows to be the faster one; a log line
-    says why. dtype: what codes are widened to; the kernel has bfloat16 alone. sizes: by default those of the table.
-    interpret: run on the CPU.
+    XLA computes the product if the kernel does not support it (`why_xla`, rounded rows) or is slower for so many rows;
+    a log line gives the reason once. dtype: the dtype that codes are widened to; the kernel supports bfloat16 only.
+    sizes: None for those of the table. interpret: whether to run on the CPU.
     """
     x, x_scales, codes, scales, zeros = operands
     (rows, size), (num_scales, out) = x.shape, scales.shape
@@ -77,11 +77,12 @@ def quantized_matmul(
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Return the reason why XLA multiplies with a matrix [size, out] with `num_scales` scales along its inputs; "" if
-    the kernel does.
+    """Return the reason why the kernel does not support a matrix [size, out] with `num_scales` scales along its inputs,
+    so that XLA computes the product; "" if it does.
 
-    codes: dtype of the stored codes. dtype: dtype that they are widened to. Reasons: another dtype than bfloat16,
-    groups of inputs that are no multiple of 16 (32 of pairs), fewer than 32 outputs, from 2 to 4 GiB of codes.
+    codes: dtype of the stored codes. dtype: dtype that they are widened to. Reasons: a dtype other than bfloat16,
+    groups of inputs that are not a multiple of 16 (32 for pairs), fewer than 32 outputs, more than 2 and up to 4 GiB of
+    codes.
     """
     if dtype != jnp.bfloat16:
         return f"the kernel widens to bfloat16, not {jnp.dtype(dtype).name}"
@@ -97,13 +98,13 @@ def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str
 
 @functools.cache
 def _log_once(reason: str) -> None:
-    """Log, once per process and reason, that a quantised product runs as plain XLA."""
+    """Log, at level INFO and once per process and reason, that a quantised product runs as plain XLA."""
     logger.info("a quantised product runs as plain XLA instead of the Triton kernel: %s", reason)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Static parameters that the kernel is compiled for.
+    """Compile-time parameters of the kernel, and the sizes that follow from them.
 
     Attributes:
       rows, size, out: rows of the product, and inputs and outputs of the matrix.
@@ -122,7 +123,7 @@ class Shape:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile: all, rounded up to a power of two of at least 16, at most sizes.rows."""
+        """Number of rows of a tile: all of them, rounded up to a power of two of at least 16, at most sizes.rows."""
         return min(padded(self.rows), self.sizes.rows)
 
     @property
@@ -132,8 +133,8 @@ class Shape:
 
     @property
     def outputs(self) -> int:
-        """Outputs of a tile: more where tiles are as many as multiprocessors even so. Of fewer outputs than rows each
-        of four warps would widen the codes of all.
+        """Number of outputs of a tile: twice as many as needed if there are at least as many tiles as multiprocessors
+        even so. It is at least tile_rows: with fewer outputs than rows each of four warps would widen all codes.
         """
         least, most = max(self.tile_rows, LEAST_OUTPUTS), max(2 * self.tile_rows, 2 * LEAST_OUTPUTS)
         return most if self.row_tiles * -(-self.out // most) >= self.sizes.num_ctas else least
@@ -145,13 +146,13 @@ class Shape:
 
     @property
     def packed(self) -> int:
-        """Number of codes in a byte."""
+        """Number of codes in a byte: 2 for pairs, else 1."""
         return per_byte(self.codes)
 
     @property
     def step_inputs(self) -> int:
-        """Most inputs of a step: half as many where sums take most registers, twice that of pairs of codes where rows
-        take few bytes.
+        """Largest number of inputs of a step: sizes.inputs, halved if sums take most registers, doubled for pairs of
+        codes if a tile has the fewest rows.
         """
         if self.tile_rows == LEAST:
             return self.sizes.inputs * self.packed
@@ -159,30 +160,30 @@ class Shape:
 
     @property
     def inputs(self) -> int:
-        """Inputs of a product, which share a scale: a power of two."""
+        """Number of inputs of one product, all of which share a scale: a power of two."""
         group = self.size // self.num_scales
         return min(group & -group, self.sizes.inputs, self.step_inputs)
 
     @property
     def products(self) -> int:
-        """Number of products of a step."""
+        """Number of products that one step computes."""
         count = self.size // self.inputs
         return min(self.step_inputs // self.inputs, count & -count)
 
     @property
     def steps(self) -> int:
-        """Number of steps over all inputs."""
+        """Number of steps that cover all inputs."""
         return self.size // (self.inputs * self.products)
 
     @property
     def per_split(self) -> int:
-        """Number of steps of a program."""
+        """Number of steps that one program runs."""
         splits = max(self.sizes.num_ctas // (self.row_tiles * self.out_tiles), 1)
         return -(-self.steps // min(splits, max(self.steps // self.sizes.least_steps, 1)))
 
     @property
     def splits(self) -> int:
-        """Number of parts of the inputs, each added up by programs of its own."""
+        """Number of parts of the inputs, each added up by separate programs."""
         return -(-self.steps // self.per_split)
 
     @property
@@ -192,8 +193,9 @@ class Shape:
 
 
 def _multiply(shape: Shape, x: Any, codes: Any, scales: Any, *zeros_and_y: Any) -> None:
-    """Multiply one tile of rows x [M, in] with one of codes [out, in / packed], over one part of the inputs, all by the
-    program's numbers (tile of rows, of outputs, part): the kernel's body. Writes its tile of y [splits, M, out].
+    """Body of the kernel: multiply one tile of rows x [M, in] by one tile of codes [out, in / packed] over one part of
+    the inputs, and write the tile of y [splits, M, out]. The program's numbers are (tile of rows, tile of outputs,
+    part).
 
     scales: [n, out]. zeros_and_y: zeros [n, out] if shape.has_zeros, then y.
     """

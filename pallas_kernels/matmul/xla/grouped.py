@@ -25,11 +25,12 @@ _TRIP_ROWS = 8192  # most rows of a trip
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, transposed: bool = False
 ) -> jax.Array:
-    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], over tiles of rows: [M, out] in out_dtype,
-    0 for rows of no group; matmul.grouped.grouped_matmul has checked the arguments. group_sizes: i32 [G], consecutive
-    rows.
+    """Multiply rows x [M, in] by the matrix of their group, w [G, in, out], over tiles of rows: return [M, out] in
+    out_dtype, 0 for rows of no group. matmul.grouped.grouped_matmul has checked the arguments. group_sizes: i32 [G],
+    consecutive rows of each group.
 
-    transposed: each column of a matrix is contiguous in memory. Without it XLA would reorder all matrices.
+    transposed: whether each column of a matrix is contiguous in memory. If it is and this is False, XLA reorders all
+    matrices.
     """
     matrices, axis = (jnp.swapaxes(w, 1, 2), 2) if transposed else (w, 1)
 
@@ -49,10 +50,11 @@ def over_tiles(
     multiply: Callable[[jax.Array, jax.Array], jax.Array],
     out_dtype: Any,
 ) -> jax.Array:
-    """Compute the result [M, out] = `shape` in out_dtype tile by tile, each of rows of one group; other rows are 0.
+    """Compute the result [M, out] = `shape` in out_dtype tile by tile, each of rows of one group. Rows of no group are
+    0.
 
-    multiply: row numbers i32[n, tile], some past the end, and matrix numbers i32[n] to products f32[n, tile, out].
-    matrix_bytes: memory of one gathered matrix.
+    multiply(rows, matrices): takes row numbers i32 [n, tile], of which some may be past the end, and matrix numbers
+    i32 [n], and returns products f32 [n, tile, out]. matrix_bytes: memory of one gathered matrix. group_sizes: i32 [G].
     """
     num_rows, num_groups = shape[0], group_sizes.size
     tile, most_tiles = tile_rows_of(num_rows, num_groups), most_tiles_of(num_rows, num_groups)
@@ -81,8 +83,8 @@ def over_tiles(
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Return the rows of a tile: num_rows / num_groups, the size of an average group, rounded down to a power of two,
-    so that padding at most doubles the rows; at least 16 and at most 1024.
+    """Return the number of rows of a tile: num_rows / num_groups, the size of an average group, rounded down to a power
+    of two, so that padding at most doubles the rows; at least 16 and at most 1024.
     """
     average = max(num_rows // num_groups, 1)
     return min(max(1 << average.bit_length() - 1, _MIN_TILE), _MAX_TILE)

@@ -23,11 +23,11 @@ def lora_product(
     rank: int,
     sizes: LoraTiles | None = None,
 ) -> jax.Array:
-    """Add the adapters of its rows to y f32[T, out] in plain XLA and return the sum, (x A) B of each row with an
-    adapter; arguments as of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank,
-    in], each of bs [slots * rank, out of a source], modules: for each of bs the module of its A.
+    """Return y f32 [T, out] plus (x A) B of each row that has an adapter, computed in plain XLA.
 
-    sizes: those that the visits were made with, None for the default.
+    Arguments are those of matmul.lora.lora_product, which has checked them: x [T, in], a [modules * slots * rank, in],
+    each of bs [slots * rank, out of a source], modules: for each of bs the module whose A it uses. sizes: the sizes
+    that the visits were made with, None for the default.
     """
     sizes = Tuning().lora_tiles if sizes is None else sizes
     num_rows, each = len(x), slots_of_tile(rank, sizes)
@@ -59,5 +59,5 @@ def lora_product(
 
 
 def dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    """Multiply x [M, K] by a matrix, K of whose elements lie along its axis `contract`, 0 or 1: f32 [M, N]."""
+    """Return the product f32 [M, N] of x [M, K] and a matrix over its axis `contract` (0 or 1), of size K."""
     return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

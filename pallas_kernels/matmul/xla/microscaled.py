@@ -10,7 +10,7 @@ from jaxengine.pallas_kernels.matmul.rounding import as_rows, by_group, held_sca
 
 def microscaled_rows(x: jax.Array, global_scale: jax.Array | None, *, group: int, dtype: str, kind: str) -> jax.Array:
     """Round rows x [M, in] to codes of `dtype` with a scale of `kind` per `group` inputs in plain XLA, and return their
-    values in x's dtype; matmul.microscaled.microscaled_rows has checked the arguments. global_scale: f32 [M, 1] or [1,
+    values in x's dtype. matmul.microscaled.microscaled_rows has checked the arguments. global_scale: f32 [M, 1] or [1,
     1] for kind E4M3, else None.
     """
     values = by_group(x.astype(jnp.float32), x.shape[1] // group)

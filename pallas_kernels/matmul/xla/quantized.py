@@ -25,11 +25,13 @@ BLOCK_COLUMNS = 512  # columns of a matrix that are widened at a time
 
 
 def quantized_matmul(operands: QuantizedOperands, *, dtype: Any, out_dtype: Any, fine: Any = jnp.float16) -> jax.Array:
-    """Multiply rows x [M, in] by codes * scales - zeros (all of `operands`) in plain XLA: [M, out] in out_dtype. dtype:
-    what codes and rows are widened to where they are. fine: see `fine_rows`.
+    """Multiply rows x [M, in] by codes * scales - zeros (all fields of `operands`) in plain XLA: return [M, out] in
+    out_dtype.
 
-    Few rows, and one scale a channel, multiply codes and scale sums; else columns are widened, some at a time. Shapes
-    are those of the public operation, jaxengine.pallas_kernels.matmul.quantized, which has checked them.
+    Few rows, and matrices with one scale per channel, are multiplied as codes, whose sums are scaled. Otherwise the
+    matrix is widened, some columns at a time. dtype: the dtype that codes and rows are widened to. fine: see
+    `fine_rows`. The public operation, jaxengine.pallas_kernels.matmul.quantized, documents the shapes and has checked
+    them.
     """
     x, x_scales, codes, scales, zeros = operands
     rows = x.shape[0]
@@ -53,17 +55,19 @@ class FineRows(NamedTuple):
     precision: Any  # of the product
 
     def at(self, index: jax.Array) -> FineRows:
-        """Return the rows with numbers `index`, i32 of any shape: [*shape, in]; numbers past the end are clipped."""
+        """Return the rows with numbers `index`, i32 of any shape: values [*shape, in], units [*shape, 1]. Numbers past
+        the end are clipped.
+        """
         values, units = (part if part is None else part.at[index].get(mode="clip") for part in self[:2])
         return self._replace(values=values, units=units)
 
 
 def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -> FineRows:
-    """Convert rows x [M, in], codes if they have scales x_scales [M, n], to FineRows: rounded ones in units of their
-    own, others in `dtype`.
+    """Return rows x [M, in], codes if they have scales x_scales [M, n], as FineRows: rounded ones divided by a unit of
+    their row, others in `dtype`.
 
-    dtype: the model's. fine: dtype that rounded rows and their matrix are rounded to where the model's is bfloat16:
-    float16, or float32, slowly, on devices without float16 products.
+    dtype: the model's. fine: dtype that rounded rows and their matrix are rounded to if the model's is bfloat16:
+    float16, or the slower float32 on devices without float16 products.
     """
     if x_scales is None:
         return FineRows(x.astype(dtype), None, None)
@@ -72,10 +76,10 @@ def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
-    """Multiply rows x, or their codes, by codes: f32, of eight-bit operands if both have the same eight-bit dtype (int8
-    sums are exact), else of operands in `dtype`.
+    """Return the f32 product of rows x, or their codes, and codes. Operands are of eight bits if both have the same
+    eight-bit dtype (int8 sums are exact), else of `dtype`.
 
-    dims: as `lax.dot_general`'s.
+    dims: dimension numbers of `lax.dot_general`.
     """
     if x.dtype == jnp.int8 and codes.dtype == jnp.int8:
         y = lax.dot_general(x, codes, dims, preferred_element_type=jnp.int32)
@@ -88,9 +92,10 @@ def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Arr
 
 
 def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any) -> list[jax.Array]:
-    """Compute codes * scales - zeros of [..., in, out], rounded to `dtype` once, one array per part of `code_parts`.
+    """Return codes * scales - zeros of [..., in, out], rounded to `dtype` once, as a list with one array for each part
+    of `code_parts`.
 
-    scales, zeros: [..., n, out], each for in / n neighbouring inputs; None for no zeros.
+    scales, zeros: [..., n, out], each for in / n neighbouring inputs; zeros None for none.
     """
     wide = []
     for part in code_parts(codes):
@@ -104,9 +109,9 @@ def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, 
 def widened_product(
     rows: FineRows, parts: list[jax.Array], codes: jax.Array, scales: jax.Array, zeros: jax.Array | None
 ) -> jax.Array:
-    """Multiply rows [..., M, in] by widened matrices codes * scales - zeros [..., in, out]: f32 [..., M, out].
+    """Multiply rows [..., M, in] by widened matrices codes * scales - zeros [..., in, out]: return f32 [..., M, out].
 
-    parts: the rows' values in the `row_parts` that match the codes. scales, zeros: [..., n, out].
+    parts: the rows' values in the `row_parts` that match the codes. scales, zeros: [..., n, out]; zeros None for none.
     """
     units = None
     if rows.units is not None:
@@ -127,10 +132,10 @@ def widened_product(
 def _group_sums(
     x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
 ) -> jax.Array:
-    """Sum over groups of inputs (x @ codes) * scales, less x @ zeros, for any group size: f32 [M, out].
+    """Return the sum over groups of inputs of (x @ codes) * scales, minus x @ zeros: f32 [M, out].
 
     x_scales: [M, m], where m divides the matrix's number of groups; None for rows that are not rounded. dtype: dtype of
-    the products that are not in eight bits.
+    the products that are not of eight-bit operands.
     """
     rows, (count, out_size) = x.shape[0], scales.shape
     y = jnp.zeros(())
@@ -153,9 +158,10 @@ def _group_sums(
 
 
 def _columns_product(x: FineRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """Multiply rows [M, in] by codes * scales - zeros, widening BLOCK_COLUMNS columns at a time: f32 [M, out].
+    """Multiply rows [M, in] by codes * scales - zeros, widening BLOCK_COLUMNS columns at a time: return f32 [M, out].
 
-    codes: [in, out], or pairs [in / 2, out]. scales, zeros: [n, out], each for in / n neighbouring inputs.
+    codes: [in, out], or pairs [in / 2, out]. scales, zeros: [n, out], each for in / n neighbouring inputs; zeros None
+    for none.
     """
     out_size, x_parts = codes.shape[1], row_parts(x.values, codes.dtype)
     width = min(BLOCK_COLUMNS, out_size)

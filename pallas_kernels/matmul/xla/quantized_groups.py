@@ -26,11 +26,11 @@ def quantized_grouped_matmul(
     transposed: bool = False,
     fine: Any = jnp.float16,
 ) -> jax.Array:
-    """Multiply rows x [M, in] of `operands` by the quantised matrix of their group, over tiles of rows: [M, out] in
-    out_dtype, 0 for rows of no group; matmul.quantized.quantized_grouped_matmul has checked the arguments. group_sizes:
-    i32 [G], consecutive rows. dtype: what codes are widened to.
+    """Multiply rows x [M, in] of `operands` by the quantised matrix of their group, over tiles of rows: return [M, out]
+    in out_dtype, 0 for rows of no group. matmul.quantized.quantized_grouped_matmul has checked the arguments.
+    group_sizes: i32 [G], consecutive rows of each group. dtype: the dtype that codes are widened to.
 
-    transposed: as `matmul.xla.grouped.grouped_matmul`'s. fine: see `matmul.xla.quantized.fine_rows`.
+    transposed: see `matmul.xla.grouped.grouped_matmul`. fine: see `matmul.xla.quantized.fine_rows`.
     """
     x, x_scales, codes, scales, zeros = operands
     out_size = codes.shape[2]
