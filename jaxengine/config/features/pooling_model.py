@@ -16,12 +16,12 @@ QUERY, DOCUMENT = "query", "document"
 
 
 class TokenTask(NamedTuple):
-    """How the rows of a prompt's tokens are made into an answer.
+    """How a task makes answers of the model's rows of a prompt's tokens.
 
     Attributes:
-      columns: (first, end) of the columns of the model's rows that belong to the task.
-      activation: effect of use_activation, as of PoolingModel, or RELU.
-      left_out: ids of special tokens whose rows are left out: that of a prompt's first and that of its last token.
+      columns: (first, end) of the columns of the model's rows that belong to the task; the end is excluded.
+      activation: what use_activation applies: NORMALIZE, SOFTMAX, SIGMOID, IDENTITY or RELU.
+      left_out: ids of the special first and last token of a prompt whose rows are left out; None to keep the row.
     """
 
     columns: tuple[int, int]
@@ -94,7 +94,7 @@ class PoolingModel:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return all tasks that a request may name."""
+        """Names of all tasks that a request may name."""
         return (*([] if self.own_task is None else [self.own_task]), *self.tokens)
 
     @property
@@ -108,10 +108,10 @@ class PoolingModel:
         return "left" if self.token_rows is None else "right"
 
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:
-        """Return at most `keep` of the token ids.
+        """Return at most `keep` (at least 1) of the token ids; the list itself if it is not longer.
 
-        side: where the others are removed, "left" or "right"; None for `cut_side`. An encoder keeps its first and its
-        last token, which are special, whatever the side.
+        side: where ids are removed, "left" or "right"; None for `cut_side`. An encoder's (token_rows is not None) first
+        token and, from 2 kept ones on, last token are special and kept on either side.
         """
         side = side or self.cut_side
         if len(token_ids) <= keep:
@@ -124,8 +124,8 @@ class PoolingModel:
 
 
 def check_dimensions(model: PoolingModel, dimensions: int, error: Callable[[str], Exception]) -> None:
-    """Raise `error(text)`, where the text says which sizes are allowed, if embeddings of this model may not be cut to
-    `dimensions`.
+    """Raise `error(text)`, where the text gives the allowed sizes, if this model's embeddings may not be cut to
+    `dimensions`, or if it has none.
     """
     if not {EMBED, TOKEN_EMBED} & {*model.tasks}:
         raise error("None: this model classifies")
