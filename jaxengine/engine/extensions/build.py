@@ -69,7 +69,7 @@ class Extensions:
         self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
-        # Serialised at start-up: a large vocabulary takes long, and the first request with a grammar would delay others.
+        # Serialised at start-up: a large vocabulary takes long, so the first grammar would delay other requests.
         self._tokenizer: str | None = None if tokenizer is None else tokenizer.backend.to_str()
         has_drafts = runner.config.speculative_config is not None
         started = {

@@ -34,8 +34,8 @@ class Expanded(NamedTuple):
     """Prompt with positions for all embeddings.
 
     Attributes:
-      token_ids: the prompt, with as many placeholders for each item as it has embeddings, and the family's tokens around
-        them.
+      token_ids: the prompt, with as many placeholders for each item as it has embeddings, and the family's tokens
+        around them.
       positions: i32[num_rows] for each item, in the order of the prompt, which `order` gives.
       order: (modality, number within the modality) of each item.
       rope_positions, rope_delta: M-RoPE positions and position delta, fields of jaxengine.scheduler.base.media.Media.

@@ -136,8 +136,10 @@ class GridProcessor:
         return time, height, width
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its item has embeddings. items: by modality, in the order of the prompt.
-        Raises RequestError for another number of items.
+        """Return the prompt with each placeholder repeated as often as its item has embeddings. items: by modality, in
+        the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -147,17 +149,17 @@ class GridProcessor:
         return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
-        """Return an item's grid in embeddings, after merging."""
+        """Return an item's grid in embeddings, after merging: (time, rows, columns)."""
         time, height, width = item.grid
         return time, height // self.tower.spatial_merge_size, width // self.tower.spatial_merge_size
 
     def placeholders(
         self, ids: np.ndarray, items: Mapping[str, Sequence[Processed]]
     ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-        """Return positions i64[n] of the placeholders in `ids`, and the item of each: (modality, number within the
-        modality).
+        """Return the positions i64[n] of the placeholders in `ids`, ascending, and the item of each: (modality, number
+        within the modality).
 
-        Raises RequestError if there is not one placeholder for each item.
+        Raises RequestError if the number of a modality's placeholders differs from that of its items.
         """
         found = {modality: np.flatnonzero(ids == token) for modality, token in self.token_ids.items()}
         for modality, places in found.items():
@@ -172,8 +174,8 @@ class GridProcessor:
 
 
 def check_ratio(height: int, width: int) -> None:
-    """Raise RequestError for an image of this size, in pixels, of which one side is more than MAX_ASPECT_RATIO times
-    the other.
+    """Raise RequestError for an image of this size, in pixels, if one side is more than MAX_ASPECT_RATIO times the
+    other.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(

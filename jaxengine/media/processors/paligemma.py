@@ -1,4 +1,4 @@
-"""PaliGemma's processor: images are stretched to one square, and begin a prompt that ends with a line break."""
+"""Processor of PaliGemma: images are stretched to one square, and begin a prompt that ends with a line break."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class PaliGemmaProcessor(LlavaProcessor):
         self._bos: int = model_config.bos_token_id
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand the prompt as UnitProcessor does, with a beginning-of-sequence token behind the last image instead of
-        one at the start, and another line break at the end, in one token with those of the prompt.
+        """Return the expanded prompt, with a beginning-of-sequence token after the last image instead of one at the
+        start, and another line break at the end, merged with those of the prompt.
+
+        Raises RequestError for another number of items than placeholders.
         """
         found = list(token_ids)
         if self.image_id in found:

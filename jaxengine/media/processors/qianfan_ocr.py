@@ -1,4 +1,4 @@
-"""Qianfan-OCR's processor: InternVL's for images alone, for which a text stands in prompts."""
+"""Processor of Qianfan-OCR: InternVL's for images alone; in prompts a text stands for an image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _NAME = "image_placeholder_token"
 
 
 class QianfanOCRProcessor(TextPlaceholderProcessor):
-    """Processor of QianfanOCRForConditionalGeneration; transformers' ignores crop_to_patches in the file, too."""
+    """Processor of QianfanOCRForConditionalGeneration. It ignores crop_to_patches in the checkpoint's file, as
+    transformers' does.
+    """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
         super().__init__(folder, config_json, model_config, tokenizer)
@@ -28,9 +30,9 @@ class QianfanOCRProcessor(TextPlaceholderProcessor):
         self.start, self.end = (self.ids(token_text(path, named, *name)) for name in names)
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
         return self.token_id("image_token_id")
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its embeddings between two marks."""
+        """Return the tokens of an image (`item`): its placeholders between the start and end tokens."""
         return [*self.start, *[self.image_id] * item.num_rows, *self.end]
