@@ -62,7 +62,8 @@ class LoopExtension:
     epilogue: Callable[[PendingStep], None] | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Return the scheduler's configuration with the changes that this extension needs; the default changes nothing.
+        """Return the scheduler's configuration with the changes that this extension needs; the default changes
+        nothing.
         """
         return config
 
@@ -139,7 +140,8 @@ class LoopExtension:
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Functions, by name, that an operator may call between two steps; their arguments and results are JSON values.
+        """Functions, by name, that an operator may call between two steps; their arguments and results are JSON
+        values.
         """
         return {}
 

@@ -367,7 +367,8 @@ class GrammarWorker:
             self._launch()
 
     def _give_up(self, reason: str) -> None:
-        """Kill the process and fail all sequences with this reason; the next `open` or `launch` starts another process.
+        """Kill the process and fail all sequences with this reason; the next `open` or `launch` starts another
+        process.
         """
         self._kill()
         self._num_lost_starts = 0

@@ -86,8 +86,8 @@ class ReasoningWatch:
 
     @property
     def num_free(self) -> int:
-        """How many of the next tokens may be any token, whatever they are; UNLIMITED without a budget; 0 for an output
-        whose grammar has a text.
+        """How many of the next tokens may be any token, whatever they are, for a grammar of kind FREE (only a limit on
+        reasoning); UNLIMITED without a budget. 0 for other grammars.
         """
         if not self._is_free:
             return 0
@@ -104,7 +104,7 @@ class ReasoningWatch:
 
     def mask(self, first: np.ndarray | None) -> np.ndarray | None:
         """Return the mask of tokens that may be taken now if none is forced, i32[num_words]; None for all tokens,
-        within the reasoning or if there is no grammar text.
+        within the reasoning and for a grammar of kind FREE.
 
         first: the grammar's first mask. Before the opening word these are the tokens of `first` and the word's first
         token; within the word, only its next token.

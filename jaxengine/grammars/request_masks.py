@@ -440,7 +440,8 @@ class RequestMasks:
         return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
-        """Add a failed request to `events`: as ended if its grammar was compiled, so that it has run, else as refused.
+        """Add a failed request to `events`: as ended if its grammar was compiled, so that it has run, else as
+        refused.
         """
         message = f"structured_outputs cannot be used: {failure.reason}"
         if failure.compiled:

@@ -95,10 +95,10 @@ class MediaLoader:
             _cancel(futures)
 
     def _check_room(self, owner: str | None, count: int) -> None:
-        """Raise OverloadedError if `count` more parts of a client may not wait. A single prompt of a client without
-        waiting parts may have any number.
+        """Raise OverloadedError if `count` more parts of a client may not wait.
 
-        owner: the client; None for all requests without one.
+        That is so if the client has waiting parts and would exceed its share with these, and if all clients, each
+        counted with at most its share, would exceed _MAX_WAITING. owner: the client; None for all requests without one.
         """
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:
@@ -118,7 +118,8 @@ class MediaLoader:
             del self._num_waiting[owner]
 
     def _submit(self, parts: Sequence[MediaPart]) -> list[Future[Any]]:
-        """Queue the parts of one prompt, which share its budgets, on the threads; return a future of each loaded item.
+        """Queue the parts of one prompt, which share its budgets, on the threads; return a future of each loaded
+        item.
         """
         budget = PixelBudget(self._options.max_media_pixels), SecondsBudget(self._options.max_audio_seconds)
         return [

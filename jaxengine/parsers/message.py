@@ -17,7 +17,8 @@ class MessageParser:
         self._late_end: LateEnd | None = None
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. Without parsers all text is content.
+        """Read a piece of the output; return the events that are certain by now. Without parsers all text is
+        content.
         """
         events: list[Event] = [ContentDelta(text)] if text else []
         if self._reasoning is not None:

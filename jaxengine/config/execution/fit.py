@@ -21,7 +21,8 @@ class FitOptions:
 
 
 def check_fit(fit: bool, nnodes: int) -> None:
-    """Raise ConfigError for `fit` with several processes (nnodes > 1), since each would have to choose the same sizes.
+    """Raise ConfigError for `fit` with several processes (nnodes > 1), since each would have to choose the same
+    sizes.
     """
     if fit and nnodes > 1:
         raise ConfigError("fit", True, f"False with nnodes {nnodes}: `jaxengine plan` says which sizes to give")

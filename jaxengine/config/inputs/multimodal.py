@@ -277,7 +277,8 @@ def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
     """
 
     def read(value: Any) -> int:
-        """Return the value as an int. Raises ConfigError for a text that is not a size and for a number out of range.
+        """Return the value as an int. Raises ConfigError for a text that is not a size and for a number out of
+        range.
         """
         if isinstance(value, str):
             try:

@@ -31,5 +31,5 @@ def settle_prompt_embeds(chosen: Mapping[str, Any], model: ModelConfig) -> dict[
     ):
         if wrong:
             raise ConfigError.because(_NAME, f"{_NAME} is True, but {why}", "leave it False")
-    # Twice the embeddings of a step and of a page that the step leaves unfinished.
+    # Embeddings of a step, and of the pages that steps leave unfinished.
     return {"num_encoder_rows": 2 * (chosen["max_num_batched_tokens"] + chosen["block_size"])}

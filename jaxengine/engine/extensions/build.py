@@ -207,7 +207,8 @@ class Extensions:
         return found
 
     def _absent_utilities(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yield the utilities, by name, of the adapters, weights and media extensions if the engine has not made them.
+        """Yield the utilities, by name, of the adapters, weights and media extensions if the engine has not made
+        them.
         """
         if "adapters" not in self.by_name:
             yield from (("adapter_forms", list), ("adapters", list))
@@ -247,7 +248,8 @@ class Extensions:
         return Pictures(None if media is None else media.cache)
 
     def _offload(self) -> LoopExtension:
-        """Make the extension for KV pages outside of the devices. Raises ConfigError for an option that cannot be used.
+        """Make the extension for KV pages outside of the devices. Raises ConfigError for an option that cannot be
+        used.
         """
         from jaxengine.engine.extensions.offload.offload import Offload
 
@@ -302,7 +304,8 @@ def _scores(_: Extensions) -> LoopExtension:
 
 
 def _trace(extensions: Extensions) -> LoopExtension:
-    """Make the extension for trace replay. Raises RequestError if the engine was started without enable_trace_replay.
+    """Make the extension for trace replay. Raises RequestError if the engine was started without
+    enable_trace_replay.
     """
     if "trace" not in extensions._runner.extensions:
         problem = "trace_decode_token_ids: the engine was started without enable_trace_replay"

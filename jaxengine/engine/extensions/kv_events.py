@@ -180,7 +180,7 @@ class KVEvents(LoopExtension):
         self.publishers = [Publisher(config, rank) for rank in range(num_ranks)]
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts, and have the scheduler's replicas whose events are published."""
+        """Store the engine's parts, and the scheduler's replicas, which record the events."""
         super().attach(loop)
         self._ranks = loop.scheduler.extension(NAME).ranks
         self._page_size = loop.scheduler.config.page_size

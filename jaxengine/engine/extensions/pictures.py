@@ -103,6 +103,7 @@ class Pictures(LoopExtension):
         return {"reset_mm_cache": self._reset_cache, "mm_cache": self._describe_cache}
 
     def metrics(self) -> Iterator[Counter | Gauge]:
+        """Yield counters of items, cache hits, encoder calls and bytes, and gauges of embeddings in the pool."""
         stats, rows = self.stats, self.loop.scheduler.extension(self.name).rows
         yield Counter("vllm:mm_cache_queries", stats.num_queries)
         yield Counter("vllm:mm_cache_hits", stats.num_hits)
@@ -149,7 +150,8 @@ class Pictures(LoopExtension):
         """Return which processes have the cache of processed media (EncoderOptions.mm_cache_placement), and
         "engine_bytes", its bytes in this process.
 
-        The placement is that of an engine without API processes; a server replaces it.
+        The placement is that of an engine without API processes; a server's engine process has its own utility of this
+        name.
         """
         size = 0 if self._cache is None else self._cache.num_bytes
         return {**self.loop.runner.config.mm_cache_placement(0), "engine_bytes": size}

@@ -108,6 +108,7 @@ class Sessions(LoopExtension):
         yield Gauge("jaxengine:kv_session_pages", len(self._keys))
 
     def _release(self, session: str) -> list[bytes]:
-        """Remove a session and unpin its pages; return the keys that no other session keeps. [] for an unknown session.
+        """Remove a session and unpin its pages; return the keys that no other session keeps. [] for an unknown
+        session.
         """
         return self._keys.release(self.kept.pop(session, []))

@@ -75,7 +75,8 @@ class Structured(LoopExtension):
         return replace(config, extensions=tuple(extensions))
 
     def prepare(self, request: Request) -> None:
-        """Mark a request with a grammar as waiting apart from the queue until `poll` reports that its grammar is ready.
+        """Mark a request with a grammar as waiting apart from the queue until `poll` reports that its grammar is
+        ready.
         """
         if request.params.grammar is not None:
             request.wait = Wait.APART

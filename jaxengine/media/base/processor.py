@@ -109,8 +109,8 @@ class MediaProcessor(Protocol):
         ...
 
     def with_options(self, options: Mapping[str, Any]) -> MediaProcessor:
-        """Return a processor with these mm_processor_kwargs as defaults, so that `largest` is that of an engine with
-        them, where the family lets them enlarge images.
+        """Return a processor whose `largest` is that of an engine with these mm_processor_kwargs, where the family lets
+        them enlarge images; this processor may be returned if they do not.
 
         Raises RequestError for a name or value that is not allowed.
         """

@@ -67,7 +67,8 @@ class TimedFile(io.BytesIO):
         self._bytes_left = MAX_PASSES * len(data) + (1 << 20)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read at most `size` bytes, all for -1 or None. Raises MediaError beyond the limits of time, reads and bytes.
+        """Read at most `size` bytes, all for -1 or None. Raises MediaError beyond the limits of time, reads and
+        bytes.
         """
         self.check()
         self._num_reads += 1

@@ -1,4 +1,5 @@
-"""Addresses of hosts: looking up names in bounded time, and distinguishing the public internet from all other networks.
+"""Addresses of hosts: looking up names in bounded time, and distinguishing the public internet from all other
+networks.
 """
 
 from __future__ import annotations

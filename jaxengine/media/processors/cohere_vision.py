@@ -32,6 +32,9 @@ class AyaVisionProcessor(TextPlaceholderProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings and the texts around tiles. Raises ModelConfigError or ModelFileError for
+        missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, named = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self._texts = {name: token_text(path, named, name, usual) for name, usual in _AYA.items()}
@@ -62,6 +65,9 @@ class Cohere2VisionProcessor(TilesProcessor):
     defaults = {**TilesProcessor.defaults, "size": {"height": 512, "width": 512}}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings, and tokenize the start, line break and end texts. Raises ModelConfigError or
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         told = read_object(folder, "tokenizer_config.json") or {}
         more = told.get("extra_special_tokens")

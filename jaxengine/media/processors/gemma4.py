@@ -57,6 +57,9 @@ class Gemma4Processor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
+        invalid settings.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         self.modalities: tuple[str, ...] = ("image",) if self.tower.attends_both_ways else ("image", "video")
@@ -207,7 +210,8 @@ class Gemma4Processor(GridProcessor):
         return shown
 
     def _asked(self, options: Mapping[str, Any], budget: int) -> int:
-        """Return the budget in options, or `budget` if there is none. Raises RequestError for one that is not allowed.
+        """Return the budget in options, or `budget` if there is none. Raises RequestError for one that is not
+        allowed.
         """
         asked = options.get(_BUDGET, budget)
         own = {settings.budget for settings in self.sizes.values()}

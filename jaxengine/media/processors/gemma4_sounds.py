@@ -52,6 +52,9 @@ class Gemma4SoundProcessor(SoundProcessor):
     chunk = 4  # frames of an embedding
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings and the tokens before and after a sound. Raises ModelConfigError for invalid
+        token ids, ModelFileError for invalid settings.
+        """
         fields = ConfigFields(config_json).with_defaults(**_IDS)
         super().__init__(folder, fields.raw, model_config, tokenizer)
         names = "boa_token_id", "eoa_token_id" if fields.has("eoa_token_id") else "eoa_token_index"
@@ -78,7 +81,8 @@ class Gemma4SoundProcessor(SoundProcessor):
         return np.pad(self.mel.of(samples), ((0, _APART), (0, 0)))
 
     def num_samples(self, sound: Sound) -> int:
-        """Return the number of samples of a sound, which is not padded. Raises RequestError for more than 30 seconds.
+        """Return the number of samples of a sound, which is not padded. Raises RequestError for more than 30
+        seconds.
         """
         check_length(sound, _LONGEST)
         return len(sound.samples)

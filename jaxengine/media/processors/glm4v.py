@@ -32,6 +32,9 @@ class Glm4vProcessor(Qwen3VLProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings, among them whether times have decimals. Raises ModelConfigError for token ids
+        that are missing or invalid, ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         fields = ConfigFields(config_json)
         self.around_video = tuple(fields.integer(f"video_{side}_token_id", minimum=0) for side in ("start", "end"))

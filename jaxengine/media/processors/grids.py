@@ -46,7 +46,8 @@ class GridProcessor:
         return self
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """Raise ModelConfigError if a placeholder or one of the other token ids is not below model_config.vocab_size.
+        """Raise ModelConfigError if a placeholder or one of the other token ids is not below
+        model_config.vocab_size.
         """
         for token in (*self.token_ids.values(), *others):
             if token >= model_config.vocab_size:

@@ -26,6 +26,10 @@ class InternVLProcessor(TilesProcessor):
     modalities: tuple[str, ...] = ("image", "video")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings and start, end and video tokens. Videos are only taken if their placeholder is
+        one token and they are preprocessed like images. Raises ModelConfigError or ModelFileError for missing or
+        invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         named, path = read_object(folder, "tokenizer_config.json") or {}, Path(folder) / "tokenizer_config.json"
         names = ("start_image_token", "<img>"), ("end_image_token", "</img>"), ("video_token", "<video>")

@@ -51,6 +51,9 @@ class KimiK25Processor(KimiVLProcessor):
     most_side = _SIDE
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings of images and videos. Raises ModelConfigError for invalid token ids,
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, found = read_settings(Path(folder), VIDEOS, IMAGES)
         try:
@@ -75,7 +78,8 @@ class KimiK25Processor(KimiVLProcessor):
         self.embedded_ids = {"image": image, "video": video if video < known else image}
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """Raise ModelConfigError if the placeholder of images is not below vocab_size; that of videos is not checked.
+        """Raise ModelConfigError if the placeholder of images is not below vocab_size; that of videos is not
+        checked.
         """
         if self.token_ids["image"] >= model_config.vocab_size:
             problem = f"image_token_id must be below vocab_size {model_config.vocab_size}"

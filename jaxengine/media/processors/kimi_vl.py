@@ -51,6 +51,9 @@ class KimiVLProcessor(GridProcessor):
     most_side = _SIDE - 1
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for an invalid placeholder token, ModelFileError for
+        missing or invalid settings.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         self.read_tokens(ConfigFields(config_json), model_config)

@@ -59,6 +59,9 @@ class Lfm2VlProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer and for an invalid config.json,
+        ModelFileError for missing or invalid settings.
+        """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         super().__init__(model_config)

@@ -75,7 +75,8 @@ def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.
 
 @lru_cache
 def _filters(num_bins: int) -> np.ndarray:
-    """Return triangular filters over frequencies, [201, num_bins], of equal area, evenly spaced on Slaney's mel scale.
+    """Return triangular filters over frequencies, [201, num_bins], of equal area, evenly spaced on Slaney's mel
+    scale.
     """
     edges = _hertz(np.linspace(0.0, _mel(RATE / 2), num_bins + 2))
     return triangles(edges, _WINDOW) * (2.0 / (edges[2:] - edges[:-2]))

@@ -77,6 +77,9 @@ class MiniCPMVProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings, and tokenize the start and end texts of crops. Raises ModelConfigError
+        without a tokenizer and for an invalid config.json, ModelFileError for missing or invalid settings.
+        """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         super().__init__(model_config)
@@ -307,7 +310,8 @@ class MiniCPMVProcessor(GridProcessor):
 
 
 def _rounded(length: float, divisor: int) -> int:
-    """Return the multiple of divisor nearest to length, but at least divisor; of two equally near, the even multiple.
+    """Return the multiple of divisor nearest to length, but at least divisor; of two equally near, the even
+    multiple.
     """
     return max(round(length / divisor) * divisor, divisor)
 

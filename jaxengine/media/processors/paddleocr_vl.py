@@ -1,4 +1,5 @@
-"""Processor of PaddleOCR-VL: Qwen2-VL's for images alone, with other bounds of their pixels and patches of one frame.
+"""Processor of PaddleOCR-VL: Qwen2-VL's for images alone, with other bounds of their pixels and patches of one
+frame.
 """
 
 from __future__ import annotations

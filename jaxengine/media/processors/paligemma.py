@@ -25,6 +25,9 @@ class PaliGemmaProcessor(LlavaProcessor):
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for a model without bos_token_id, ModelConfigError or
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         if model_config.bos_token_id is None:
             raise ModelConfigError("bos_token_id must be a token, which follows images")

@@ -44,6 +44,9 @@ class PixtralProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for an invalid config.json, ModelFileError for
+        missing or invalid settings.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         fields = ConfigFields(config_json)

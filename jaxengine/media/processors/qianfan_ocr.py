@@ -20,6 +20,9 @@ class QianfanOCRProcessor(TextPlaceholderProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings, and tokenize the placeholder, start and end texts. Raises ModelConfigError or
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, whole = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self.place_text(path, _NAME, token_text(path, whole, _NAME, "<image>"))

@@ -16,7 +16,8 @@ from jaxengine.scheduler.base.errors import RequestError
 
 
 class Qwen3VLProcessor(Qwen2VLProcessor):
-    """Processor of Qwen3VLForConditionalGeneration, whose pixel bounds of a video apply to all of its frames together.
+    """Processor of Qwen3VLForConditionalGeneration, whose pixel bounds of a video apply to all of its frames
+    together.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}

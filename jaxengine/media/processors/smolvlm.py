@@ -42,6 +42,9 @@ class SmolVLMProcessor(Idefics3Processor):
     video_edge: int
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings. Videos are only taken if their settings are valid and preprocess frames like
+        images. Raises ModelConfigError or ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         edge = self._read_videos(Path(folder))
         self.video_edge = edge or self.side

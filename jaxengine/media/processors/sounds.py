@@ -51,6 +51,9 @@ class SoundProcessor:
     marks: tuple[int, ...] = ()
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for a placeholder token that is missing or invalid,
+        ModelFileError for invalid settings.
+        """
         self.tower: Any = model_config.tower
         self.num_frames, self.num_bins = self.tower.window, self.tower.num_features
         self.features = self.read_features(Path(folder))
@@ -68,7 +71,8 @@ class SoundProcessor:
         return HOP * self.tower.frames
 
     def read_features(self, folder: Path) -> ConfigFields:
-        """Return the checkpoint's settings of spectrograms. Raises ModelFileError for settings that are not supported.
+        """Return the checkpoint's settings of spectrograms. Raises ModelFileError for settings that are not
+        supported.
         """
         return read_features(folder, self.num_bins)
 

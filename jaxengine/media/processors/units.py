@@ -78,6 +78,9 @@ class UnitProcessor:
     defaults: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer if it is needed, ModelFileError
+        for missing or invalid settings.
+        """
         if self.needs_tokenizer and tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         self.tower: Any = model_config.tower
@@ -181,13 +184,15 @@ class UnitProcessor:
         return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id_of(modality)])[0])
 
     def placeholder_id_of(self, modality: str) -> int:
-        """Return the id of the token that stands for one item of a modality in a prompt; in this class that of images.
+        """Return the id of the token that stands for one item of a modality in a prompt; in this class that of
+        images.
         """
         del modality
         return self.placeholder_id()
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of a video in the prompt. This raises RequestError; families that take videos override it.
+        """Return the tokens of a video in the prompt. This raises RequestError; families that take videos override
+        it.
         """
         raise RequestError(
             f"video is not supported by this model; it takes {', '.join(self.modalities)}", param="video"

@@ -123,6 +123,9 @@ class ThinkParser:
     """
 
     def __init__(self, words: ThinkFormat, inside: bool, calls: CallStarts | None):
+        """Begin in the state before reasoning, with the words that open it and the words that end it or may begin a
+        call.
+        """
         self._inside = inside
         self._kept = () if calls is None else words.calls
         self._starts = [each for each in (() if calls is None else calls.words) if each[0] not in self._kept]
@@ -258,7 +261,8 @@ class AnswerParser:
         return self._inner.late_ends
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now, without the words around the answer.
+        """Read a piece of the output; return the events that are certain by now, without the words around the
+        answer.
         """
         return self._unwrap(self._inner.feed(text))
 
@@ -291,7 +295,8 @@ class AnswerParser:
         return self._first(text[at:]) if found else self._opening.held + text[at:]
 
     def _first(self, text: str) -> str:
-        """State right after the word that begins the answer: drops a line break. Returns the content that is certain.
+        """State right after the word that begins the answer: drops a line break. Returns the content that is
+        certain.
         """
         if not text:
             return ""

@@ -124,9 +124,9 @@ class DueCopies:
 def kept(offload: Offload, ranks: Sequence[Rank]) -> Iterator[None]:
     """Context in which host memory keeps the pages of the replicas' pools although the pools forget them.
 
-    At the start, copies all pages and snapshots that prefixes can find to host memory, the newest if it cannot hold
-    all, and waits for the copies up to _KEEP_SECONDS; pages not copied by then are lost. At the end, marks host memory
-    as valid for the pools' new state. No step may be in flight.
+    At the start, copies all pages and snapshots that prefixes can find to host memory, as far as it can hold them, and
+    waits for the copies up to _KEEP_SECONDS; pages not copied by then are lost. At the end, marks host memory as valid
+    for the pools' new state. No step may be in flight.
     """
     due, end = DueCopies(offload), time.monotonic() + _KEEP_SECONDS
     due.advance()

@@ -123,7 +123,7 @@ class Offload(LoopExtension):
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 
     def ended(self, request: Request) -> None:
-        """Cancel the request's orders, and dispatch copies of the pages that it has filled."""
+        """Release what the orders keep for the request, and dispatch copies of the pages that it has filled."""
         self.orders.ended(request)
         self._save(filled=True)
 
@@ -167,6 +167,9 @@ class Offload(LoopExtension):
         return {"flush_kv_offload": self.flush}
 
     def metrics(self) -> Iterator[Metric | Histogram]:
+        """Yield counters and histograms of pages moved, prefix tokens looked up and preemptions by mode, and gauges of
+        the tiers' sizes.
+        """
         orders, tiers = self.orders, self.tiers
         for way in ("load", "store"):
             yield Counter(f"vllm:kv_offload_{way}_bytes", self.stats.bytes[way])

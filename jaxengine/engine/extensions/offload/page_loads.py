@@ -166,7 +166,8 @@ class PageLoads:
             raise
 
     def _make_room(self) -> bool:
-        """Wait until another part may be on the devices; return True, or False if the engine or the process is ending.
+        """Wait until another part may be on the devices; return True, or False if the engine or the process is
+        ending.
         """
         while not self._is_closing and threading.main_thread().is_alive():
             if self._room.acquire(timeout=0.1):

@@ -187,7 +187,8 @@ class PageStores:
                     self._tiers.disk.write(key, block)
 
     def flush(self, end: float) -> None:
-        """Wait for the copies so far, until `end` in time.monotonic seconds at most, and store those that have arrived.
+        """Wait for the copies so far, until `end` in time.monotonic seconds at most, and store those that have
+        arrived.
         """
         while self._leaving and time.monotonic() < end:
             wait([self._leaving[0][1]], max(0.0, end - time.monotonic()))
