@@ -16,13 +16,13 @@ _FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 
 
 class EngineArgs(EngineConfig):
-    """An EngineConfig whose fields may be assigned, and that takes vLLM's other options as `LLM` does.
+    """EngineConfig whose fields may be assigned, and that accepts vLLM's other options and earlier names, like `LLM`.
 
-    Values are checked at construction. Assigned ones are checked when an engine is made of them. `dataclasses.asdict`,
-    `fields` and `replace` work as on EngineConfig.
+    Values are checked at construction; assigned ones when an engine is made of them. `dataclasses.asdict`, `fields` and
+    `replace` work as on EngineConfig.
 
     Args:
-      model, options: as for `LLM`. Raises ConfigError.
+      model, options: arguments of `LLM`. Raises ConfigError for an unknown option or a value that is not allowed.
     """
 
     def __init__(self, model: str | None = None, **options: Any):

@@ -426,7 +426,9 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def max_in_flight(self) -> int:
-        """Limit of steps that are dispatched before their tokens are read."""
+        """Limit of steps that are dispatched before their tokens are collected: 2 with async_scheduling, else 1, and at
+        least the number of pipeline stages.
+        """
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property

@@ -120,7 +120,9 @@ class LoopExtension:
         """Release what the extension holds for a request that has ended."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait until `poll` may have events, for `seconds` at most; return False at once if none are expected."""
+        """Wait until `poll` may have events, `seconds` at most, and return True; return False at once if none are
+        expected.
+        """
         return False
 
     def rest(self) -> float:
@@ -162,7 +164,7 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        """Begin without extensions."""
+        """Create an empty list for each hook."""
         self.poll: list[Callable[[], Events]] = []
         self.before_forward: list[Callable[[ScheduledStep], None]] = []
         self.after_forward: list[Callable[[InFlight | None], Events]] = []

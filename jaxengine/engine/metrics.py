@@ -263,7 +263,7 @@ class Metrics:
             yield Counter("jaxengine:bucket_padding_tokens", use.num_padding_tokens, labels)
 
     def _gauges(self) -> Iterator[Gauge]:
-        """Yield the gauges of the scheduler: requests, pages, rates, and how the KV pages are set up."""
+        """Yield the gauges of the scheduler: requests, pages, token rates, and the configuration of the KV pages."""
         scheduler, config = self._engine.scheduler, self._engine.runner.config
         prompt_rate, generation_rate = self.throughput()
         deferred = scheduler.num_deferred

@@ -18,8 +18,9 @@ class Profiler:
         self._is_running = False
 
     def start(self) -> bool:
-        """Start a profile; return True. Raises RequestError if profiling is not enabled, a profile is running, or jax
-        cannot start one.
+        """Start a profile that is written to the folder; return True.
+
+        Raises RequestError if profiling is not enabled, a profile is running, or jax cannot start one.
         """
         if self._folder is None:
             raise RequestError(

@@ -149,7 +149,7 @@ class ReasoningWatch:
         """Return the token ids of a text without special tokens; () if the tokenizer fails at it."""
         try:
             return self._vocabulary.encode(text, add_special_tokens=False)
-        except RequestError:  # of a tokenizer that fails at the text of its own tokens
+        except RequestError:  # some tokenizers fail at the text of their own tokens
             return ()
 
 

@@ -220,7 +220,7 @@ class GrammarTrials:
         candidate = trial.candidate
         if candidate is None:
             return
-        if not trial.is_ready:  # the process that serves does not start either, and says why
+        if not trial.is_ready:  # the process that serves grammars does not start either, and reports why
             self._verdicts += [Verdict(key, None, 0.0) for key in candidate.keys]
             return
         candidate.attempts += 1

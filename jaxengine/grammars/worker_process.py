@@ -29,8 +29,8 @@ _MAX_MEMORY_BYTES = 8 << 30
 # Number of compiled grammars that are kept for later requests with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
-# How far a mask looks ahead where only one token may follow, or a guess, and for how long, of the thread's own time,
-# until nobody waits for a mask any more: well below what a step waits. Slow masks are not for looking ahead.
+# How many tokens a mask looks ahead where only one token, or a draft, may follow, and for how many seconds of the
+# thread's processor time in a row: far less than a step waits. After a mask that took _QUICK_SECONDS it does not.
 _MAX_AHEAD, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
 # Phrases in the library's messages, and clearer ones. The second is for a schema that only refers to itself.
 _WORDS = {

@@ -190,12 +190,12 @@ def _is_images(value: Any) -> bool:
 
 
 def _is_sounds(value: Any) -> bool:
-    """Whether the value is a list of sounds, rather than a list of samples."""
+    """Whether the value is a list of sounds (also an empty list), rather than a list of samples."""
     return isinstance(value, list) and not (value and isinstance(value[0], (int, float)))
 
 
 def _is_videos(value: Any) -> bool:
-    """Whether the value is a list of videos, rather than a list of frames of one video."""
+    """Whether the value is a list of videos (also an empty list), rather than a list of frames of one video."""
     if not isinstance(value, list) or not value:
         return isinstance(value, list)
     first = value[0]

@@ -78,7 +78,9 @@ class ToolFormat:
         return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
 
     def call_starts(self, functions: Collection[str]) -> CallStarts:
-        """Return the texts with which calls of these functions begin in this format."""
+        """Return the CallStarts of these functions: their names, and the texts with which calls of them begin in this
+        format.
+        """
         words = () if self.starts is None else tuple(words for name in functions for words in self.starts(name))
         return CallStarts(functions, words)
 

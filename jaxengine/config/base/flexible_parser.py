@@ -55,11 +55,11 @@ _HELP = "--help="
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that reads command lines as vLLM's does.
+    """ArgumentParser that accepts vLLM's spellings of options.
 
     - Flags may be written with underscores or hyphens.
     - `--OPTION.key.other VALUE` sets one key of an option that takes a dict, and `--OPTION.key+ VALUE` appends to a
-      list; values are JSON, or else text. Several of them, and the option itself, are merged.
+      list; values are JSON, or else text. Several such arguments, and the option itself, are merged.
     - `--help=WORD` shows the options that contain a word, those of a group (`--help=CacheConfig`), the names of the
       groups (`--help=listgroup`) or everything (`--help=all`).
     """

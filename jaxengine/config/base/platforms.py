@@ -13,9 +13,10 @@ class Platform:
 
     Attributes:
       name: its kernels, a platform of jaxengine.pallas_kernels.registry.
-      dtype, max_num_seqs, max_num_batched_tokens: as the options of these names. page_size: tokens of a page,
-        block_size. memory_utilization: share of the device's memory, gpu_memory_utilization.
-      seq_tokens: tokens per request (of max_num_seqs) that the KV pool has room for if no memory option is given; None
+      dtype, max_num_seqs, max_num_batched_tokens: defaults of the options of these names.
+      page_size: tokens of a page, default of block_size.
+      memory_utilization: share of the device's memory, default of gpu_memory_utilization.
+      seq_tokens: tokens per request (of max_num_seqs) for which the KV pool is sized if no memory option is given; None
         to fill the share of the device's memory.
       keeps_tables: with `quantization` gguf, keep token tables quantised. TPU kernels read a matrix with the codes of
         an input side by side; a token table has the codes of a token side by side and would be transposed in every

@@ -40,7 +40,7 @@ _FUNCTION_LIKE = (types.FunctionType, *_METHODS, property, functools.cached_prop
 
 
 class UnknownCodeError(Exception):
-    """Code reads a value for which no digest can be computed. The message names the value."""
+    """Error for code that reads a value for which no digest can be computed. The message names the value."""
 
 
 def code_digest(roots: Iterable[Any]) -> str:

@@ -57,25 +57,25 @@ class SentenceModel:
 
 @dataclass(frozen=True)
 class PoolingModel:
-    """How a pooling model's answers are computed.
+    """Pooling, tasks and defaults of a pooling model.
 
     Attributes:
       pooler: the pooling that the model computes.
-      task: EMBED, CLASSIFY or one of TOKEN_TASKS, unless a request names another one of `tasks`.
-      tokens: tasks about tokens, by name.
-      own_task: what the model has for prompts, EMBED or CLASSIFY; None if it answers for tokens alone.
+      task: EMBED, CLASSIFY or one of TOKEN_TASKS, for requests that name none of `tasks`.
       activation: effect of use_activation: NORMALIZE for an embedding; SOFTMAX, SIGMOID or IDENTITY for scores.
       use_activation: default of a request's use_activation.
       dimensions: default of a request's dimensions; None for all.
       matryoshka: sizes to which an embedding may be cut, empty for any; None if it may not be cut.
       labels: names of the labels, by number.
       sentence: settings of sentence-transformers, if there are any.
-      token_rows: rows of the token table of a model whose tokens see later ones; None for others. Its tokenizer joins
-        two texts with special tokens and tells them apart by types: a token of type n has n * token_rows more than its
-        id.
-      reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another one is
-        given.
-      has_token_types: whether the model tells them apart; otherwise types leave ids as they are.
+      token_rows: rows of the token table of a model whose tokens attend to later ones (an encoder); None for others.
+        The tokenizer of such a model joins two texts with special tokens and gives each a token type: the id of a
+        token of type n is increased by n * token_rows.
+      has_token_types: whether the model distinguishes token types; otherwise ids are not increased.
+      reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another
+        template is given.
+      tokens: tasks about tokens, by name.
+      own_task: the model's task about whole prompts, EMBED or CLASSIFY; None if it only has tasks about tokens.
     """
 
     pooler: Pooler

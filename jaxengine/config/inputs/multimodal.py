@@ -92,7 +92,7 @@ class MediaOptions:
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """The colour on which transparent images are laid, RGB from 0 to 255."""
+        """RGB colour, each from 0 to 255, with which transparent pixels are blended; white by default."""
         return tuple(self._io(IMAGE).get("rgba_background_color", _WHITE))
 
     @property

@@ -77,7 +77,9 @@ class Adapters(LoopExtension):
         return self.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for an adapter that is being sent to the devices, `seconds` at most; return False at once if none is."""
+        """Wait for an adapter that is being sent to the devices, `seconds` at most, and return True; return False at
+        once if there is none.
+        """
         if not self.store.is_uploading:
             return False
         self.store.wait(seconds)

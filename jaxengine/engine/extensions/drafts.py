@@ -24,9 +24,10 @@ class DraftStats:
     """Counts of drafts.
 
     Attributes:
-      num_drafts: number of times that a row of a step had drafts; num_tokens: drafted tokens in all.
+      num_drafts: number of rows of steps that had drafts.
+      num_tokens: number of drafted tokens.
       accepted: i64[MAX_DRAFTS], accepted drafts by their position in the row.
-      num_forced: tokens scheduled as grammar drafts, where the grammar allowed no other token.
+      num_forced: tokens scheduled as grammar drafts, where the grammar allowed no other token; not in the other counts.
     """
 
     num_drafts: int = 0

@@ -11,7 +11,7 @@ from jaxengine.engine.stats.stats import Histogram as Durations
 from jaxengine.scheduler.extensions.page_ages import NAME, PageAge
 from jaxengine.scheduler.extensions.page_ages import PageAges as Ages
 
-# In seconds, as vLLM has them.
+# Upper bounds in seconds, the same as vLLM's.
 _BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _BOUNDS += (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0)
 

@@ -19,7 +19,7 @@ from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.rank import Rank
 
-# Upper bounds as vLLM has them, seconds, so that its dashboards fit.
+# Upper bounds in seconds, the same as vLLM's, so that its dashboards fit.
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
     *(40.0, 80.0, 160.0, 640.0, 2560.0),

@@ -33,7 +33,9 @@ class _Jpeg(JpegImagePlugin.JpegImageFile):
 
 class _Tiff(TiffImagePlugin.TiffImageFile):
     def getexif(self) -> Image.Exif:
-        """EXIF of the orientation alone, by which Pillow puts the image upright; other directories are not read."""
+        """Return EXIF with only the orientation, by which Pillow rotates the image upright; other directories are not
+        read.
+        """
         exif = Image.Exif()
         if (orientation := self.tag_v2.get(ORIENTATION)) is not None:
             exif[ORIENTATION] = orientation

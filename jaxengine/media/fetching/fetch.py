@@ -303,7 +303,9 @@ class _Timed:
     _received = 0
 
     def hurry(self) -> None:
-        """Start to require a minimum rate: from now on the deadline grows with the bytes received, up to `until`."""
+        """Begin to require the minimum rate _LEAST_RATE after _GRACE seconds: from now on the deadline depends on the
+        bytes received, up to `until`.
+        """
         self._hurried_at, self._received = time.monotonic(), 0
 
     def left(self) -> float:

@@ -73,7 +73,9 @@ class GraniteSpeechProcessor(SoundProcessor):
         return len(sound.samples)
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound: those of each window of pairs that it has begun."""
+        """Return the number of embeddings of a sound: those of each window of frame pairs that the sound fills at least
+        partly.
+        """
         queries = self.tower.queries
         return -(-self._pairs(sound) // queries.window) * queries.num_queries
 

@@ -238,7 +238,9 @@ class Lfm2VlProcessor(GridProcessor):
         return Expanded([*out, *token_ids[done:]], positions, order)
 
     def _pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`), with -1 for each of its embeddings."""
+        """Return the tokens of an image (`item`): its crops, each after its name if there are several, between the
+        start and end tokens, with -1 for each embedding.
+        """
         merge = self.tower.spatial_merge_size
         crops = [(high // merge) * (wide // merge) for high, wide in item.crops or (item.grid[1:],)]
         start, end = self._ids("<|image_start|>"), self._ids("<|image_end|>")

@@ -276,7 +276,9 @@ class MiniCPMVProcessor(GridProcessor):
         return size[0] // self.tower.patch_size, size[1] // self.tower.patch_size
 
     def _crops(self, height: int, width: int, most_slices: int) -> Crops:
-        """Return how an image of height x width pixels is cut. Raises RequestError for an extreme aspect ratio."""
+        """Return the sizes of the crops of an image of height x width pixels. most_slices: limit of slices. Raises
+        RequestError for an extreme aspect ratio.
+        """
         check_ratio(height, width)
         rows, columns = _slices(height, width, self.resolution, most_slices)
         if not rows:

@@ -19,7 +19,7 @@ from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, Pag
 from jaxengine.tiers.disk import DiskTier
 from jaxengine.tiers.host import HostTier
 
-# Upper bounds of the bytes of a transfer, as vLLM has them.
+# Upper bounds of the bytes of a transfer, the same as vLLM's.
 _SIZE_BOUNDS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 # Weight of a new measurement in the mean of a rate.
 _WEIGHT = 0.2

@@ -100,7 +100,7 @@ class Pauses(LoopExtension):
 
     @property
     def is_held(self) -> bool:
-        """Whether any pause has not been released, the operator's, a weight update's or that of a sleep."""
+        """Whether there is a pause that has not been released, of the operator, a weight update or a sleep."""
         return bool(self._pauses)
 
     def settle(self, key: Any = None) -> bool:

@@ -99,7 +99,8 @@ class Weights(Pauses):
         super().hold(key, mode)
 
     def resume(self) -> None:
-        """End the operator's pause, complete or not; pauses of weight updates stay. Does nothing to an automatic sleep.
+        """End the operator's pause, complete or not; pauses of weight updates continue. Does nothing during an
+        automatic sleep.
 
         Raises RequestError while the engine sleeps on request.
         """
