@@ -110,8 +110,9 @@ class PoolingModel:
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:
         """Return at most `keep` (at least 1) of the token ids; the list itself if it is not longer.
 
-        side: where ids are removed, "left" or "right"; None for `cut_side`. An encoder's (token_rows is not None) first
-        token and, from 2 kept ones on, last token are special and kept on either side.
+        side: where ids are removed, "left" or "right"; None for `cut_side`. An encoder (token_rows is not None) keeps
+        its first and its last token, which are special, on either side; with a `keep` of 1 only the first ("left") or
+        the last ("right").
         """
         side = side or self.cut_side
         if len(token_ids) <= keep:
