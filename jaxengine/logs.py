@@ -1,7 +1,7 @@
 """Format of log lines, and their output around progress bars.
 
-The format is vLLM's, so that tools that read its logs read ours: level, time, place, text, prefixed with the name of
-the process where there are several. Only commands and server processes use it; a program that uses the engine as a
+The format is vLLM's, so that tools that read its logs read ours: level, time, source line, text, prefixed with the name
+of the process where there are several. Only commands and server processes use it; a program that uses the engine as a
 library configures its own logging. A server's lines may be JSON objects instead (`log_as_json`), one for each message.
 """
 
@@ -22,10 +22,9 @@ _TIME = "%m-%d %H:%M:%S"
 def log_to_stderr(process: str | None = None) -> None:
     """Show the engine's log lines and other packages' warnings on standard error, unless logging is configured already.
 
-    What cannot be written to standard error, on a full disk or without a reader, is lost from now on: neither a log
-    line nor a progress bar ends the process.
-
-    process: name of this process, put before each line; None when there is only one process.
+    Replaces sys.stderr by a stream that ignores errors: what cannot be written, on a full disk or without a reader, is
+    lost, and neither a log line nor a progress bar ends the process. process: name of this process, put before each
+    line; None when there is only one process.
     """
     if sys.stderr is not None and not isinstance(sys.stderr, _Forgiving):
         sys.stderr = _Forgiving(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,7 +35,9 @@ def log_to_stderr(process: str | None = None) -> None:
 
 
 def log_as_json(process: str) -> None:
-    """Make the lines of `log_to_stderr` JSON objects. process: name of this process, in each of them."""
+    """Switch the log handlers of `log_to_stderr` to JSON objects, one for each message. process: name of this process,
+    in each of them.
+    """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _BesideBars):
             handler.setFormatter(_JsonLines(process))
@@ -48,7 +49,9 @@ def only_warnings() -> None:
 
 
 class _Forgiving:
-    """Text stream that loses what another one cannot write; that one answers everything else."""
+    """Wrapper of a text stream that ignores errors of writing and flushing; all other attributes are those of the
+    stream.
+    """
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -57,13 +60,13 @@ class _Forgiving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text, or nothing; return the number of its characters."""
+        """Write a text, or drop it if that fails; return the number of its characters."""
         with contextlib.suppress(OSError, ValueError):  # full, or closed
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, as far as that is possible."""
+        """Flush the stream; ignore errors."""
         with contextlib.suppress(OSError, ValueError):  # full, or closed
             self._stream.flush()
 
@@ -92,7 +95,7 @@ class _JsonLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as a JSON object in one line."""
+        """Return a record as a JSON object in one line, with its exception, if any, as text."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

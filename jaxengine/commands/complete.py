@@ -32,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continue texts until the end of input or Ctrl-C; return the exit status.
+    """Continue texts read from the terminal until the end of input or Ctrl-C; return the exit status 0.
 
-    With --quick only that text is continued, with status 1 if it is refused. Raises RequestError for wrong sampling
-    options, before a model is loaded, and as `remote_model` and `LLM`.
+    With --quick, continue only that text and return 1 if it is refused, else 0. Raises RequestError for wrong sampling
+    options, before a model is loaded. Raises ConfigError for options that a server or an engine does not take and for a
+    server that does not answer, and the model errors of `LLM`.
     """
     engine_options, sampling_options = given_options(args, EngineConfig), given_options(args, SamplingParams)
     check_sampling_options(args, sampling_options)
@@ -51,10 +52,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]) -> Callable[[str], Iterator[Piece]]:
-    """Load a model; return a function that streams the continuation of a text.
+    """Load a model; return a function that streams the continuation of a text as Pieces.
 
-    The function raises RequestError, as it is iterated, for a text that is refused. Raises as `LLM`. Operands: fields
-    of EngineConfig and of SamplingParams.
+    engine_options: fields of EngineConfig. sampling_options: fields of SamplingParams that override the model's
+    defaults. Sets the log level to warnings after loading. Iterating over the result of the returned function raises
+    RequestError for a text that is refused. Raises the errors of `LLM` for options or a model that cannot be loaded.
     """
     from jaxengine.api.llm import LLM
 
@@ -65,10 +67,12 @@ def _local(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any
 
 
 def _show(complete: Callable[[str], Iterator[Piece]], text: str) -> bool:
-    """Print the continuation of a text and its timing; return False if the text was refused. Ctrl-C ends the
-    continuation.
+    """Print the continuation of a text to stdout and its timing to stderr; return False if the text was refused, else
+    True.
 
-    complete: streams the continuation of a text. Raises ConfigError if the connection to a server is lost.
+    complete: function that streams the continuation of a text. Ctrl-C ends the continuation, and the result is still
+    True. The message of a refusal goes to stderr. No timing is printed if no text arrived. Raises ConfigError if the
+    connection to a server is lost.
     """
     times, num_tokens, start = [], 0, time.monotonic()
     try:

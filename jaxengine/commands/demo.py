@@ -30,8 +30,10 @@ GUIDE_QUESTIONS = ("What do plants need to grow?", "Why does the moon shine at n
 
 
 def run(**engine_options: Any) -> int:
-    """Load the model, answer the demo's prompts, and print answers and figures. Returns 1 if anything was compiled
-    after start-up, else 0. engine_options: fields of EngineConfig. Raises as `LLM`.
+    """Load the model, answer the demo's six prompts in one batch, and print the answers and figures.
+
+    engine_options: fields of EngineConfig. Returns 1 if anything was compiled after start-up, else 0. Raises the errors
+    of `LLM` for options or a model that cannot be loaded.
     """
     from jaxengine.api.llm import LLM
 
@@ -67,11 +69,12 @@ def summary(
     num_pages: int,
     page_size: int,
 ) -> list[str]:
-    """Return lines of figures to print after the answers.
+    """Return six lines of figures to print after the answers: throughput, time to first token, prefix cache, KV pages,
+    start and compilations.
 
-    outputs: the answered requests. seconds: duration of the run. before, after: metrics by name, before and after the
-    run. ready_seconds: time that loading took. num_pages, page_size: pages of the KV pool, and tokens of each. At least
-    one request must have a first token.
+    outputs: the answered requests, of which at least one has a first token. seconds: duration of the run. before,
+    after: metrics by name, before and after the run. ready_seconds: time from the start of loading until the model was
+    ready. num_pages: pages of the KV pool. page_size: tokens per page.
     """
     new_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)

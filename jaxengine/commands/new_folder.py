@@ -20,8 +20,8 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder next to `folder`, "FOLDER.part", and rename it to `folder` at the end.
 
-    Missing parents are created, and stay. After an exception, Ctrl-C, or a signal that ends the process, nothing of it
-    is left.
+    Missing parents are created and are never removed. After an exception, Ctrl-C, or a signal that ends the process,
+    "FOLDER.part" is removed with its content.
 
     Raises ModelFileError if either folder exists or cannot be written, and for any OSError inside the context.
     """
@@ -51,7 +51,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def _remove(part: Path) -> None:
     """Remove a folder, repeatedly, because threads of a failed library may still write to it.
 
-    Takes a fifth of a second at least, and gives up after about five seconds without an error.
+    Returns once the folder has been absent for four checks in a row, which takes at least a fifth of a second. Gives up
+    silently after about five seconds.
     """
     away = 0
     for _ in range(100):
@@ -64,9 +65,11 @@ def _remove(part: Path) -> None:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Context in which signals that end the process raise exceptions instead, as soon as a library call returns.
+    """Context in which SIGINT raises KeyboardInterrupt, and SIGTERM and SIGHUP raise SystemExit, as soon as a library
+    call returns.
 
-    Otherwise the process might end (jaxengine.commands.process) and leave the folder. Ignored signals stay ignored.
+    Otherwise the process might end (jaxengine.commands.process) and leave the folder. Ignored signals stay ignored. The
+    earlier handlers are restored at the end. Outside the main thread nothing is changed.
     """
     ours = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _ENDS if ours}
@@ -84,4 +87,4 @@ def _end(number: int, _frame: Any) -> None:
     """Raise KeyboardInterrupt for SIGINT, and SystemExit with status 128 + `number` for other signals."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + number)  # as shells have it
+    raise SystemExit(128 + number)  # the convention of shells

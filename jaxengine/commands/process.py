@@ -24,8 +24,8 @@ _GRACE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Run the command of sys.argv and raise SystemExit with its status; after Ctrl-C without a teardown of the
-    interpreter.
+    """Run the command of sys.argv and raise SystemExit with its status. After Ctrl-C (status 130) end the process
+    without a teardown of the interpreter.
     """
     _watch_interrupts()
     try:
@@ -49,16 +49,17 @@ def run_command() -> int:
 def _watch_interrupts() -> None:
     """Start a thread that ends the process on Ctrl-C if the main thread does not react within _GRACE_SECONDS.
 
-    The signal itself writes to a pipe, whatever the main thread does. A command that installs its own handler, as a
-    server does, is left alone. Sets the handler of SIGINT, which raises KeyboardInterrupt, the wakeup file descriptor
-    and sys.unraisablehook; nothing if SIGINT is ignored or handled otherwise.
+    Sets the handler of SIGINT, which raises KeyboardInterrupt, the wakeup file descriptor, a pipe that Python writes to
+    at each signal whatever the main thread does, and sys.unraisablehook. Does nothing if SIGINT is ignored or has
+    another handler than Python's default. If a command later installs its own handler, as a server does, the thread no
+    longer ends the process.
     """
     heard_at = -math.inf
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
 
     def interrupt(_number: int, _frame: Any) -> None:
-        """Note the time and raise KeyboardInterrupt in the main thread."""
+        """Record the time in `heard_at` and raise KeyboardInterrupt in the main thread."""
         nonlocal heard_at
         heard_at = time.monotonic()
         raise KeyboardInterrupt
@@ -81,7 +82,7 @@ def _watch_interrupts() -> None:
             _leave(INTERRUPTED)
         sys.__unraisablehook__(error)
 
-    # A process that was started with SIGINT ignored, as shells start background jobs, keeps it so.
+    # Shells start background jobs with SIGINT ignored; it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -93,6 +94,6 @@ def _leave(status: int) -> NoReturn:
     """Flush output and logs, and end the process at once with an exit status."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone
+        with contextlib.suppress(OSError, ValueError):  # the reader of the stream is gone
             stream.flush()
     os._exit(status)

@@ -30,14 +30,16 @@ WINDOW = 512
 
 
 def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = None) -> str:
-    """Write the model to a new folder, with its matrices rounded as by quantization=`name`; return a report of lines.
+    """Write the model to a new folder, with its matrices rounded as by quantization=`name`; return a report of several
+    lines.
 
-    config: of the model; hf_overrides go into the folder's config.json. name: "fp8", "int4" or "int8". text: a text
-    file; the report then includes the model's perplexity on it before and after. None for no perplexity.
+    config: names the model; its hf_overrides go into the folder's config.json. name: "fp8", "int4" or "int8". text:
+    path of a text file, on which the report then gives the model's perplexity before and after; None for no perplexity.
+    The report has the relative error of each kind of matrix, the perplexity, and the folder.
 
     Raises ConfigError, before anything is written, for a model without safetensors or one that is already quantised,
-    for a text that cannot be read, and for one with a pooling model; ModelFileError for a folder that exists and for
-    invalid model files.
+    for a text file that cannot be read or is blank, and for a text with a pooling model. Raises ModelFileError for a
+    folder that exists and for invalid model files.
     """
     content = None if text is None else _read(text)
     source = open_model(config)
@@ -92,8 +94,8 @@ def _perplexity(config: EngineConfig, text: str, size: int) -> float:
     """Return the perplexity of a text, in windows of `size` tokens of which the first is not predicted; NaN for a text
     of less than two tokens.
 
-    config: names the model, its source, and its hf_overrides; other options are not used. Loads the model, and frees
-    it. Raises as `LLM`.
+    config: of its options only model, revision, download_dir, hf_token, hf_overrides and disable_log_stats are used.
+    Loads the model into an engine, and shuts the engine down at the end. Raises the errors of `LLM`.
     """
     named = "model", "revision", "download_dir", "hf_token", "hf_overrides"
     options = {name: getattr(config, name) for name in named}

@@ -32,11 +32,11 @@ _MAX_ERROR_BYTES = 65536
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of an answer, as it arrives.
+    """Part of an answer, as it arrives.
 
     Attributes:
-      text: to be shown.
-      num_tokens: tokens in it; a server's are counted once, in a last piece without text.
+      text: text to show.
+      num_tokens: tokens in the text; those of a server's answer are counted once, in a last piece without text.
       is_answer: False for reasoning, which later messages do not repeat.
     """
 
@@ -46,7 +46,9 @@ class Piece:
 
 
 def add_url_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a server in place of a model to load."""
+    """Add the flags --url, --model-name, --api-key and --api-key-file to `parser`; they name a server in place of a
+    model to load.
+    """
     parser.add_argument(
         "--url",
         help="talk to this running server, such as http://127.0.0.1:8000/v1, in place of loading a model",
@@ -59,11 +61,12 @@ def add_url_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    """Raise RequestError for a wrong one of the sampling options that were given, before a model is loaded or a request
-    sent to a server.
+    """Raise RequestError if a sampling option has a wrong value, before a model is loaded or a request sent to a
+    server.
 
-    With a server (args.url) thinking_token_budget is accepted: the server knows the words around its model's reasoning,
-    which the option needs.
+    args: parsed arguments with `url`. options: the sampling options that were given. With a server (args.url)
+    thinking_token_budget is accepted without thinking_words, because the server has the words that delimit its model's
+    reasoning.
     """
     of_server = args.url is not None and options.get("thinking_token_budget") is not None
     words: dict[str, Any] = {"thinking_words": {"reasoning_end": "</think>"}} if of_server else {}
@@ -73,11 +76,12 @@ def check_sampling_options(args: argparse.Namespace, options: Mapping[str, Any])
 def remote_model(
     args: argparse.Namespace, engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any]
 ) -> RemoteModel | None:
-    """Return the model of the server that the command line names; None if it names none.
+    """Return the model of the server that --url names; None without --url.
 
-    The server is asked for its models unless --model-name is given. engine_options, sampling_options: those that were
-    given. Raises ConfigError for options that are the server's or that requests cannot have, for a server that does not
-    answer, and without --url for options that need it.
+    engine_options, sampling_options: the options that were given on the command line. The server is asked for its
+    models unless --model-name is given. Raises ConfigError with --url for any engine option, for sampling options that
+    requests over HTTP do not have, for both or a wrong one of the API keys, and for a server that does not answer.
+    Raises ConfigError without --url for --model-name, --api-key and --api-key-file.
     """
     if args.url is None:
         for name in ("model_name", "api_key", "api_key_file"):
@@ -104,15 +108,15 @@ def remote_model(
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """URL handler that follows no redirection, which would send the API key to another host."""
+    """URL handler that follows no redirection, because a redirected request would send the API key to another host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        """Return None, for urllib, which calls it: the redirection becomes an HTTPError."""
+        """Return None, so that urllib, which calls this for a redirection, raises HTTPError."""
         return None
 
 
 class RemoteModel:
-    """A model of a running server.
+    """Client for one model of a running server.
 
     Attributes:
       name: the model's name in requests.
@@ -121,10 +125,11 @@ class RemoteModel:
     def __init__(self, url: str, name: str | None, api_key: str | None, options: Mapping[str, Any]):
         """Prepare requests to a server, and ask it for its models unless `name` is given.
 
-        url: of the server, with or without /v1. name: None for the first model that it lists. api_key: None for none.
-        options: fields of SamplingParams to send.
+        url: of the server, with or without /v1. name: None for the first model that the server lists. api_key: None for
+        none. options: fields of SamplingParams to send with every request.
 
-        Raises ConfigError for a wrong URL, and for a server that does not answer or has no model, if it is asked.
+        Raises ConfigError for a wrong URL and, if the server is asked for its models, if it does not answer or lists
+        none.
         """
         self._base = _base_of(url)
         self._headers = {"User-Agent": f"jaxengine/{__version__}"}
@@ -135,14 +140,20 @@ class RemoteModel:
         self.name = name or self._first_model()
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-        """Stream the answer to a conversation. The iteration raises RequestError for a refusal, ConfigError for a lost
-        server. Nothing is sent before it begins. messages: as chat templates take them. Raises RequestError for an
-        image that cannot be read.
+        """Return an iterator over the Pieces of the answer to a conversation; the request is sent when the iteration
+        begins.
+
+        messages: in the form that chat templates take. Raises RequestError for an image file that cannot be read. The
+        iteration raises RequestError for a refusal and ConfigError if no server answers or the connection is lost.
         """
         return self._stream("/chat/completions", {"messages": list(map(_as_openai, messages))})
 
     def complete(self, prompt: str) -> Iterator[Piece]:
-        """Stream the continuation of `prompt`. Raises as `chat` does."""
+        """Return an iterator over the Pieces of the continuation of `prompt`; the request is sent when the iteration
+        begins.
+
+        The iteration raises RequestError for a refusal and ConfigError if no server answers or the connection is lost.
+        """
         return self._stream("/completions", {"prompt": prompt})
 
     def _first_model(self) -> str:
@@ -159,9 +170,11 @@ class RemoteModel:
             raise ConfigError.because("url", f"no model is found at {self._base} ({why})", "see --url") from None
 
     def _stream(self, route: str, body: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield the pieces of the answer to a POST of `body` with the model's name and the sampling options. route:
-        after the base URL, such as "/completions". Raises RequestError for a refusal, an error in the stream and an
-        answer that is cut off, ConfigError for a lost server.
+        """Yield the Pieces of the streamed answer to a POST of `body` with the model's name and the sampling options.
+
+        route: path after the base URL, such as "/completions". Raises RequestError for a refusal, an error in the
+        stream and an answer without its final "[DONE]". Raises ConfigError if no server answers, the connection is lost
+        or an event is not JSON.
         """
         options = {"stream": True, "stream_options": {"include_usage": True}}
         payload = json.dumps({"model": self.name, **body, **self._fields, **options}).encode()
@@ -180,9 +193,10 @@ class RemoteModel:
         raise RequestError(f"the answer of {self._base} was cut off", param="url")
 
     def _open(self, route: str, payload: bytes | None, timeout: float) -> Any:
-        """Send a request, a POST of JSON or with None a GET, and return the open response, which the caller closes.
-        route: after the base URL. timeout: seconds. Raises RequestError for an HTTP error, ConfigError without an
-        answer.
+        """Send a request and return the open response, which the caller closes.
+
+        route: path after the base URL. payload: body of a POST of JSON; None for a GET. timeout: seconds. Raises
+        RequestError for an HTTP error status, ConfigError if no server answers.
         """
         request = urllib.request.Request(self._base + route, payload, dict(self._headers))
         if payload is not None:
@@ -196,15 +210,17 @@ class RemoteModel:
             raise self._lost(getattr(error, "reason", error)) from None
 
     def _lost(self, why: object) -> ConfigError:
-        """Return the ConfigError, which the caller raises, for a server that does not answer."""
+        """Return, not raise, the ConfigError for a server that does not answer. why: the reason, for the message."""
         problem = f"no server answers at {self._base} ({why})"
         return ConfigError.because("url", problem, "start one with `jaxengine serve`, or give its --url")
 
 
 def _base_of(url: str) -> str:
-    """Return the URL to which a route's name is added, without a slash at the end; /v1 is added to one without a path.
+    """Return the base URL, to which routes are appended, without a slash at the end; "/v1" is the path if `url` has
+    none.
 
-    Raises ConfigError for anything but http(s)://HOST:PORT/PATH, and for a URL with a user's name.
+    Raises ConfigError for anything but http(s)://HOST[:PORT][/PATH], for a URL with a query or a fragment, and for a
+    URL with a user name.
     """
     try:
         parts = urllib.parse.urlsplit(url)
@@ -217,9 +233,9 @@ def _base_of(url: str) -> str:
 
 
 def _as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message in OpenAI's form, with its images as addresses; files are sent as data.
+    """Return a chat message in OpenAI's form, in which images are image_url parts; image files become data URLs.
 
-    Raises RequestError for a file that cannot be read.
+    A message whose content is text is returned unchanged. Raises RequestError for a file that cannot be read.
     """
     if isinstance(message["content"], str):
         return message
@@ -227,8 +243,10 @@ def _as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of a message in OpenAI's form; a file of an image becomes a data URL. Raises RequestError for one
-    that cannot be read.
+    """Return a content part of a message in OpenAI's form. Parts other than images are returned unchanged.
+
+    An image becomes an image_url part; an image that is a file (Path) becomes a base64 data URL, and a URL is kept.
+    Raises RequestError for a file that cannot be read.
     """
     if part["type"] != "image":
         return part
@@ -244,8 +262,10 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _pieces(chunk: Any) -> Iterator[Piece]:
-    """Yield the pieces of one event of the stream, a chunk of JSON: reasoning, text, and last the number of tokens of
-    the usage. Nothing for another value. Raises RequestError for an error that ends the stream.
+    """Yield the Pieces of one event of a stream, a decoded JSON chunk: for each choice its reasoning and its text, and
+    last a piece without text that has the completion tokens of the usage, if the chunk has one.
+
+    Yields nothing for a chunk that is not a dict. Raises RequestError for a chunk with an error.
     """
     if not isinstance(chunk, dict):
         return
@@ -263,7 +283,9 @@ def _pieces(chunk: Any) -> Iterator[Piece]:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the message in the body of an HTTP error, or else its status text."""
+    """Return the message in the JSON body of an HTTP error; its status text if the body has none. Reads at most 64 KiB
+    of the body.
+    """
     text = error.read(_MAX_ERROR_BYTES)
     try:
         return str(json.loads(text)["error"]["message"])

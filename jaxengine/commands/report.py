@@ -37,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file `args.output`, over what is there, and print what is in it; return 0.
+    """Write the zip file `args.output`, replacing an existing one, print its path and the names of its files, and
+    return 0.
 
-    Secret options are not written, the home folder is shown as ~. Raises ConfigError for options that an engine
-    refuses, and OSError.
+    Values of secret options are replaced by "(set)", and the home folder is shown as ~. Prints a warning if the file
+    holds a recorded step. Raises ConfigError for options that an engine refuses, and OSError if the file cannot be
+    written.
     """
     options = given_options(args, EngineConfig)
     config = EngineConfig.from_options(**options)
@@ -61,14 +63,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verdicts(config: EngineConfig) -> list[dict[str, Any]]:
-    """Return what the proofs of kernels found on this machine, as JSON values."""
+    """Return the stored results of the kernels' proofs on this machine, from the compile cache folder of `config`, as
+    JSON values.
+    """
     from jaxengine.runner.executables.verdicts import all_verdicts
 
     return all_verdicts(config.compile_cache_dir)
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """Return what `jaxengine plan` prints, or why it cannot. Never raises. args: of `report`, with `chips`."""
+    """Return what `jaxengine plan` prints, followed by the error's type and message if it fails. Never raises an
+    Exception.
+
+    args: parsed arguments of `report`, with `chips`.
+    """
     from jaxengine.plan import command
 
     own = {"length": command.DEFAULT_LENGTH, "compile": False, "price_per_hour": None, "json": False, "svg": None}
@@ -82,8 +90,9 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _step(config: EngineConfig) -> Iterator[Path]:
-    """Yield the files of the newest step of record_steps and of its engine, if there are any: first the file of the
-    engine. config: record_steps names the folder.
+    """Yield the engine's file and then the newest step's file from the folder that config.record_steps names.
+
+    Yields nothing without record_steps or if the folder has no step.
     """
     if config.record_steps is None:
         return

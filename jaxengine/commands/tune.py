@@ -49,9 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune for `args.target`, print each result and, with --write, add it to a table at once. Returns 0.
+    """Search tile sizes for `args.target` and print each result as it arrives. Returns 0.
 
-    Raises ConfigError for invalid values and a compiler that is not installed, RuntimeError as
+    With --write, each result is added to the table file at once. Raises ConfigError for invalid values, a compiler that
+    is not installed, and a table file that cannot be read or written, and the RuntimeError of
     `jaxengine.check.tuning.tune`.
     """
     if args.target not in CLOCKS:
@@ -76,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
-    """Read the table to update; if the file at `path` does not exist, return the kernels' own table, and write it
-    there. The file is written in any case, so that this fails now if it cannot be.
+    """Return the table to update, by chip; if the file at `path` does not exist, a copy of the kernels' table.
 
-    Raises ConfigError if the file is not a table or cannot be written.
+    Writes the file in either case, so that an unwritable file is an error now and not after hours. Raises ConfigError
+    if the file is not a table or cannot be written.
     """
     from jaxengine.models.quantization.base.tuning import TABLE
 
@@ -97,8 +98,8 @@ def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write `text` to the file at `path` atomically, since kernels import it, by renaming a file next to it. Raises
-    OSError.
+    """Replace the file at `path` by `text` atomically, by renaming a temporary file next to it, since kernels import
+    it. Raises OSError.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -109,10 +110,12 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
-    """Return the problems to tune, every combination of args.codes, args.shapes and args.rows, as fields of
-    jaxengine.models.quantization.base.tuning.Problem.
+    """Return the problems to tune, every combination of args.codes, args.shapes and args.rows, as tuples of the fields
+    of jaxengine.models.quantization.base.tuning.Problem: rows, inputs, outputs, group size, dtype of the codes, whether
+    there are zeros.
 
-    Raises ConfigError for a shape of a wrong form, inputs that are no multiple of 128, or fewer than 128 outputs.
+    Raises ConfigError for a shape that is not KxN, for a number of inputs that is not a positive multiple of 128, and
+    for fewer than 128 outputs.
     """
     shapes = []
     for shape in args.shapes.split(","):
@@ -127,8 +130,8 @@ def _problems(args: argparse.Namespace) -> list[tuple]:
 
 
 def _row_text(row: dict[str, Any]) -> str:
-    """Return a line about one result of jaxengine.check.tuning.tune: the product, its best tile sizes and their time,
-    and the time of the usual ones. It says so where nothing compiles.
+    """Return one line about a result of jaxengine.check.tuning.tune: the product, its best tile sizes, and the time in
+    microseconds with these and with the usual sizes. It says so where nothing compiles.
     """
     rows, size, out, group, codes, _ = row["problem"]
     name = f"[{rows}, {size}] x [{size}, {out}] {codes}, groups of {group}"
@@ -139,10 +142,11 @@ def _row_text(row: dict[str, Any]) -> str:
 
 
 def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tuple, ...]:
-    """Return a chip's table entries in order, with new entries replacing those of the same problem.
+    """Return a chip's table entries, sorted by codes and then by the other fields, with new entries replacing those of
+    the same problem.
 
-    before: entries of the table, the fields of a problem and its sizes. found: results of jaxengine.check.tuning.tune.
-    A result of which nothing compiles changes nothing. Entries are sorted by codes, then by the other fields.
+    before: entries of the table, each the five fields of a problem and its tile sizes. found: results of
+    jaxengine.check.tuning.tune. A result for which nothing compiled changes nothing.
     """
     entries = {tuple(entry[:5]): entry[5] for entry in before}
     entries |= {tuple(row["problem"][:5]): row["sizes"] for row in found if row["best"] is not None}
@@ -150,7 +154,7 @@ def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tu
 
 
 def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
-    """Return the source of a module that holds a table. table: by chip, entries as `merged` returns them."""
+    """Return the source of a Python module that defines TABLE. table: entries, as `merged` returns them, by chip."""
     lines = []
     for chip in sorted(table):
         rows = [f"        ({', '.join(map(_literal, entry))}),\n" for entry in table[chip]]
@@ -159,5 +163,5 @@ def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return the source of a value, with double quotes."""
+    """Return the Python source of a value, with double quotes. The value must not contain quotes itself."""
     return repr(value).replace("'", '"')

@@ -23,7 +23,7 @@ from jaxengine.scheduler.base.token_params import MAX_LOGPROBS
 from jaxengine.sharding.layout import GATHER, RAGGED
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy", "runai_streamer")
-# Formats of vLLM that are not read -> why.
+# vLLM's formats that are refused -> why.
 _UNREAD_FORMATS = {
     **dict.fromkeys(("pt", "npcache"), "its files are pickles, which can run code and are never read"),
     "tensorizer": "its files have a format of their own",
@@ -64,8 +64,11 @@ _RANGES = {
 
 
 def check_options(config: Any) -> None:
-    """Raise ConfigError for the first option that has a value of another kind or out of its range, or that contradicts
-    another one. config: an EngineConfig.
+    """Raise ConfigError for the first option whose value has the wrong type, is not among the choices or out of range,
+    or contradicts another option.
+
+    config: an EngineConfig. Also runs the checks of the other modules' options, which need neither a model nor a
+    platform.
     """
     if isinstance(config.load_format, str) and (why := _UNREAD_FORMATS.get(config.load_format)) is not None:
         problem = f"load_format {config.load_format!r} is not read: {why}"

@@ -29,12 +29,12 @@ def add_options(
     names: Sequence[str] | None = None,
     short: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Add to `parser` a flag for each field of the dataclass `cls`, with help from its docstring; if `names` is given,
-    only for these, in their order.
+    """Add to `parser`, in a group `title`, a flag for each init field of the dataclass `cls`, with help from its
+    docstring.
 
-    title: of their group in --help. short: alternative flags, by field. The metadata "nargs" of a field of strings sets
-    how many values its flag takes, "words" of one of integers which words stand for some. `given_options` reads the
-    parsed values; a flag that is not given leaves none.
+    names: the fields to add, in this order; None for all. short: alternative flags, by field. A field's metadata:
+    "nargs" is the number of values of a flag for a list of strings, "words" maps words to the integers that they stand
+    for. `given_options` returns the parsed values; a flag that is not given adds no attribute to the parsed arguments.
     """
     hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -51,25 +51,28 @@ def add_options(
 
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """Return the values of the fields of `cls` that were given on the command line, by field; others are absent. args:
-    parsed by a parser of add_options.
+    """Return the values of the fields of `cls` that were given on the command line, by field; other fields are absent.
+
+    args: parsed by a parser with the flags of `add_options`.
     """
     prefix = destination(cls, "")
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def positive_int(text: str) -> int:
-    """Return the integer of at least 1 that a text of ASCII digits is. Raises argparse.ArgumentTypeError for others."""
+    """Return the integer that a text of ASCII digits denotes. Raises argparse.ArgumentTypeError for other texts and for
+    0.
+    """
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def output_file(text: str) -> str:
-    """Return a file's name (`text`) if the file, or its folder if there is none yet, can be written; otherwise raise
-    argparse.ArgumentTypeError.
+    """Return `text`, a file's name, if the file can be written or, if it does not exist, its folder exists and can be.
 
-    Checked before the minutes or hours that computing its content may take.
+    Raises argparse.ArgumentTypeError otherwise, and for a folder. The check precedes the minutes or hours that
+    computing the file's content may take.
     """
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
@@ -83,7 +86,7 @@ def flag_of(name: str) -> str:
 
 
 def destination(cls: type, name: str) -> str:
-    """Return the attribute of the parsed arguments that holds the value of a field of `cls`, CLASS.NAME.
+    """Return the attribute of the parsed arguments that holds the value of the field `name` of `cls`: "CLASS.NAME".
 
     Two dataclasses on one parser may share a field name (`seed`) if only one of them adds its flag.
     """
@@ -91,32 +94,36 @@ def destination(cls: type, name: str) -> str:
 
 
 def class_texts(cls: type) -> dict[str, str]:
-    """Return the text of each field of a class and its base classes, by field, as `field_texts` reads them from
-    docstrings.
+    """Return the text of each field of a class and its base classes, by field, from the `Attributes:` of their
+    docstrings; a subclass's text overrides a base's.
     """
     return {name: text for each in cls.__mro__[::-1] for name, text in field_texts(each.__doc__ or "").items()}
 
 
 def field_texts(docstring: str) -> dict[str, str]:
     """Map each field to its text, on one line, in the docstring's `Attributes:` section; {} without one."""
-    # From Python 3.13 on the compiler takes the indentation away.
+    # From Python 3.13 on the compiler removes the indentation.
     section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {2}(\w+): ", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
 
 
 def _help(text: str, default: Any) -> str:
-    """Return the help of a flag: its text and its default, if there is one to show; percent signs are doubled."""
+    """Return the help of a flag: its text, and its default unless that is None, (), missing or a dataclass.
+
+    Percent signs are doubled, since argparse expands them.
+    """
     shown = default is not None and not dataclasses.is_dataclass(default) and default not in ((), dataclasses.MISSING)
     # argparse expands percent signs.
     return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
 
 
 def _reader(hint: Any, nargs: str | None = None, words: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the keyword arguments of add_argument for values of type `hint`; omitting the flag stands for None.
+    """Return the keyword arguments of add_argument for values of type `hint`; None in a union is ignored, as omitting
+    the flag means None.
 
-    nargs: how many texts the flag of a list of texts takes; None for one each time it is given. words: that stand for
-    integers.
+    nargs: how many texts a flag for a list of texts takes; None for one each time it is given. words: words that stand
+    for integers.
     """
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any
@@ -149,8 +156,9 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _whole(text: str, words: Mapping[str, int]) -> int:
-    """Return the integer that a text means: an integer, a size such as "4k", or one of `words`, which stands for its
-    number. Raises argparse.ArgumentTypeError.
+    """Return the integer that a text denotes: an integer, a size such as "4k", or the number of one of `words`.
+
+    Raises argparse.ArgumentTypeError for other texts.
     """
     if text in words:
         return words[text]
@@ -169,12 +177,13 @@ def _int_list(text: str) -> tuple[int, ...]:
 
 
 def _json(shape: Callable[[Any], Any]) -> Callable[[str], Any]:
-    """Return a parser of JSON texts that passes the value through `shape`; both failing is an
-    argparse.ArgumentTypeError.
+    """Return a parser of JSON texts, which returns `shape` of the decoded value.
+
+    The parser raises argparse.ArgumentTypeError if the text is not JSON or `shape` raises ValueError or AttributeError.
     """
 
     def read(text: str) -> Any:
-        """Return the JSON value of the text after `shape`. Raises argparse.ArgumentTypeError if either fails."""
+        """Return `shape` of the JSON value of the text. Raises argparse.ArgumentTypeError if either fails."""
         try:
             return shape(json.loads(text))
         except (ValueError, AttributeError, RecursionError):

@@ -16,22 +16,22 @@ _FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 
 
 class EngineArgs(EngineConfig):
-    """An EngineConfig whose fields may be assigned, and that takes vLLM's other options as `LLM` does.
+    """EngineConfig whose fields may be assigned, and that accepts vLLM's other options and earlier names, like `LLM`.
 
-    Values are checked at construction. Assigned ones are checked when an engine is made of them. `dataclasses.asdict`,
-    `fields` and `replace` work as on EngineConfig.
+    Values are checked at construction; assigned ones when an engine is made of them. `dataclasses.asdict`, `fields` and
+    `replace` work as on EngineConfig.
 
     Args:
-      model, options: as for `LLM`. Raises ConfigError.
+      model, options: arguments of `LLM`. Raises ConfigError for an unknown option or a value that is not allowed.
     """
 
     def __init__(self, model: str | None = None, **options: Any):
         super().__init__(**chosen_options(_FIELDS, {"model": model, **options}))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an option without checking its value; an earlier vLLM name sets the field that replaced it.
+        """Set an option without checking its value; an earlier name of vLLM sets the field that replaced it.
 
-        Raises ConfigError for an unknown name.
+        Raises ConfigError for an unknown or unsupported name.
         """
         for field, chosen in chosen_options(_FIELDS, {name: value}).items():
             object.__setattr__(self, field, chosen)
@@ -40,9 +40,9 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for each engine option, with its default, and return the parser.
+        """Add a flag for each engine option to `parser`, with the option's default, and return the parser.
 
-        A parsed option is an attribute of its own name: `LLM(**vars(parser.parse_args()))`.
+        A parsed option is an attribute of the same name: `LLM(**vars(parser.parse_args()))`.
         """
         known = len(parser._actions)
         parser.add_argument("--model", default=None, metavar="MODEL", help=MODEL_HELP)
@@ -55,20 +55,26 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return EngineArgs of the engine options among parsed arguments, ignoring a program's own. Raises ConfigError
-        for values that are not allowed.
+        """Return EngineArgs of the engine options among parsed arguments; other attributes, such as a program's own,
+        are ignored.
+
+        Raises ConfigError for values that are not allowed.
         """
         names = _FIELDS.keys() | vllm_options.NAMES
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def engine_options(args: EngineConfig) -> dict[str, Any]:
-    """Return all fields of EngineArgs or an EngineConfig, by name, as keyword arguments of `LLM`."""
+    """Return the fields of EngineConfig from `args`, an EngineArgs or EngineConfig, by name, as keyword arguments of
+    `LLM`.
+    """
     return {name: getattr(args, name) for name in _FIELDS}
 
 
 def _default(name: str) -> Any:
-    """Return the value that an option, of EngineConfig or vLLM's, has when it is not given on the command line."""
+    """Return the value that an option, of EngineConfig or only of vLLM, has when it is not given on the command line;
+    None instead of an empty tuple.
+    """
     if name in _FIELDS:
         return _FIELDS[name].default or None if isinstance(_FIELDS[name].default, tuple) else _FIELDS[name].default
     return vllm_options.NOT_BUILT.get(name, (False if vllm_options.is_switch(name) else None,))[0]

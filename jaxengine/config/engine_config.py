@@ -266,7 +266,7 @@ class EngineConfig(
     disable_log_stats: bool = False
 
     def __post_init__(self):
-        """Read each field into its stored form, and check all. Raises ConfigError, which names the option."""
+        """Convert each field to its stored form, then check all options. Raises ConfigError, which names the option."""
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, self._read(field))
         check_options(self)
@@ -276,8 +276,10 @@ class EngineConfig(
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Return a config of keyword options. Raises ConfigError, which names the option, for an unknown or
-        unimplemented one, and for a value that is not allowed. Earlier names are translated.
+        """Return a config of keyword options; earlier names of options are translated.
+
+        Raises ConfigError, which names the option, for an unknown or unimplemented one, and for a value that is not
+        allowed.
         """
         return cls(**chosen_options({field.name for field in dataclasses.fields(cls)}, options))
 
@@ -286,10 +288,9 @@ class EngineConfig(
     ) -> ResolvedConfig:
         """Return a config with all defaults filled in for a model and platform, whose limits are those of one replica.
 
-        pictures: `sizes` of settle_encoder; a model with a vision tower needs them.
-
-        Raises:
-          ConfigError: values contradict each other, the model or the platform, or `fit` is set.
+        pictures: sizes of the media items, as `sizes` of settle_encoder takes them; a model with a vision tower needs
+        them. compile_cache_dir becomes "" if a logits processor's code cannot be hashed. Raises ConfigError if values
+        contradict each other, the model or the platform, or if `fit` is set.
         """
         refuse_fit(self.fit)
         longest, vocab_size = model.max_position_embeddings, model.vocab_size
@@ -301,7 +302,7 @@ class EngineConfig(
         max_model_len = given or longest
         asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
         max_num_seqs = self.max_num_seqs or platform.seqs_of(model.is_causal, asked or usual)
-        # A token that sees those after it needs them in its step.
+        # A token that attends to later tokens needs them in its step.
         chunks = self.enable_chunked_prefill and model.is_causal, self.long_prefill_token_threshold
         tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
         if platform.name == "tpu" and any(layer.window and not layer.causal for layer in model.attending):
@@ -342,7 +343,7 @@ class EngineConfig(
         for settle in (settle_recording, settle_offload, settle_kv_events, check_speculation, check_training):
             settle(chosen, model)
         chosen.update(check_compressed(chosen, model, platform.name) | settle_exact(chosen, model, platform.name))
-        # What a class without a file of its own does is not known to the next process.
+        # The code of a class without a source file cannot be compared in the next process, so nothing is cached.
         processors = self.logits_processors
         no_file = any(source_file(each) is None for each in processor_classes(processors))
         if no_file or (processors and processors_digest(processors) is None):
@@ -363,10 +364,12 @@ class EngineConfig(
         )
 
     def _read(self, field: dataclasses.Field[Any]) -> Any:
-        """Return a field's value in the form that is stored: None becomes the default; a value of a wrong form is
-        mostly returned unchanged, for `check_options` to refuse.
+        """Return a field's value in the form that is stored: None becomes the default, names, sizes and structured
+        options are converted.
 
-        Raises ConfigError for a value that an option's own reader refuses, or a text that is not a size.
+        A value of a wrong form is mostly returned unchanged, for `check_options` to refuse. Logs a warning for float16,
+        which becomes bfloat16. Raises ConfigError for a value that an option's own reader refuses, or a text that is
+        not a size.
         """
         name, value = field.name, plain(getattr(self, field.name))
         if value is None:
@@ -390,13 +393,13 @@ class EngineConfig(
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A config with all defaults filled in, whose limits are those of one replica. Fields of EngineConfig that are
+    """EngineConfig with all defaults filled in, whose limits are those of one replica. Fields of EngineConfig that are
     declared again here are never None.
 
     Attributes:
-      default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform.
-      num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures, uses_mrope: as
-        jaxengine.scheduler.extensions.pictures.PictureOptions has them.
+      default_seq_tokens: Platform.seq_tokens, if the size of the KV pool is left to the platform; otherwise None.
+      num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures, uses_mrope: num_rows, max_patches,
+        max_sound_patches, whole and mrope of jaxengine.scheduler.extensions.pictures.PictureOptions.
       attends_to_sounds: whether the tower's rows are sounds that layers attend to (TowerConfig.crosses).
     """
 
@@ -416,26 +419,33 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of tokens, besides 1, that a decode may have: its last token and drafts."""
+        """Numbers of tokens, besides 1, that a decode may have in a step (its last token and drafts), ascending; ()
+        without drafts.
+        """
         return () if self.speculative_config is None else self.speculative_config.widths
 
     @property
     def max_in_flight(self) -> int:
-        """Limit of steps that are dispatched before their tokens are read."""
+        """Limit of steps that are dispatched before their tokens are collected: 2 with async_scheduling, else 1, and at
+        least the number of pipeline stages.
+        """
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether every request ends in the step that computes the end of its prompt."""
+        """Whether every request ends in the step that computes the end of its prompt, which is its only step: pooling
+        without chunked prefill.
+        """
         return self.runner == "pooling" and not self.enable_chunked_prefill
 
     @property
     def fixes_pages(self) -> bool:
-        """Whether the options set the size of the KV pool explicitly."""
+        """Whether num_gpu_blocks_override or kv_cache_memory_bytes sets the size of the KV pool."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
-        """Return the shapes of steps to compile; sizes that were not given are the platform's.
+        """Return the shapes of steps to compile; sizes that were not given are the platform's. A pooling model has no
+        decode-only shapes of the platform.
 
         sections: message sections that some steps have in addition to the usual ones. Raises ConfigError for sizes
         beyond the limits.
@@ -450,8 +460,8 @@ class ResolvedConfig(EngineConfig):
     ) -> SchedulerConfig:
         """Return the scheduler's options.
 
-        num_pages: of each replica. num_ranks: replicas, each with its own sequences and pages. windows: for each cache
-        group, how many keys a token sees, itself included; None for all.
+        num_pages: pages of each replica. num_ranks: number of replicas, each with its own sequences and pages. windows:
+        for each cache group, how many keys a token attends to, itself included; None for all.
         """
         return SchedulerConfig(
             num_pages=num_pages,

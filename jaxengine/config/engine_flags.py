@@ -44,8 +44,9 @@ MAX_FILE_BYTES = 1 << 20
 def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
     """Add flags to `parser` for all fields of EngineConfig except the model, or only for `names`.
 
-    With all fields vLLM's other options are accepted too, to be refused or explained by EngineConfig.from_options;
-    --help does not list them. If hf_overrides is one of `names`, so are its short forms for rope.
+    With all fields, vLLM's other options are accepted too, for EngineConfig.from_options to refuse or explain; --help
+    does not list them. With hf_overrides among `names`, rope_scaling and rope_theta are also accepted. A flag that the
+    parser already has is not added again.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
@@ -71,9 +72,10 @@ def add_model(
     default: Any = argparse.SUPPRESS,
     help: str = MODEL_HELP,
 ) -> None:
-    """Let the model be given as --model or as a positional argument; two different models are refused.
+    """Add --model and an optional positional argument to `parser`, both of which name the model; two different models
+    end the program with an error.
 
-    dest: attribute of the parsed arguments that holds it. default, help: as argparse's.
+    dest: attribute of the parsed arguments that holds the model. default, help: argparse's arguments for --model.
     """
 
     class Once(argparse.Action):
@@ -109,10 +111,11 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words with the options of the --config file inserted after the command's name.
+    """Return the arguments with the options of the --config file inserted after the command's name; without --config,
+    the arguments themselves. Underscores in flag names become hyphens.
 
-    argv: words after the program's name. parser: of all commands. Names of flags may have underscores. Raises
-    ConfigError for a file that cannot be read, or that contains options unknown to the command.
+    argv: arguments after the program's name. parser: the parser of all commands. Raises ConfigError for a file that
+    cannot be read, and for an option that the command does not have.
     """
     words = with_hyphens(argv)
     path, rest = _take_config(words)
@@ -124,8 +127,8 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
 
 
 def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """Return the flag, of those that have an effect in the command of `words`, that is spelt most like `word`; None if
-    none is similar.
+    """Return the flag that is spelt most like `word`, among the flags with an effect in the command that `words` begin
+    with; None if none is similar.
     """
     without = {destination(EngineConfig, name) for name in vllm_options.WITHOUT_EFFECT}
     actions = _command_of(parser, words)[0]._option_string_actions
@@ -134,7 +137,9 @@ def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) 
 
 
 def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
-    """Return the parser of the command that `words` begin with, and the number of words of its name."""
+    """Return the parser of the command that `words` begin with, and the number of words in the command's name (0 for
+    none).
+    """
     depth = 0
     while depth < len(words) and (commands := _commands(parser)) is not None and words[depth] in commands:
         parser, depth = commands[words[depth]], depth + 1
@@ -142,8 +147,8 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
-    """Return the words `argv` with underscores in flag names replaced by hyphens, but not in the keys of
-    `--OPTION.key`: vLLM accepts both. Words from "--" on are not changed.
+    """Return the arguments `argv` with underscores in flag names replaced by hyphens, but not in the keys of
+    `--OPTION.key`, since vLLM accepts both spellings. Arguments from "--" on are not changed.
     """
     words = list(argv)
     for at, word in enumerate(words):
@@ -156,9 +161,9 @@ def with_hyphens(argv: Sequence[str]) -> list[str]:
 
 
 def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the name of the config file, None if --config is not among the words, and the words without it.
+    """Return (value of --config or None, the arguments without it).
 
-    Only its first occurrence counts, and none after "--".
+    Only the first --config counts, and none after "--". A --config without a value is left to the parser.
     """
     end = words.index("--") if "--" in words else len(words)
     for at, word in enumerate(words[:end]):
@@ -170,14 +175,16 @@ def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser] | None:
-    """Return the parsers of a parser's subcommands by name, None if it has none."""
+    """Return the parsers of a parser's subcommands by name; None if it has none."""
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return actions[0].choices if actions else None
 
 
 def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
-    """Return the destinations of the options that `words` contain, and of all that have a default; empty if the words
-    do not form a complete command. Prints nothing. parser: of the command; words: without its name.
+    """Return the attribute names (destinations) of the options that the arguments contain and of those with a default;
+    empty if the arguments do not form a complete command.
+
+    parser: of the command. words: arguments without the command's name. Prints nothing.
     """
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -187,8 +194,9 @@ def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    """Return the options, by name, in the YAML file `path` of at most 1 MiB; empty for an empty file. Raises
-    ConfigError for a file that cannot be read, is larger, or holds anything but options by name.
+    """Return the options, by name, in the YAML file `path` of at most 2**20 characters; {} for an empty file.
+
+    Raises ConfigError for a file that cannot be read, is larger, is not YAML, or has anything but options by name.
     """
     import yaml
 
@@ -215,11 +223,11 @@ def _read(path: str) -> Mapping[str, Any]:
 
 
 def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentParser, given: set[str]) -> list[str]:
-    """Return the options of a config file as words of a command line.
+    """Return the options of a config file as arguments of a command line.
 
-    Left out are values of None, and options without a default that are among `given`, those of the command line; it
-    overrides others as its words come later. path: the file's name, for errors. Raises ConfigError for an option that
-    `parser` does not have.
+    content: options of the file. given: destinations of the options on the command line. Options without a default that
+    are in `given` are left out; the command line overrides others because its arguments follow. Options of value None
+    are left out too. path: the file's name, for errors. Raises ConfigError for an option that `parser` does not have.
     """
     words = []
     for key, value in content.items():

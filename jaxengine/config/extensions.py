@@ -8,11 +8,11 @@ from jaxengine.scheduler.base.config import ExtensionOptions
 
 
 def extension_options(config: Any) -> tuple[ExtensionOptions, ...]:
-    """Return the options of the scheduler's extensions that a ResolvedConfig determines alone: images, sounds,
-    snapshots, adapters, stored pages, their events and ages.
+    """Return the options of the scheduler's extensions that a ResolvedConfig alone determines: images or sounds, state
+    snapshots, adapters, KV offload, KV events, page ages. Extensions that the config does not use are left out.
 
-    Options of drafts depend on grammars too, so the engine's own extensions make them. The modules of the chosen
-    extensions are imported.
+    Options of drafts depend on grammars too, so jaxengine.engine.extensions makes them. Imports the modules of the
+    chosen extensions.
     """
     options: list[ExtensionOptions] = []
     if config.num_encoder_rows and config.attends_to_sounds:

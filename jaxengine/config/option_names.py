@@ -20,9 +20,9 @@ from jaxengine.config.kv.kv_cache import AUTO, CALIBRATE
 def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of EngineConfig's fields that `options` set, by field.
 
-    Earlier and flat names are translated; options of vLLM that change nothing here are left out, some with a log line.
-    Values are not checked. known: names of the fields. Raises ConfigError for an option that is unknown or not
-    implemented, and for options that contradict each other.
+    known: names of the fields. Earlier and flat names are translated; options of vLLM that change nothing here are left
+    out, some with a log line. Values are mostly not checked. Raises ConfigError for an option that is unknown or not
+    implemented, with the most similar name, and for options that contradict each other.
     """
     options, chosen = with_gguf_file(settle_speculation(settle_names(dict(options)))), {}
     if isinstance(options.get("optimization_level"), Mapping):  # before it was a level, -O was the compilation_config

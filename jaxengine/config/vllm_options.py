@@ -221,17 +221,18 @@ WITHOUT_EFFECT = NAMES - EARLIER
 
 
 def is_switch(name: str) -> bool:
-    """Whether the option of vLLM's `name` is switched on or off on the command line without a value; False for unknown
-    ones.
+    """Whether vLLM's option `name`, which the engine does not have, takes no value on the command line (--NAME or
+    --no-NAME); False for unknown names.
     """
     return isinstance(NOT_BUILT.get(name, (None,))[0], bool) or name in _HARMLESS_SWITCHES.split()
 
 
 def settle(name: str, value: Any) -> None:
-    """Accept a value of an option in NAMES if it has no effect here; log the reason for a harmless option.
+    """Log the reason if the option `name`, one of NAMES, is harmless and `value` asks for something; do nothing for a
+    value without effect.
 
-    Raises ConfigError for a value that would have an effect, and for an option that was removed or belongs to another
-    command.
+    Raises ConfigError for a value of an unsupported option that would have an effect, and for an option that was
+    removed or belongs to another command.
     """
     if asks_for_nothing(name, value):
         return
@@ -249,8 +250,8 @@ def settle(name: str, value: Any) -> None:
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a value of the option `name` has no effect: vLLM's default or another one that changes nothing, None,
-    empty, or False for an option that is not on by default.
+    """Whether a value of the option `name` has no effect: None, empty, False for an option that is not on by default,
+    or one of the option's values in NOT_BUILT.
     """
     if value is None or (value is False and name not in _ON):
         return True

@@ -28,9 +28,10 @@ class Ngram:
     shortest: int
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Implement Proposer.propose: `count` drafts for each row, or none if its last tokens did not occur before.
+        """Return `count` drafts for each row, the tokens that followed the latest of the longest matches; none for a
+        row whose last tokens have no earlier match of at least `shortest` tokens. Traced by jax.
 
-        history: i32[S, L], padded to the right; num_known: i32[S], at least 1.
+        history: i32[S, L], padded to the right. num_known: i32[S], at least 1.
         """
         length = history.shape[1]
         at = jnp.arange(length, dtype=jnp.int32)
@@ -44,7 +45,7 @@ class Ngram:
             run += same
         run = jnp.where(at < last[:, None], run, 0)
         best = jnp.max(run, axis=1)
-        match = jnp.max(jnp.where(run == best[:, None], at, 0), axis=1)  # its last token
+        match = jnp.max(jnp.where(run == best[:, None], at, 0), axis=1)  # index of the match's last token
         found = best >= self.shortest
         period = jnp.maximum(last - match, 1)
         columns = match[:, None] + 1 + jnp.arange(count, dtype=jnp.int32) % period[:, None]
@@ -52,10 +53,10 @@ class Ngram:
         return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Implement Proposer.propose_one: returns i32[count] drafts, or i32[0] if the last tokens did not occur
-        before.
+        """Return i32[count] drafts for one row on the host; i32[0] if its last tokens have no earlier match of at least
+        `shortest` tokens, and if `count` is 0.
 
-        known: i32[n], tokens of one row, not empty.
+        known: i32[n], tokens of the row, not empty.
         """
         last = len(known) - 1
         run, same = np.zeros(last, np.int32), np.ones(last, np.bool_)

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Drafts(NamedTuple):
-    """Drafts of S rows.
+    """Drafts of S rows, which a proposer returns.
 
     Attributes:
       token_ids: i32[S, k], always valid token ids.
@@ -31,15 +31,15 @@ class Proposer(Protocol):
     """
 
     def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
-        """Propose at most `count` drafts for each row. Traced by jax.
+        """Return at most `count` drafts for each row. Traced by jax.
 
-        history: i32[S, L], tokens of each row, padded to the right; num_known: i32[S], number of valid tokens in each
+        history: i32[S, L], tokens of each row, padded to the right. num_known: i32[S], number of valid tokens in each
         row.
         """
         ...
 
     def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
-        """Propose drafts for one row on the host; returns i32[m], m <= count, empty for no drafts.
+        """Return drafts for one row on the host, i32[m] with m <= count, empty for no drafts.
 
         known: i32[n], the row's tokens.
         """

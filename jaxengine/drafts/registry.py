@@ -10,7 +10,9 @@ from jaxengine.drafts.proposer import Proposer
 
 
 def _ngram(config: SpeculativeConfig) -> Ngram:
-    """Return the proposer of prompt lookup with a configuration's sizes, which must be set."""
+    """Return the prompt lookup proposer with the configuration's prompt_lookup_max and prompt_lookup_min, which must
+    not be None.
+    """
     assert config.prompt_lookup_max is not None and config.prompt_lookup_min is not None
     return Ngram(config.prompt_lookup_max, config.prompt_lookup_min)
 
@@ -19,6 +21,6 @@ PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {NGRAM: _ngram}
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer | None:
-    """Return the proposer that a configuration selects; None if drafts come from elsewhere, as from a model."""
+    """Return the proposer that a configuration selects; None if its drafts come from a model or from grammars."""
     make = PROPOSERS.get(config.method)
     return None if make is None else make(config)

@@ -1,6 +1,6 @@
 """Protocol between the engine loop and its optional capabilities.
 
-A capability is one subclass of LoopExtension, in a file of its name in `extensions`. The loop calls the hooks of its
+A capability is one subclass of LoopExtension, in a file named after it in `extensions`. The loop calls the hooks of its
 extensions in the order in which they were added, and names none of them. `extensions.build` decides which extensions an
 engine has.
 """
@@ -54,7 +54,7 @@ class LoopExtension:
     """Base class of a capability's part of the engine loop; a subclass overrides the hooks that it needs.
 
     Attributes:
-      loop: the engine's runner, scheduler and slot rows; set by `attach`.
+      loop: the engine's runner, scheduler, slot rows and steps in flight; set by `attach`.
       epilogue: function that dispatches a program after each forward pass, in place of the sampler; None: the sampler.
     """
 
@@ -62,7 +62,9 @@ class LoopExtension:
     epilogue: Callable[[PendingStep], None] | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Return the scheduler's configuration, changed where an engine with this extension needs it."""
+        """Return the scheduler's configuration with the changes that this extension needs; the default changes
+        nothing.
+        """
         return config
 
     def attach(self, loop: Loop) -> None:
@@ -70,13 +72,15 @@ class LoopExtension:
         self.loop = loop
 
     def prepare(self, request: Request) -> None:
-        """Complete a request before it is queued. Raises RequestError to refuse it; it is not queued then."""
+        """Check and complete a request before it is queued. Raises RequestError to refuse the request, which is then
+        not queued.
+        """
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Record that these requests, all made of one caller's request, have been queued."""
+        """Register requests that have been queued, the n sequences of one caller's request."""
 
     def poll(self) -> Events:
-        """Return events of requests since the last call, without waiting. Called before each step is scheduled."""
+        """Return the events of requests since the last call, without waiting. Called before each step is scheduled."""
         return NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
@@ -92,35 +96,39 @@ class LoopExtension:
         return NO_EVENTS
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether what the step may sample depends on tokens of steps in flight, so that the loop must collect those
-        first.
+        """Whether the inputs of the step's sampler depend on tokens of steps in flight, so that the loop must collect a
+        step first. Called again after each collected step.
         """
         return False
 
     def before_sample(self, step: ScheduledStep) -> bool:
-        """Whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again.
+        """Return whether the step's sampler may be dispatched now. If not, the loop calls `poll` and then this again.
 
         May wait, but not for long: other requests have rows in the step.
         """
         return True
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the devices the changed per-slot inputs of this step's sampler, which is dispatched next."""
+        """Send the changed per-slot inputs of this step's sampler to the devices. The sampler is dispatched next."""
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Read the results of a step, with which the scheduler has been updated; may add to `output`."""
+        """Process the results of a collected step, with which the scheduler has been updated; may change `result` and
+        add to `output`.
+        """
 
     def ended(self, request: Request) -> None:
         """Release what the extension holds for a request that has ended."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait until `poll` may have events, for `seconds` at most; return False at once if none are expected."""
+        """Wait until `poll` may have events, `seconds` at most, and return True; return False at once if none are
+        expected.
+        """
         return False
 
     def rest(self) -> float:
         """Do the extension's periodic work while the engine has no requests.
 
-        Returns in how many seconds to call again; inf for never.
+        Returns the number of seconds after which to call this again; inf for never.
         """
         return float("inf")
 
@@ -129,13 +137,13 @@ class LoopExtension:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the loop may skip this extension until a request needs it."""
+        """Whether the loop may drop this extension from its hooks until a request needs it again."""
         return False
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions, by name, that an operator may call between two steps; their arguments and results are
-        plain JSON values.
+        """Functions, by name, that an operator may call between two steps; their arguments and results are JSON
+        values.
         """
         return {}
 
@@ -144,18 +152,19 @@ class LoopExtension:
         yield from ()
 
     def status(self) -> dict[str, Any]:
-        """Return entries for the status page, plain JSON values."""
+        """Return entries for the status page, as JSON values."""
         return {}
 
 
 class Hooks:
-    """Hooks of a step that the active extensions override, in their order, so that a step calls no others.
+    """Hooks of a step that the active extensions override, in the order of the extensions, so that a step calls no
+    others.
 
     Attributes: a list of bound methods for each hook, changed in place by `update`.
     """
 
     def __init__(self) -> None:
-        """Begin without extensions."""
+        """Create an empty list for each hook."""
         self.poll: list[Callable[[], Events]] = []
         self.before_forward: list[Callable[[ScheduledStep], None]] = []
         self.after_forward: list[Callable[[InFlight | None], Events]] = []
@@ -167,7 +176,7 @@ class Hooks:
         self.wait: list[Callable[[float], bool]] = []
 
     def update(self, active: Sequence[LoopExtension]) -> None:
-        """Take the hooks of these extensions, in their order, and of no others."""
+        """Replace all lists by the hooks that these extensions override, in the order of the extensions."""
         for name, hooks in vars(self).items():
             methods = [getattr(each, name) for each in active]
             hooks[:] = [each for each in methods if each.__func__ is not getattr(LoopExtension, name)]

@@ -1,4 +1,4 @@
-"""An engine's metrics under vLLM's names: for `LLM.get_metrics()`, for a server's /metrics, and for the log line.
+"""Metrics of an engine under vLLM's names: for `LLM.get_metrics()`, for a server's /metrics, and for the log line.
 
 This module has the names, their help texts, and rates over time. `stats.py` does the counting.
 """
@@ -135,18 +135,18 @@ ALWAYS = ("jaxengine:masks", "jaxengine:mask_seconds", "vllm:mm_cache_queries", 
 
 
 class Metrics:
-    """Metrics of one engine, made from its counts.
+    """Metrics of one engine, computed from its counts.
 
     Attributes:
       server: counts that the processes of a server report.
     """
 
     def __init__(self, engine: Engine, *, log_stats: bool):
-        """Start the rates at the engine's current counts. log_stats: whether `stepped` logs a line of statistics."""
+        """Begin the rates at the engine's current counts. log_stats: whether `stepped` logs a line of statistics."""
         self._engine = engine
         self._log_stats = log_stats
         now = time.monotonic()
-        # Sample at which the log line's interval begins; its time is moved on by the time without any requests.
+        # Sample at which the log line's interval begins; time without requests is added to its time.
         self._logged = self._now()
         self._stepped = now
         # Samples of `_now`, at least a second apart but for the last, which is of the latest step.
@@ -154,14 +154,18 @@ class Metrics:
         self.server = ServerStats()
 
     def collect(self) -> list[Metric | Histogram]:
-        """Return all metrics with their current values."""
+        """Return all metrics with their current values: those of the engine, its server and its extensions, and a 0 for
+        each counter of ALWAYS that no extension counts.
+        """
         found = [*self._counters(), *self._gauges(), *self._histograms(), *self.server.metrics()]
         found += [metric for each in self._engine.extensions.by_name.values() for metric in each.metrics()]
         names = {metric.name for metric in found}
         return found + [Counter(name, 0) for name in ALWAYS if name not in names]
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return all metrics as dicts of plain JSON values: fields, and `kind`: "counter", "gauge" or "histogram"."""
+        """Return all metrics as dicts of JSON values: their fields, and `kind`, which is "counter", "gauge" or
+        "histogram".
+        """
         return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in self.collect()]
 
     def throughput(self) -> tuple[float, float]:
@@ -177,8 +181,8 @@ class Metrics:
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
-        """Record a sample of the token counts, for rates; with log_stats, log vLLM's line of statistics after every ten
-        seconds of work. To be called after each step.
+        """Record a sample of the token counts, for rates; with log_stats, log vLLM's line of statistics once every ten
+        seconds of work. Must be called after each step.
         """
         sample, samples = self._now(), self._samples
         if (busy_since := self._engine.busy_since) > self._stepped:
@@ -198,7 +202,9 @@ class Metrics:
         return time.monotonic(), engine.request_stats.num_prompt_tokens, engine.stats.num_generated_tokens
 
     def _log(self, now: float, prompt: int, generated: int) -> None:
-        """Log vLLM's line of statistics, with rates since the last line; the arguments are a sample of `_now`."""
+        """Log vLLM's line of statistics, with rates since the last line, and begin the next interval; the arguments are
+        a sample of `_now`.
+        """
         then, prompt_before, generated_before = self._logged
         scheduler = self._engine.scheduler
         queries = scheduler.num_prefix_queries
@@ -257,7 +263,7 @@ class Metrics:
             yield Counter("jaxengine:bucket_padding_tokens", use.num_padding_tokens, labels)
 
     def _gauges(self) -> Iterator[Gauge]:
-        """Yield the gauges of the scheduler: requests, pages, rates, and how the KV pages are set up."""
+        """Yield the gauges of the scheduler: requests, pages, token rates, and the configuration of the KV pages."""
         scheduler, config = self._engine.scheduler, self._engine.runner.config
         prompt_rate, generation_rate = self.throughput()
         deferred = scheduler.num_deferred
@@ -282,7 +288,7 @@ class Metrics:
         yield Gauge("vllm:cache_config_info", 1, {name: str(value) for name, value in info.items()})
 
     def _histograms(self) -> Iterator[Histogram]:
-        """Yield the histograms of requests' times and tokens."""
+        """Yield the histograms of requests' times and tokens, and of the tokens of a step."""
         requests = self._engine.request_stats
         for name, histogram in {
             "vllm:time_to_first_token_seconds": requests.first_token,

@@ -1,6 +1,6 @@
-"""Results of a step in the form in which the engine passes them on to text processing: arrays, no loop over rows.
+"""Results of a step in the form in which the engine passes them to text processing: arrays, without a loop over rows.
 
-These types also cross from the engine's process to the API processes. They hold token ids, no text or device arrays.
+These types also cross from the engine's process to the API processes. They contain token ids, no text or device arrays.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxengine.scheduler.batches.batch import TokenRows, TokenScores
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Logprobs of a stretch of a request's prompt.
+    """Logprobs of consecutive tokens of a request's prompt.
 
     Attributes:
-      request: whose prompt is scored.
+      request: the request whose prompt is scored.
       first: index in the prompt of the first scored token.
-      scores: of the tokens from there on, one row each.
+      scores: logprobs of the tokens from there on, one row each.
     """
 
     request: Request

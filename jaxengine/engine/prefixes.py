@@ -13,11 +13,11 @@ _NUMBER = np.dtype(">u8")
 
 
 def known_prefixes(engine: Engine, most_bytes: int) -> dict[str, Any]:
-    """Return the prefixes that requests find in an engine's pages, and what their digests depend on.
+    """Return the prefixes that requests find in an engine's pages, and what their digests depend on, in hexadecimal.
 
-    The values, all in hexadecimal: "digests": the last 64 bits of each cached page's digest, big-endian, one after
-    another and sorted, in at most `most_bytes` bytes before the conversion; "weights": digest of the weights that
-    compute pages; "adapters": digest of each adapter by name.
+    "digests": the last 64 bits of each cached page's digest, big-endian, concatenated, ascending and distinct, in at
+    most `most_bytes` bytes before the conversion. "weights": digest of the weights that compute pages. "adapters":
+    digest of each adapter by name.
 
     If the digests of all pages take more than `most_bytes`, only those whose lowest k bits are 0 are returned, with the
     smallest k that makes them fit. So all engines leave out the same prefixes, and a long prefix nearly always has some

@@ -1,4 +1,4 @@
-"""Sampler inputs of each slot, kept up to date on the devices: parameters, biases and token counts.
+"""Sampler inputs of each slot, kept up to date on the devices: parameters, biases, logprob ids and token counts.
 
 Used between a step's forward pass, which needs none of them, and its sampler. A slot's global number is rank *
 max_num_seqs + slot, where rank is the replica's index.
@@ -21,11 +21,11 @@ from jaxengine.scheduler.scheduler import Scheduler
 
 
 class _SlotBias(NamedTuple):
-    """Bias of a slot's request.
+    """Bias of a slot's request, as last sent to the devices.
 
     Attributes:
-      request: the request that had the slot when its bias was last sent.
-      bias: makes its bias rows.
+      request: the request that had the slot when its bias was sent.
+      bias: makes the request's bias rows.
       forbidden: stop tokens and ends of bad words that the row on the devices forbids.
     """
 
@@ -35,7 +35,7 @@ class _SlotBias(NamedTuple):
 
 
 class SlotRows:
-    """Owner of the sampler inputs of all slots that the host decides."""
+    """Sender of the sampler inputs of all slots that the host determines."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler):
         """Begin without biases. runner: sends the inputs to the devices; scheduler: gives requests their slots."""
@@ -44,7 +44,7 @@ class SlotRows:
         self._biases: dict[int, _SlotBias] = {}
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the devices what has changed for the sampler of this step, which must be dispatched next.
+        """Send the devices the inputs that have changed for the sampler of this step, which must be dispatched next.
 
         The host must have all tokens that the biases depend on: `is_behind` is False.
         """
@@ -60,8 +60,8 @@ class SlotRows:
             self._runner.set_biases(changed)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a bias of this step depends on a token that is still being computed, because of bad words of several
-        tokens.
+        """Whether a bias of this step depends on a token that is still being computed, because a request has bad words
+        of several tokens.
         """
         if step.features & LAST_TOKEN:
             for request, _ in self.sampling(step, LAST_TOKEN):
@@ -79,10 +79,10 @@ class SlotRows:
         return [request for batch in step.batches for request in batch.admitted if request.slot >= 0]
 
     def sampling(self, step: ScheduledStep, feature: int) -> Iterator[tuple[Request, int]]:
-        """Yield (request, row) of requests with a feature that sample in the step and still have the slot they had in
-        it.
+        """Yield (request, row) for each request with a feature that samples in the step and has kept its slot since the
+        step was scheduled.
 
-        feature: a bit of `TokenParams.features`. row: of the replica's batch.
+        feature: a bit of `TokenParams.features`. row: index in the replica's batch.
         """
         for rank, batch in zip(self._scheduler.ranks, step.batches, strict=True):
             if batch.features & feature:
@@ -94,19 +94,19 @@ class SlotRows:
                     yield request, row
 
     def leaves_any(self, request: Request, allowed: np.ndarray) -> bool:
-        """Whether any of the tokens `allowed`, bool[V], had a finite bias when the request sampled its last token. True
+        """Whether any of the tokens `allowed`, bool[V], had a finite bias when the request sampled its last token; True
         for a request without a bias.
         """
         output = np.asarray(request.output_token_ids[:-1], np.int32)
         for owner, bias, _ in self._biases.values():
             if owner is request:
-                forbidden = bias.forbidden(len(output), output)  # the row may be that of a later token by now
+                forbidden = bias.forbidden(len(output), output)  # the recorded row may already be that of a later token
                 return bool(np.isfinite(bias.row(forbidden)[allowed]).any())
         return True
 
     def _begin(self, requests: list[Request]) -> None:
-        """Send the parameters, token counts, logprob ids and biases of requests new in their slots, one message of each
-        kind.
+        """Send the parameters, logprob ids, token counts and biases of requests that are new in their slots, in one
+        message of each kind, and record their biases.
         """
         params, counts, biases, logprob_ids = [], [], [], []
         for request in requests:
@@ -128,13 +128,13 @@ class SlotRows:
         self._runner.set_biases(biases)
 
     def _bias_row(self, request: Request, bias: TokenBias, forbidden: Forbidden) -> np.ndarray:
-        """Return the bias row f32[V] that forbids `forbidden`, and record it as the one on the devices."""
+        """Return the bias row f32[V] that forbids `forbidden`, and record it as the row that the devices have."""
         self._biases[self.number(request)] = _SlotBias(request, bias, forbidden)
         return bias.row(forbidden)
 
     def _forbidden(self, request: Request, bias: TokenBias) -> Forbidden:
-        """Return which stop tokens and bad-word ends are forbidden to the token that the step being
-        dispatched samples.
+        """Return which stop tokens and ends of bad words are forbidden for the token that the step being dispatched
+        samples.
         """
         slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
         sampling = int(slots.num_computed[slot] >= slots.num_fed[slot])

@@ -22,7 +22,8 @@ PAGE_STATES = ("free", "cached", "active", "shared")
 
 
 def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
-    """Return the engine's status: times in seconds, sizes in bytes, usage as a share of 1.
+    """Return the engine's status as JSON values, with the entries of its extensions: times in seconds, sizes in bytes,
+    usage as a share of 1.
 
     A percentile is None while nothing has been observed.
     """
@@ -84,7 +85,7 @@ def page_map(scheduler: Scheduler) -> dict[str, Any]:
     cell = np.arange(len(states)) // per_cell
     counts = np.bincount(cell * len(PAGE_STATES) + states, minlength=num_cells * len(PAGE_STATES))
     counts = counts.reshape(num_cells, len(PAGE_STATES))
-    # The last of equals: argmax over the states from the most used one down.
+    # Of equal counts the last state: argmax over the states in reverse order.
     most = len(PAGE_STATES) - 1 - counts[:, ::-1].argmax(axis=1)
     return {
         "num_pages": len(states),
@@ -97,10 +98,10 @@ def page_map(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
-    """Return sizes in bytes: the planned parts for the device with the least room, `budget`, `device` (its total), and
-    `in_use`, which a device of the first pipeline stage holds now.
+    """Return sizes in bytes: the planned parts of the device with the least free memory, "budget", "device" (its
+    total), and "in_use", which a device of the first pipeline stage uses now.
 
-    `counts`: "device", or "process" on a CPU, where `in_use` is the process's memory. `svg`: a picture of the plan.
+    "counts": "device", or "process" on a CPU, where "in_use" is the process's memory. "svg": a picture of the plan.
     """
     plan = engine.runner.plan
     return {
@@ -120,8 +121,8 @@ def _longest_running(scheduler: Scheduler) -> list[Request]:
 
 
 def _running(scheduler: Scheduler, request: Request) -> dict[str, Any]:
-    """Return one running request as a row of the status. num_computed: tokens whose keys and values are computed or
-    being computed; age: seconds since its arrival.
+    """Return one running request as an entry of the status. "num_computed": tokens whose keys and values are computed
+    or being computed. "age": seconds since its arrival.
     """
     slots, slot = scheduler.ranks[request.rank].slots, request.slot
     return {

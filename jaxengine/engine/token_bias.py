@@ -1,9 +1,9 @@
-"""Bias of a request: a row added to its logits that favours tokens or forbids them.
+"""Bias of a request: a row added to its logits that favours or forbids tokens.
 
-logit_bias and allowed_token_ids are constant. min_tokens forbids the stop tokens until enough tokens are out. bad_words
-of several tokens forbid the last one wherever the ones before it have just been generated. All requests of a step wait
-for this: its cost does not grow with the number of stop tokens, and with bad words only with how many lengths they
-have.
+logit_bias and allowed_token_ids are constant. min_tokens forbids the stop tokens until enough tokens have been
+generated. bad_words of several tokens forbid the last token whenever the tokens before it have just been generated. All
+requests of a step wait for this: its cost does not grow with the number of stop tokens, and with bad words only with
+the number of their different lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxengine.scheduler.base.request import Request
 
 
 class Forbidden(NamedTuple):
-    """Tokens forbidden to a request's next token in addition to the constant ones.
+    """Tokens that a request may not generate next, in addition to those of the constant row.
 
     Attributes:
       stops: whether its stop tokens are forbidden.
@@ -34,7 +34,9 @@ class TokenBias:
     """Maker of one request's bias rows."""
 
     def __init__(self, request: Request, vocab_size: int):
-        """Make the constant row from a request's parameters and stop token ids. vocab_size: V."""
+        """Compute the constant row from a request's parameters, and index its bad words of several tokens. vocab_size:
+        V.
+        """
         params = request.params
         row = np.zeros(vocab_size, np.float32)
         if params.allowed_token_ids is not None:
@@ -53,9 +55,9 @@ class TokenBias:
         self._head_lengths = sorted({len(head) for head in ends})
 
     def forbidden(self, num_output: int, output: np.ndarray) -> Forbidden:
-        """Return which tokens are forbidden to the next token, beyond the constant row.
+        """Return which tokens are forbidden for the next token, beyond the constant row.
 
-        num_output: number of output tokens so far; `output`, i32[n]: their ids, which may lack the last ones unless the
+        num_output: number of output tokens so far. output: i32[n], their ids, which may lack the last ones unless the
         request has bad words of several tokens.
         """
         ends = _NO_ENDS
@@ -66,7 +68,9 @@ class TokenBias:
         return Forbidden(num_output < self._min_tokens, ends)
 
     def row(self, forbidden: Forbidden) -> np.ndarray:
-        """Return the row to add to the logits, f32[V]; -inf forbids a token."""
+        """Return a new row f32[V] to add to the logits: the constant row, with -inf for the stop tokens if
+        `forbidden.stops`, and for `forbidden.ends`.
+        """
         row = self._row.copy()
         if forbidden.stops:
             row[self._stop_ids] = -np.inf

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 # Effect of a pause on unfinished requests: they stay as they are, run to their end, or end at once.
 PauseMode = Literal["keep", "wait", "abort"]
 # Treatment of keys and values that earlier weights computed: running requests keep them (keep), or are computed again
-# (recompute, drop). `drop` also frees the cached prefixes at once, which no request finds in any of the modes.
+# (recompute, drop). `drop` also frees the cached prefixes at once; in no mode does a request find them any more.
 KVMode = Literal["keep", "recompute", "drop"]
 Version = int | str
 # Utilities of the engine by which a server pauses it and replaces weights, see
@@ -37,8 +37,9 @@ class WeightUpdate(NamedTuple):
     """Result of a switch to new weights.
 
     Attributes:
-      version: of the new weights.
-      leaves: number of arrays replaced; num_bytes: their size over all devices of this process.
+      version: version of the new weights.
+      leaves: number of arrays replaced.
+      num_bytes: size of these arrays over all devices of this process.
       load_seconds: time to read the weights and send them to the devices, during which steps went on.
       switch_seconds: time of the switch, between two steps.
     """

@@ -1,7 +1,7 @@
-"""Engine's client of the process that computes token masks, which it waits for only in `wait` and `wait_for`.
+"""Client of the process that computes token masks; the engine waits for the process only in `wait` and `wait_for`.
 
 A process that takes too long, or dies, is replaced; the sequence that it worked on fails, and every other grammar is
-compiled again and advanced by the tokens kept here. This module handles tokens and masks, never requests.
+compiled again and advanced by the tokens recorded here. This module handles tokens and masks, never requests.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the process may take to start, to compile a grammar with its first mask, and for one more mask.
 START_SECONDS = 60.0
-COMPILE_SECONDS = 10.0  # twice what trials allow
+COMPILE_SECONDS = 10.0  # twice the limit of trials
 MASK_SECONDS = 1.0
-# Times that a process may end before it is ready, until nobody waits for another one.
+# Processes in a row that may end before they are ready; after that all sequences fail.
 _MAX_STARTS = 2
 
 
@@ -38,8 +38,8 @@ class NextMask(NamedTuple):
         text can only end.
       seconds: time that the mask took; None for one that came with a compilation.
       forced: tokens that must come first, each the only one allowed at its position.
-      guessed: the tokens of `advance`'s guess after the forced ones, as far as they are allowed, each with the mask, in
-        packed int32, of the tokens that may follow it.
+      guessed: (token, mask) for the drafts of `advance` after the forced tokens, as far as they are allowed; the mask,
+        in packed int32, is that of the tokens that may follow the draft.
     """
 
     key: int
@@ -65,14 +65,16 @@ class GrammarFailure(NamedTuple):
 
 @dataclass
 class _Sequence:
-    """Grammar in use, and the state of its sequence.
+    """State of a sequence with a grammar.
 
     Attributes:
-      kind, text, options: the grammar, as of worker_process.compile_grammar.
-      tokens: tokens that it has taken.
-      trace: tokens that it is known to take.
-      opened: whether the present process has compiled it; compiled: whether any process had.
-      awaited: whether a mask is due; guess: tokens guessed with it.
+      kind, text, options: the grammar, as in worker_process.compile_grammar.
+      tokens: tokens of the sequence so far.
+      trace: tokens of which the sequence is known to consist.
+      opened: whether the present process has compiled its grammar.
+      compiled: whether any process has.
+      awaited: whether a mask is due.
+      guess: drafts along which masks are due, too.
       suspect: whether a process ended while it worked on this sequence.
     """
 
@@ -91,7 +93,11 @@ class _Sequence:
 class GrammarWorker:
     """Grammars of running sequences, by keys that the caller chooses and uses once.
 
-    The process starts with the first sequence. It works on one compilation and one mask at a time, each in order.
+    The process starts with the first sequence. It works on one compilation and one mask at a time, each kind in order
+    of arrival.
+
+    Attributes:
+      start: first message to the process.
     """
 
     def __init__(
@@ -103,11 +109,11 @@ class GrammarWorker:
         *,
         looks_ahead: bool = False,
     ):
-        """Store the arguments of the process; start none.
+        """Store the arguments of the process without starting it.
 
-        tokenizer: a tokenizer.json's text; vocab_size: number of the model's tokens; num_words: packed int32 of a mask,
-        32 tokens each; eos_token_ids: ids that end a text, of which those outside the vocabulary are ignored (with none
-        left, every sequence fails); looks_ahead: masks come with the tokens that must follow.
+        tokenizer: text of a tokenizer.json. vocab_size: number of the model's tokens. num_words: packed int32 of a
+        mask, 32 tokens each. eos_token_ids: ids that end a text, of which those outside the vocabulary are ignored
+        (with none left, every sequence fails). looks_ahead: whether masks come with the tokens that must follow.
         """
         inside = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self.start = Start(tokenizer, vocab_size, num_words, inside, looks_ahead)
@@ -119,8 +125,8 @@ class GrammarWorker:
 
     @property
     def process(self) -> WorkerProcess | None:
-        """Return the process that computes masks (to be waited for); a different one after a restart, None while there
-        is none.
+        """Process that computes masks, for callers that wait for its messages; another one after a restart, None while
+        there is none.
         """
         return self._process
 
@@ -131,16 +137,16 @@ class GrammarWorker:
 
     @property
     def awaits(self) -> bool:
-        """Whether `take` would return something, now or later."""
+        """Whether a mask or failure is due, or has come and not been taken."""
         return bool(self._taken) or any(each.awaited for each in self._sequences.values())
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is due or unread, closed sequences included."""
+        """Whether no mask or failure is due or untaken, and the process does no work for closed sequences either."""
         return not self.awaits and (self._process is None or not (self._compiling or self._masking))
 
     def launch(self) -> None:
-        """Start the process, unless it runs, so that the first sequence waits less. Does nothing without an
+        """Start the process if there is none, so that the first sequence waits less. Does nothing without an
         end-of-sequence token.
         """
         if self._process is None and self._has_end:
@@ -149,9 +155,9 @@ class GrammarWorker:
     def open(self, key: int, kind: str, text: str, options: Mapping[str, Any], trace: Sequence[int] = ()) -> None:
         """Start a sequence without waiting; `take` later returns its first mask or a failure.
 
-        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as of
-        worker_process.compile_grammar. trace: tokens that the sequence is known to take; it fails if its grammar does
-        not allow them.
+        key: one that was never used. kind ("json", "regex", "choice", "grammar"), text, options: as in
+        worker_process.compile_grammar. trace: tokens of which the sequence is known to consist; it fails if its grammar
+        does not allow them. Starts the process if there is none.
         """
         self._sequences[key] = _Sequence(kind, text, dict(options), trace=trace)
         if not self._has_end:
@@ -162,9 +168,9 @@ class GrammarWorker:
             self._open(key)
 
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
-        """Record tokens that a sequence, whose mask has come, took; `take` later returns its next mask. Does not wait.
+        """Append tokens to a sequence whose mask has come; `take` later returns its next mask. Does not wait.
 
-        guess: tokens that may follow these; the masks after them are computed with it. Raises KeyError for a sequence
+        guess: drafts that may follow these tokens; masks along them are computed, too. Raises KeyError for a sequence
         that is closed or has failed.
         """
         sequence = self._sequences[key]
@@ -174,12 +180,12 @@ class GrammarWorker:
             self._send_advance(key, list(token_ids))
 
     def close(self, key: int) -> None:
-        """End a sequence; nothing more is recorded of it. Ignores unknown keys."""
+        """End a sequence, whose masks and failures are dropped from now on. Ignores unknown keys."""
         if self._sequences.pop(key, None) is not None and self._process is not None:
             self._send(Close(key))
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most `seconds`, until `take` has something to return and no mask is due, other than first masks of
+        """Wait, at most `seconds`, until `take` has something to return and no mask is due except first masks of
         sequences under compilation.
 
         Returns at once if there is no process.
@@ -192,7 +198,9 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def wait_for(self, keys: Collection[int], seconds: float) -> None:
-        """Wait, at most `seconds`, until nothing is due for any of these sequences, or there is no process."""
+        """Wait, at most `seconds`, until no mask is due for any of these sequences. Returns at once if there is no
+        process.
+        """
         end = time.monotonic() + seconds
         while any(key in self._sequences and self._sequences[key].awaited for key in keys):
             left = end - time.monotonic()
@@ -201,25 +209,25 @@ class GrammarWorker:
             self._select(self._process, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
-        """Return the masks and failures that have come since the last call, of sequences that were open then; does not
-        wait.
+        """Return the masks and failures that have come since the last call, without waiting. Also sends pending
+        messages, and replaces a process that has ended or takes too long.
         """
         self._pump()
         taken, self._taken = self._taken, []
         return taken
 
     def shutdown(self) -> None:
-        """Kill the process; every sequence is forgotten."""
+        """Kill the process and remove all sequences."""
         self._sequences.clear()
         self._kill()
 
     def _select(self, process: WorkerProcess, seconds: float) -> None:
-        """Wait, at most `seconds`, until something can be read from or written to the process, and do so."""
+        """Wait, at most `seconds`, until the process can be read from or written to, and handle its messages."""
         process.wait(seconds)
         self._pump()
 
     def _launch(self) -> None:
-        """Start a process and open all sequences in it."""
+        """Start a process, send it the start message, and open all sequences in it."""
         self._process = WorkerProcess(worker.__name__, worker.Answer)
         self._process.send(self.start)
         self._compiling: collections.deque[int] = collections.deque()
@@ -230,7 +238,9 @@ class GrammarWorker:
             self._open(key)
 
     def _open(self, key: int) -> None:
-        """Have the process compile a sequence's grammar and take the tokens so far; its key is queued as compiling."""
+        """Send the process the order to compile a sequence's grammar and take its tokens so far; append the key to
+        those compiling.
+        """
         sequence = self._sequences[key]
         sequence.opened = False
         if not self._compiling:
@@ -240,7 +250,9 @@ class GrammarWorker:
         self._send(Open(key, sequence.kind, sequence.text, sequence.options, tokens, trace))
 
     def _send_advance(self, key: int, tokens: list[int]) -> None:
-        """Have the process take tokens, and compute the masks after them and after each token of the guess."""
+        """Send the process the order to take tokens and to compute the masks after them and along the drafts; append
+        the key to those waiting for a mask.
+        """
         if not self._masking:
             self._masking_since = time.monotonic()
         self._masking.append(key)
@@ -252,7 +264,7 @@ class GrammarWorker:
         self._process.send(message)
 
     def _pump(self) -> None:
-        """Handle the process's messages and send it what is due, without waiting.
+        """Handle the process's messages and send pending ones, without waiting. Does nothing if there is no process.
 
         Replaces a process that has ended, or that takes too long to start, to compile a grammar or to compute a mask.
         """
@@ -269,8 +281,10 @@ class GrammarWorker:
         self._lose()
 
     def _handle(self, message: worker.Answer) -> None:
-        """Record one answer of the process, Ready, a mask or a failure; a mask that is due, or a failure, is kept for
-        `take`. Answers for closed sequences are dropped. Tokens that came while a grammar was compiled again are sent
+        """Handle one answer of the process: Ready, a mask or a failure. A mask that is due, or a failure, is stored for
+        `take`.
+
+        Answers for closed sequences are dropped. Tokens that were recorded while a grammar was compiled again are sent
         now.
         """
         now = time.monotonic()
@@ -305,10 +319,11 @@ class GrammarWorker:
             self._taken.append(NextMask(message.key, words, seconds, forced, guessed))
 
     def _check(self) -> None:
-        """Replace a process that takes too long to compile or for a mask, and fail the sequence that it worked on.
+        """Replace a process that takes too long to compile or to compute a mask, and fail the sequence that it works
+        on.
 
-        A process that does not start in time is ended and not replaced, and all sequences fail. To be called when all
-        messages of the process have been read.
+        A process that does not start in time is killed and not replaced, and all sequences fail. Must be called when
+        all messages of the process have been read.
         """
         now = time.monotonic()
         if not self._is_ready:
@@ -320,10 +335,10 @@ class GrammarWorker:
             self._replace({self._masking[0]: f"took more than {MASK_SECONDS:g} s for the mask of one token"})
 
     def _lose(self) -> None:
-        """Replace a process that has ended by itself, or was killed by others.
+        """Replace a process that ended without being killed here.
 
-        A sequence on which a process worked when it ended, for the second time, fails. All sequences fail if several
-        processes in a row end before they are ready.
+        A sequence on which a process worked when it ended, for the second time, fails. All sequences fail if two
+        processes in a row end before they are ready, or if the tokenizer cannot be used.
         """
         if not self._is_ready:
             self._num_lost_starts += 1
@@ -340,8 +355,8 @@ class GrammarWorker:
         self._replace(dict.fromkeys(guilty, "twice ended the process that worked on it"))
 
     def _replace(self, guilty: dict[int, str]) -> None:
-        """Kill the process, fail the guilty sequences, given by key with a reason, and start another process if any
-        sequence is left. Keys of closed sequences are ignored.
+        """Kill the process, fail the sequences of `guilty` (key -> reason) with a log line each, and start another
+        process if any sequence is left. Keys of closed sequences are ignored.
         """
         self._kill()
         for key, reason in guilty.items():
@@ -352,7 +367,7 @@ class GrammarWorker:
             self._launch()
 
     def _give_up(self, reason: str) -> None:
-        """Kill the process and fail all sequences with this reason; the next sequence that is opened starts another
+        """Kill the process and fail all sequences with this reason; the next `open` or `launch` starts another
         process.
         """
         self._kill()
@@ -361,7 +376,7 @@ class GrammarWorker:
             self._fail(key, reason)
 
     def _fail(self, key: int, reason: str) -> None:
-        """Forget a sequence and keep its failure, with this reason, for `take`. Raises KeyError for an unknown key."""
+        """Remove a sequence and store its failure, with this reason, for `take`. Raises KeyError for an unknown key."""
         self._taken.append(GrammarFailure(key, self._sequences.pop(key).compiled, reason))
 
     def _kill(self) -> None:

@@ -19,7 +19,7 @@ UNLIMITED = 1 << 62
 
 
 class Vocabulary(Protocol):
-    """Interface of the tokenizer, as far as it is used here: encode returns the token ids of a text, text_bytes the
+    """Protocol of the parts of a tokenizer that are used here: encode returns the token ids of a text, text_bytes the
     UTF-8 bytes that a token stands for.
     """
 
@@ -29,9 +29,9 @@ class Vocabulary(Protocol):
 
 
 class _Words:
-    """Search for consecutive words with anything between them.
+    """Search in a stream of bytes for words that come in this order, with anything between them.
 
-    words: at least one, found in this order; bytes of one may come in several pieces.
+    words: at least one; the bytes of one may come in several pieces.
     """
 
     def __init__(self, words: Sequence[str]):
@@ -39,8 +39,8 @@ class _Words:
         self._tail = b""
 
     def read(self, data: bytes) -> bytes | None:
-        """Read more bytes of the text; return the bytes after the last word once that has been found, None before. Not
-        to be called after that.
+        """Read more bytes of the text; return the bytes after the last word once all words have been found, None
+        before. Must not be called after that.
         """
         text = self._tail + data
         while self._words:
@@ -55,11 +55,11 @@ class _Words:
 
 
 class ReasoningWatch:
-    """Watch over one output whose grammar begins after `reasoning_end`; with `reasoning_begin`, an output need not
-    reason.
+    """Watch over one output whose grammar begins after `reasoning_end`; with `reasoning_begin` (the opening word), an
+    output may also begin with its grammar's text.
 
     Only the tokens of `reasoning_begin` open reasoning, however else their text may be spelt. With a budget, the
-    reasoning is closed when it is used up.
+    reasoning is closed by the budget's closing tokens when it is used up.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
@@ -74,11 +74,11 @@ class ReasoningWatch:
         self._num_read = 0
 
     def gives_way(self, first: np.ndarray | None) -> bool:
-        """Whether the grammar begins at once, because it may itself begin as the opening word does, or cannot hold any
-        text.
+        """Whether the grammar begins at once, because its own text may begin with the first token of the opening word,
+        or cannot hold any text.
 
-        first: its first mask, i32[num_words]; None if it can only end. An opening word that is one token always opens
-        the reasoning. False without an opening word: the output begins inside reasoning.
+        first: the grammar's first mask, i32[num_words]; None if it can only end. An opening word of one token always
+        opens reasoning. False without an opening word: the output begins inside reasoning.
         """
         if not self._begin or (first is not None and len(self._begin) == 1):
             return False
@@ -86,7 +86,9 @@ class ReasoningWatch:
 
     @property
     def num_free(self) -> int:
-        """Return how many of the next tokens may be any token, whatever comes; 0 for a grammar that may begin now."""
+        """How many of the next tokens may be any token, whatever they are, for a grammar of kind FREE (only a limit on
+        reasoning); UNLIMITED without a budget. 0 for other grammars.
+        """
         if not self._is_free:
             return 0
         if self._budget is None:
@@ -94,20 +96,18 @@ class ReasoningWatch:
         return max(0, self._budget.num_tokens - self._num_read) + len(self._begin) - self._num_begun
 
     def forced(self) -> int | None:
-        """Return the only token that may be taken now, the next one of the budget's closing words once the budget is
-        used up; else None.
-        """
+        """Return the only token that may be taken now, the next closing token once the budget is used up; else None."""
         budget = self._budget
         if budget is None or self._num_begun < len(self._begin) or self._num_read < budget.num_tokens:
             return None
         return budget.closing[self._num_read - budget.num_tokens]
 
     def mask(self, first: np.ndarray | None) -> np.ndarray | None:
-        """Return the mask of tokens that may be taken now if none is forced, i32[num_words]; None for all, within the
-        reasoning.
+        """Return the mask of tokens that may be taken now if none is forced, i32[num_words]; None for all tokens,
+        within the reasoning and for a grammar of kind FREE.
 
-        Before the opening word these are the tokens of `first`, the grammar's first mask, and the word's first token;
-        within the word only its next token.
+        first: the grammar's first mask. Before the opening word these are the tokens of `first` and the word's first
+        token; within the word, only its next token.
         """
         if self._is_free or self._num_begun == len(self._begin):
             return None
@@ -121,8 +121,9 @@ class ReasoningWatch:
         """Read the output's next token; return None while the reasoning continues or may begin, else the tokens with
         which the grammar's text begins.
 
-        These are the token itself if it does not open the reasoning, or the text after the end word in it, tokenized
-        anew; () if there is none. token_id: the next token of the output.
+        These are the token itself if it does not open reasoning, or the text after the end word in it, without leading
+        white space and tokenized anew; () if there is none. The closing tokens of a used-up budget end the reasoning,
+        too.
         """
         data = self._vocabulary.text_bytes(token_id)
         if self._num_begun < len(self._begin):
@@ -133,14 +134,14 @@ class ReasoningWatch:
             return None
         if (budget := self._budget) is not None:
             self._num_read += 1
-            if self._num_read > budget.num_tokens:  # the closing words, with which the reasoning ends in any case
+            if self._num_read > budget.num_tokens:  # the closing tokens, which end the reasoning in any case
                 return () if self._num_read == budget.num_tokens + len(budget.closing) else None
             if any(end.read(data) is not None for end in self._budget_ends):
                 self._budget = None
         found = [behind for end in self._ends if (behind := end.read(data)) is not None]
         if not found:
             return None
-        # The last token may go on behind the words; white space there is nobody's.
+        # The last token may continue after the words; white space there belongs to neither part.
         rest = max(found, key=len).decode(errors="replace").lstrip()
         return self._encode(rest) if rest else ()
 
@@ -148,7 +149,7 @@ class ReasoningWatch:
         """Return the token ids of a text without special tokens; () if the tokenizer fails at it."""
         try:
             return self._vocabulary.encode(text, add_special_tokens=False)
-        except RequestError:  # of a tokenizer that fails at the text of its own tokens
+        except RequestError:  # some tokenizers fail at the text of their own tokens
             return ()
 
 

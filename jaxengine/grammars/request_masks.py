@@ -2,11 +2,11 @@
 
 A request waits apart from the queue until its grammar is compiled; from then on each mask is computed in another
 process while the device runs the forward pass before the token that it constrains. A new grammar is tried first;
-grammars that take long to compile are served by a process of their own, so that no other waits for them. A grammar that
-begins after reasoning is compiled like any other, and its first mask kept until then. Where a grammar allows only one
-token, that token and those that must follow are known before they are sampled, and so are their masks. Masks along
-proposed drafts are computed with the mask before them. This module decides what a grammar's end or failure means for
-its request.
+grammars that take long to compile are served by a separate process, so that other requests do not wait for them. A
+grammar that begins after reasoning is compiled like any other, and its first mask kept until then. Where a grammar
+allows only one token, that token and those that must follow are known before they are sampled, and so are their masks.
+Masks along proposed drafts are computed with the mask before them. This module decides what a grammar's end or failure
+means for its request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxengine.scheduler.base.request import FinishReason, Request
 from jaxengine.scheduler.base.token_params import BIAS, FREE
 from jaxengine.workers.process import wait_for_any
 
-# A compilation is slow from here on.
+# Compilations of at least this time are slow.
 _SLOW_SECONDS = 0.25
 
 # (request, tokens of its output) -> the drafts that a step in flight has after these; None if no step has any.
@@ -35,11 +35,12 @@ Guess = Callable[[Request, int], Sequence[int] | None]
 
 
 class MaskEnd(NamedTuple):
-    """Request that its grammar ended.
+    """End of a request that its grammar caused.
 
     Attributes:
       request: the engine's request.
-      reason, stop_reason: finish reason and stop_reason, None for an ordinary end.
+      reason: finish reason.
+      stop_reason: text for the request's stop_reason; None for an ordinary end.
     """
 
     request: Request
@@ -49,14 +50,14 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """Tokens that a request has not sampled yet, as far as its grammar decides them.
+    """What a grammar determines about the tokens that its request has not sampled yet.
 
     Attributes:
       forced: the next tokens, each the only one allowed at its position.
-      words: mask of the tokens that may follow the forced ones, i32[num_words], None for every token.
-      is_end: none may follow the forced ones.
+      words: mask of the tokens that may follow the forced ones, i32[num_words]; None for every token.
+      is_end: whether no token may follow the forced ones.
       guessed: each proposed draft that continues there, with the mask after it.
-      num_free: how many of the next tokens may be any.
+      num_free: how many of the next tokens may be any token.
       taken: tokens that the request has sampled since this became known.
     """
 
@@ -68,14 +69,14 @@ class _Known:
     taken: list[int] = field(default_factory=list)
 
     def covers(self, offset: int) -> bool:
-        """Whether the mask is known for the token that comes `offset` tokens after the request's next one."""
+        """Whether the mask of the token `offset` positions after the request's next one (offset 0) is known."""
         return offset < max(self.num_free, len(self.forced) + (not self.is_end))
 
     def take(self, token_id: int) -> bool:
-        """Advance by the next token that the request got (it is kept in `taken`); return whether the mask after it is
-        known.
+        """Append the next token that the request got to `taken` and advance past it; return whether the mask after it
+        is known.
 
-        If False, this object still describes the position before the token.
+        If False, the other fields still describe the position before the token.
         """
         self.taken.append(token_id)
         if self.forced:
@@ -94,7 +95,7 @@ class MaskEvents:
 
     Attributes:
       ready: requests that may run.
-      ended: requests that are over.
+      ended: requests that their grammars ended.
       refused: requests that could not begin, with the errors for their callers.
     """
 
@@ -104,10 +105,12 @@ class MaskEvents:
 
 
 class RequestMasks:
-    """Masks of all requests with grammars, each from `add` to `drop`.
+    """Token masks of all requests with grammars, each from `add` to `drop`.
 
     Attributes:
-      num_masks, seconds: masks computed apart from compilations, and the sum of the times that they took.
+      worker: process for grammars that compile fast.
+      num_masks, seconds: number of computed masks, except those that come with compilations, and the sum of their
+        times.
     """
 
     def __init__(
@@ -120,11 +123,12 @@ class RequestMasks:
         *,
         looks_ahead: bool = False,
     ):
-        """Store the arguments; start no process yet.
+        """Store the arguments without starting a process.
 
-        vocabulary: tokenizer by which reasoning is detected, needed for grammars with reasoning_end; None: there are
-        none. Other arguments as of GrammarWorker: a tokenizer.json's text, sizes of the vocabulary and of a mask in
-        packed int32, the tokens that end a text, and whether masks come with the tokens that must follow.
+        tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead: arguments of GrammarWorker: a tokenizer.json's
+        text, sizes of the vocabulary and of a mask in packed int32, the tokens that end a text, and whether masks come
+        with the tokens that must follow. vocabulary: tokenizer by which the end of reasoning is detected, required for
+        grammars with reasoning_end.
         """
         self.worker, self._slow = (
             GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead=looks_ahead) for _ in range(2)
@@ -138,13 +142,13 @@ class RequestMasks:
         self._workers: dict[Request, GrammarWorker] = {}
         self._num_tokens: dict[Request, int] = {}
         self._known: dict[Request, _Known] = {}
-        # The drafts that masks were asked for, with the tokens of output in front of them, and of those in flight how
-        # many will not come; None: that depends on what is sampled.
+        # The drafts for which masks were requested, with the number of output tokens before them; and how many of the
+        # drafts in flight will be rejected (None: that depends on what is sampled).
         self._drafts: dict[Request, tuple[int, Sequence[int]]] = {}
         self._surplus: dict[Request, int | None] = {}
         self._vocabulary = vocabulary
         self._watches: dict[Request, ReasoningWatch] = {}
-        # Of the grammars that wait, and those whose time has come since `take`.
+        # First masks of grammars that wait for the end of reasoning, and of those that have begun since `take`.
         self._first_masks: dict[Request, NextMask] = {}
         self._begun: list[NextMask] = []
         # Requests without a grammar that have been added since `take`.
@@ -153,7 +157,7 @@ class RequestMasks:
 
     @property
     def awaits(self) -> bool:
-        """Whether a mask or a compilation is due."""
+        """Whether a mask, a compilation or an event of `take` is due."""
         return bool(self._begun or self._free) or self.worker.awaits or self._slow.awaits or self._trials.awaits
 
     @property
@@ -165,7 +169,7 @@ class RequestMasks:
         """Begin to compute the masks of a request, which must have `params.grammar`, without waiting.
 
         Its grammar is compiled in another process; `take` reports when the request may run, or why it is refused. A
-        FREE one has nothing to compile, and the next `take` reports it.
+        FREE grammar (only a limit on reasoning) needs no compilation, and the next `take` reports its request as ready.
         """
         grammar = request.params.grammar
         assert grammar is not None
@@ -182,10 +186,11 @@ class RequestMasks:
         self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
     def advance(self, request: Request, token_id: int, guess: Guess = lambda request, num_output: None) -> None:
-        """Record a token that a masked, unfinished request got, and start the next mask unless it is known.
+        """Record a token that an unfinished request with a grammar got, and start computing the next mask unless it is
+        known.
 
-        guess: called with the request and its number of output tokens, which returns the drafts that a step in flight
-        has after these, along which masks are computed, too; None for no drafts.
+        guess: function of (request, number of output tokens) that returns the drafts that a step in flight has after
+        these tokens, along which masks are computed, too; None for no drafts.
         """
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
@@ -195,8 +200,8 @@ class RequestMasks:
             self._go_on(request, token_id, guess)
 
     def _look_on(self, request: Request, first: np.ndarray | None) -> None:
-        """Record which tokens may follow for a request that reasons, or is FREE. first: its grammar's first mask; None
-        if FREE.
+        """Record which tokens may follow for a request that reasons, or whose grammar is FREE. first: its grammar's
+        first mask; None if FREE.
         """
         watch = self._watches.get(request)
         if watch is None:
@@ -207,8 +212,8 @@ class RequestMasks:
             self._known[request] = _Known((), watch.mask(first), num_free=watch.num_free)
 
     def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Record a token of a request that reasons: its grammar may begin with this token, or after it; then the
-        request is no longer watched.
+        """Record a token of a request that reasons, and which tokens may follow. If its grammar begins with this token,
+        or after it, the request is no longer watched and its next mask is requested.
 
         guess: as in `advance`, called when the grammar begins.
         """
@@ -231,10 +236,10 @@ class RequestMasks:
             self._begun.append(first)
 
     def _go_on(self, request: Request, token_id: int, guess: Guess) -> None:
-        """Record another token, token_id, of the grammar's text, and start the next mask if it is not known.
+        """Record another token, token_id, of the grammar's text, and request the next mask if it is not known.
 
-        guess: as in `advance`; with drafts the mask is computed in any case. A text that has come to its end is
-        reported by the next `take`.
+        guess: as in `advance`; with drafts, a mask is requested in any case, unless forced tokens remain. The end of
+        the text is reported by the next `take`.
         """
         known = self._known[request]
         is_known = known.take(token_id)
@@ -247,8 +252,8 @@ class RequestMasks:
             self._ask(request, known.taken, drafts)
 
     def _ask(self, request: Request, taken: Sequence[int], drafts: Sequence[int] | None) -> None:
-        """Have the worker compute the next mask, after `taken`, the tokens that it does not have yet, and masks along
-        drafts.
+        """Request the next mask from the worker, after `taken`, the tokens that it does not have yet, and masks along
+        the drafts; until it comes, no mask of the request is known.
         """
         del self._known[request]
         if drafts is not None:
@@ -256,8 +261,8 @@ class RequestMasks:
         self._workers[request].advance(self._keys[request], *taken, guess=drafts or ())
 
     def drop(self, request: Request) -> None:
-        """Release a request's grammar, in the worker that has it or among the trials, and all that is kept of it; do
-        nothing for a request without a grammar.
+        """Remove a request and release its grammar, in its worker or among the trials. Does nothing for a request
+        without a grammar.
         """
         key = self._keys.pop(request, None)
         if key is not None:
@@ -271,8 +276,10 @@ class RequestMasks:
                 worker.close(key)
 
     def row(self, request: Request, num_output: int) -> np.ndarray | None:
-        """Return the mask i32[num_words] of the tokens that the request may take after num_output tokens of output,
-        where it is known (`has`); None for every token. Raises KeyError for a request without a known mask.
+        """Return the mask i32[num_words] of the tokens that the request may take after num_output output tokens; None
+        for every token.
+
+        The mask must be known (`has`). Raises KeyError for a request without any known mask.
         """
         known = self._known[request]
         rest = known.forced[max(0, self._place(request, num_output)) :]
@@ -280,41 +287,43 @@ class RequestMasks:
 
     def rows(self, request: Request, width: int) -> list[np.ndarray]:
         """Return the masks i32[num_words] of the request's positions in a step, at most `width`: after its output, and
-        after each of the drafts there. The last one allows nothing if it is not known.
+        after each of its drafts in the step. The last mask allows nothing if it is not known.
 
-        Also records how many of the drafts cannot come, for `has`. Raises KeyError for a request without a mask.
+        Also records how many of the drafts will be rejected in any case, for `has`. Raises KeyError for a request
+        without a known mask.
         """
         known = self._known[request]
         masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
         asked, drafts = self._drafts.get(request, (-1, ()))
         self._surplus[request] = None
-        if asked != self._num_tokens[request]:  # of other drafts
+        if asked != self._num_tokens[request]:  # the masks are along other drafts
             return [*masks[: width - 1], self._nothing]
         pairs = zip(known.forced, drafts, strict=False)
         agree = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        if agree < len(known.forced):  # where it goes on as it must, and not as the drafts do
-            # A bias may forbid what must come, and so end the request.
+        if agree < len(known.forced):  # the forced tokens differ from the drafts
+            # A bias may forbid a forced token, and so end the request.
             self._surplus[request] = None if request.params.features & BIAS else width - 1 - agree
             return masks[: agree + 1]
         masks += [words for _, words in known.guessed]
         return masks if len(masks) > len(drafts) else [*masks, self._nothing]
 
     def has(self, request: Request, num_output: int) -> bool:
-        """Whether the mask after num_output tokens is known, so that `row` can return it. Tokens of the output may
-        still be under computation if the grammar forces them.
+        """Whether the mask after num_output output tokens is known, so that `row` can return it. The last of these
+        tokens may still be under computation if the grammar forces them.
         """
         if (known := self._known.get(request)) is None or self._surplus.get(request, 0) is None:
             return False
-        # Bad words of several tokens have a say in what may be taken, and that is known token by token.
+        # Bad words of several tokens also restrict tokens, and depend on each token before.
         place = self._place(request, num_output)
         return known.covers(place) and not (place and request.params.has_long_bad_words)
 
     def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
-        """Return the tokens, at most `most`, that must follow num_output tokens of output, as far as the masks after
-        them are known: tokens that a step can be given before they are sampled.
+        """Return the tokens, at most `most`, that must follow num_output output tokens, as far as the masks after them
+        are known: tokens that a step can compute before they are sampled.
 
-        None if proposed drafts may follow there: nothing is forced, or nothing known. () if neither may: the request
-        reasons, is FREE, has bad words of several tokens, or the text ends after the one token that is forced.
+        None if proposed drafts may follow there: no token is forced, or no mask is known. () if neither forced tokens
+        nor drafts may follow: the request reasons, is FREE, has bad words of several tokens, or the text ends after the
+        one forced token.
         """
         if request.params.has_long_bad_words or request in self._watches or _is_free(request):
             return ()
@@ -325,36 +334,38 @@ class RequestMasks:
         return rest[: min(most, len(rest) - known.is_end)] if rest else None
 
     def _place(self, request: Request, num_output: int) -> int:
-        """Return how many tokens an output of num_output tokens has beyond those recorded for the request, without
-        drafts that will not be verified.
+        """Return the number of tokens by which num_output exceeds the tokens recorded for the request, not counting
+        drafts that will be rejected.
         """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 
     def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
-        """Wait, at most `seconds`, until the next mask or the failure of each of these requests is known."""
+        """Wait, at most `seconds`, until no mask is due for any of these requests. requests: a collection, iterated
+        twice.
+        """
         end = time.monotonic() + seconds
         for worker in (self.worker, self._slow):
             keys = [self._keys[request] for request in requests if self._workers.get(request) is worker]
             worker.wait_for(keys, end - time.monotonic())
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most `seconds`, until `take` may have something to return; at once if it has."""
+        """Wait, at most `seconds`, until `take` may have something to return; return at once if it has."""
         workers = (self.worker, self._slow)
         processes = [worker.process for worker in workers if worker.process is not None] + self._trials.processes
         if not (self._begun or self._free or self._trials.has_news) and not any(worker.has_news for worker in workers):
             wait_for_any(processes, seconds)
 
     def shutdown(self) -> None:
-        """Kill the processes. Requests stay until they are dropped."""
+        """Kill the processes. Requests stay registered until they are dropped."""
         for each in (self._trials, self.worker, self._slow):
             each.shutdown()
 
     def take(self) -> MaskEvents:
-        """Return what has become known since the last call, of requests that were not dropped; does not wait.
+        """Return what has become known since the last call about requests that were not dropped; does not wait.
 
-        ready: a mask has come, or the request is FREE; ended: the grammar allows nothing more (an error before
-        min_tokens) or fails; refused: the grammar cannot be used. Opens the grammars that have passed their trial, and
-        counts masks and their seconds.
+        ready: a mask has come, or the grammar is FREE. ended: the grammar allows nothing more (an error before
+        min_tokens) or has failed. refused: the grammar cannot be used. Also opens the grammars that have passed their
+        trial, and counts masks and their seconds.
         """
         free, self._free = self._free, []
         events = MaskEvents([request for request in free if request in self._keys], [], [])
@@ -396,7 +407,9 @@ class RequestMasks:
         return words
 
     def _news(self) -> Iterator[NextMask | GrammarFailure]:
-        """Yield the masks and failures that have come, and open the grammars whose trials have ended."""
+        """Yield the masks and failures that have come, and open the grammars that have passed their trials in a worker,
+        by the time that their compilation took.
+        """
         for key, reason, seconds in self._trials.take():
             if reason is not None:
                 yield GrammarFailure(key, False, reason)
@@ -412,8 +425,8 @@ class RequestMasks:
         yield from self._slow.take()
 
     def _trace(self, request: Request) -> Sequence[int]:
-        """Return the tokens that a request decodes in any case and its grammar must allow: those after
-        its reasoning.
+        """Return the tokens of trace_decode_token_ids that a request's grammar must allow: all, or those after its
+        reasoning; () if the reasoning does not end.
         """
         grammar, trace = request.params.grammar, request.params.trace_decode_token_ids
         assert grammar is not None
@@ -427,7 +440,9 @@ class RequestMasks:
         return ()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
-        """Add a failed request to `events`: as ended if it has run, else as refused."""
+        """Add a failed request to `events`: as ended if its grammar was compiled, so that it has run, else as
+        refused.
+        """
         message = f"structured_outputs cannot be used: {failure.reason}"
         if failure.compiled:
             events.ended.append(MaskEnd(request, FinishReason.ERROR, message))
@@ -436,6 +451,6 @@ class RequestMasks:
 
 
 def _is_free(request: Request) -> bool:
-    """Whether the request has no grammar, only a limit on its reasoning."""
+    """Whether the request has a grammar of kind FREE: no constraint, only a limit on its reasoning."""
     grammar = request.params.grammar
     return grammar is not None and grammar.kind == FREE

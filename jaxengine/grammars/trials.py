@@ -1,8 +1,8 @@
-"""Trials of grammars that nobody has compiled yet, apart from grammars in use, with clients taking turns.
+"""Trials of grammars that have not been compiled yet, apart from grammars in use, with clients served in turn.
 
-A grammar that takes too long is killed with a process that holds no other's, and its verdict is remembered, so that the
-next request with it is refused, or served, at once. There are two processes, of which one client gets one: a client
-that sends many slow grammars delays only itself.
+A grammar that takes too long is killed together with its process, which holds no other grammar, and its verdict is
+recorded, so that the next request with it is refused, or served, at once. There are two processes, and a client gets
+only one at a time: a client that sends many slow grammars delays only itself.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TRIAL_SECONDS = 5.0  # to compile a grammar, with its first mask
 NUM_PROCESSES = 2
 _START_SECONDS = 60.0
 _MAX_REMEMBERED = 4096
-# A machine that was busy may be so no longer.
+# Refusals expire, since the machine may only have been busy.
 _FORGIVEN_SECONDS = 600.0
 
 
 class Verdict(NamedTuple):
-    """Verdict about a key's grammar.
+    """Result of the trial of a key's grammar.
 
     Attributes:
       key: as given to `GrammarTrials.add`.
       reason: why the grammar cannot be used; None if it can.
-      seconds: how long it takes to compile.
+      seconds: time that its compilation took.
     """
 
     key: int
@@ -62,13 +62,13 @@ class _Candidate:
 
 @dataclass
 class _Trial:
-    """Process for trials.
+    """Process for trials, and the grammar that it tries.
 
     Attributes:
       process: the process.
-      since: time.monotonic when the trial began, or the process if it is not ready.
+      since: time.monotonic seconds at which the trial began, or the process's start until it is ready.
       is_ready: whether it has read the tokenizer.
-      client: whose grammar it tries.
+      client: client whose grammar it tries.
       candidate: the grammar that it tries; None when it is idle.
     """
 
@@ -84,20 +84,20 @@ class GrammarTrials:
     """Queue of grammars to be tried (compiled within limits) in separate processes before they are used.
 
     Attributes:
-      start: first message to a process for trials, as to the process that serves grammars.
+      start: first message to a process for trials, the same as to the process that serves grammars.
     """
 
     start: Start
     # By digest of a grammar: (reason, seconds) of its verdict, and time.monotonic of the verdict.
     _known: OrderedDict[bytes, tuple[str | None, float, float]] = field(default_factory=OrderedDict)
-    # By client; the one whose turn is next comes first.
+    # Waiting grammars by client, in the order of the clients' turns.
     _waiting: OrderedDict[str, deque[_Candidate]] = field(default_factory=OrderedDict)
     _trials: list[_Trial] = field(default_factory=list)
     _verdicts: list[Verdict] = field(default_factory=list)
 
     @property
     def awaits(self) -> bool:
-        """Whether `take` would return something, now or later."""
+        """Whether a verdict is due, or known and not taken."""
         return bool(self._verdicts or self._waiting) or any(trial.candidate for trial in self._trials)
 
     @property
@@ -107,14 +107,14 @@ class GrammarTrials:
 
     @property
     def processes(self) -> list[WorkerProcess]:
-        """Return the processes that are trying a grammar."""
+        """Processes that are trying a grammar now."""
         return [trial.process for trial in self._trials if trial.candidate]
 
     def add(self, key: int, client: str, kind: str, text: str, options: Mapping[str, Any]) -> None:
         """Queue a grammar for trial in the client's turn, without waiting; `take` returns the verdict, at once if it is
-        known. A client's equal grammars are tried once.
+        known. Equal grammars of a client that wait are tried once.
 
-        key: the caller's, used once. kind, text, options: as of worker_process.compile_grammar.
+        key: chosen by the caller, used once. kind, text, options: as in worker_process.compile_grammar.
         """
         digest = hashlib.sha256(repr((kind, text, sorted(options.items()))).encode("utf-8", "surrogatepass")).digest()
         if self._judge([key], digest):
@@ -128,7 +128,7 @@ class GrammarTrials:
         self._begin()
 
     def drop(self, key: int) -> None:
-        """Forget a key; a trial for it alone still runs to its end."""
+        """Remove a key with its verdict; a trial that runs only for it continues to its end."""
         for candidates in self._waiting.values():
             for candidate in candidates:
                 if key in candidate.keys:
@@ -147,7 +147,7 @@ class GrammarTrials:
         return verdicts
 
     def shutdown(self) -> None:
-        """Kill the processes; every key is forgotten, verdicts on grammars are remembered."""
+        """Kill the processes and remove every key; verdicts on grammars are kept."""
         for trial in self._trials:
             trial.process.kill()
         self._trials.clear()
@@ -155,9 +155,10 @@ class GrammarTrials:
         self._verdicts.clear()
 
     def _begin(self) -> None:
-        """Begin the next trials, one per client, until all processes are busy or no other client waits.
+        """Begin the next trials, one per client, until all processes are busy or no client without a running trial
+        waits.
 
-        A grammar whose verdict has become known meanwhile gets that, without a trial.
+        A grammar whose verdict has become known meanwhile gets it without a trial, and one without keys is dropped.
         """
         while True:
             busy = {trial.client for trial in self._trials if trial.candidate}
@@ -166,14 +167,14 @@ class GrammarTrials:
                 return
             candidates = self._waiting.pop(client)
             candidate = candidates.popleft()
-            if candidates:  # after all others
+            if candidates:  # behind all other clients
                 self._waiting[client] = candidates
             if candidate.keys and not self._judge(candidate.keys, candidate.digest):
                 self._try(client, candidate)
 
     def _try(self, client: str, candidate: _Candidate) -> None:
-        """Begin to compile a candidate's grammar, in an idle process or a new one, for `client`, which has no other
-        meanwhile.
+        """Begin to compile a candidate's grammar for `client`, which must have no running trial, in an idle process or
+        a new one.
         """
         trial = next((each for each in self._trials if each.candidate is None), None)
         if trial is None:
@@ -186,9 +187,9 @@ class GrammarTrials:
         trial.process.send(candidate.message)
 
     def _look_after(self, trial: _Trial) -> None:
-        """Handle the messages of a trial's process, and remember the verdict on its grammar.
+        """Handle the messages of a trial's process, and record the verdict on its grammar.
 
-        Ends a process that takes too long to start or to compile, and one without a grammar if none waits and there is
+        Ends a process that takes too long to start or to compile, and an idle one if no grammar waits and there is
         another process.
         """
         messages, alive = trial.process.receive()
@@ -209,7 +210,8 @@ class GrammarTrials:
             self._end(trial)
 
     def _lose(self, trial: _Trial, reason: str | None = None) -> None:
-        """End a trial whose process has ended by itself, or is to end for `reason`, and decide about its grammar.
+        """End a trial whose process has ended by itself (reason None), or is to be killed for `reason`, and decide
+        about its grammar.
 
         The grammar is refused for the reason, or if a process has ended at it for the second time; otherwise it is
         tried again. If the process has never been ready, the verdict is that the grammar can be used.
@@ -218,7 +220,7 @@ class GrammarTrials:
         candidate = trial.candidate
         if candidate is None:
             return
-        if not trial.is_ready:  # the process that serves does not start either, and says why
+        if not trial.is_ready:  # the process that serves grammars does not start either, and reports why
             self._verdicts += [Verdict(key, None, 0.0) for key in candidate.keys]
             return
         candidate.attempts += 1
@@ -230,13 +232,15 @@ class GrammarTrials:
         self._learn(candidate, reason, time.monotonic() - trial.since)
 
     def _end(self, trial: _Trial) -> None:
-        """Kill a trial's process, and keep the trial no longer."""
+        """Kill a trial's process, and remove the trial."""
         trial.process.kill()
         self._trials.remove(trial)
 
     def _learn(self, candidate: _Candidate, reason: str | None, seconds: float) -> None:
-        """Remember the verdict on a candidate's grammar: the reason against it, None for none, and the seconds it took;
-        give it to the keys that wait for it. Of more than _MAX_REMEMBERED the oldest is forgotten.
+        """Record the verdict on a candidate's grammar, and report it to the keys that wait for it.
+
+        reason: why it cannot be used; None if it can. seconds: time that it took. Of more than _MAX_REMEMBERED verdicts
+        the oldest is removed.
         """
         self._known[candidate.digest] = reason, seconds, time.monotonic()
         if len(self._known) > _MAX_REMEMBERED:
@@ -244,8 +248,8 @@ class GrammarTrials:
         self._verdicts += [Verdict(key, reason, seconds) for key in candidate.keys]
 
     def _judge(self, keys: list[int], digest: bytes) -> bool:
-        """Give these keys the verdict on their grammar (`digest`) if that is known; return whether it is. A refusal
-        older than _FORGIVEN_SECONDS is forgotten.
+        """Report the verdict on the grammar `digest` to these keys if it is known; return whether it is. A refusal
+        older than _FORGIVEN_SECONDS is removed and counts as unknown.
         """
         if digest not in self._known:
             return False

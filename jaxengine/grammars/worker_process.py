@@ -1,8 +1,8 @@
 """Process that compiles grammars and computes token masks with llguidance; it may be killed at any time.
 
-Started by `grammar_worker` and by `trials`; ends with its parent, whatever it is computing. One thread reads, one
-compiles grammars one at a time and computes first masks, the main one computes the other masks, so that a slow
-compilation delays no running request. llguidance holds no lock of Python's while it works.
+Started by `grammar_worker` and by `trials`; ends with its parent, whatever it is computing. One thread reads messages,
+one compiles grammars one at a time and computes first masks, the main one computes the other masks, so that a slow
+compilation delays no running request. llguidance does not hold Python's global lock while it works.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import msgspec
 
 from jaxengine.workers.connection import Connection
 
-# What a matcher may use up before llguidance gives up on it: the library's own limits where they are left out.
+# Resources that a matcher may use before llguidance gives up: the library's defaults where none is given here.
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _MAX_MEMORY_BYTES = 8 << 30
-# Compiled grammars that are kept for the next request with the same one.
+# Number of compiled grammars that are kept for later requests with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
-# How far a mask looks ahead where only one token may follow, or a guess, and for how long, of the thread's own time,
-# until nobody waits for a mask any more: well below what a step waits. Slow masks are not for looking ahead.
+# How many tokens a mask looks ahead where only one token, or a draft, may follow, and for how many seconds of the
+# thread's processor time in a row: far less than a step waits. After a mask that took _QUICK_SECONDS it does not.
 _MAX_AHEAD, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
-# Words of the library's, which no caller can follow, and ours. The second is of a schema that refers to itself alone.
+# Phrases in the library's messages, and clearer ones. The second is for a schema that only refers to itself.
 _WORDS = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "anyOf, or lenient, is",
     "NoExtensionBias": "no text can fit it",
@@ -51,7 +51,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
       vocab_size: number of the model's tokens.
       num_words: packed int32 (little-endian) of a mask, a bit for each token.
       eos_token_ids: tokens that may end a text.
-      looks_ahead: masks come with the tokens that must follow.
+      looks_ahead: whether masks come with the tokens that must follow.
     """
 
     tokenizer: str
@@ -62,13 +62,13 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """Message: compile a grammar, take `tokens`, and return the mask of the next one.
+    """Message that has the process compile a grammar, take `tokens`, and answer with the mask of the next token.
 
     Attributes:
       key: of the sequence, in later messages and answers.
-      kind, text, options: as of `compile_grammar`.
+      kind, text, options: arguments of `compile_grammar`.
       tokens: taken before the mask.
-      trace: tokens that the text is known to consist of.
+      trace: tokens of which the text is known to consist; the answer is Failed if the grammar does not allow them.
     """
 
     key: int
@@ -80,11 +80,11 @@ class Open(msgspec.Struct, tag=True, array_like=True):
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True):
-    """Message: take more tokens and return the mask of the next one.
+    """Message that has the process take more tokens and answer with the mask of the next token.
 
     Attributes:
       key: of the sequence.
-      tokens: the tokens that it has taken since the last message.
+      tokens: the sequence's tokens since the last message.
       guess: proposed drafts that may follow these.
     """
 
@@ -100,19 +100,19 @@ class Close(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """Answer: the tokenizer has been read."""
+    """Answer that the tokenizer has been read."""
 
 
 class Mask(msgspec.Struct, tag=True, array_like=True):
-    """Answer: the tokens that a sequence may take next.
+    """Answer with the tokens that a sequence may take next.
 
     Attributes:
       key: of the sequence.
       opened: whether this answers an Open.
-      num_tokens: tokens that it has taken, after which `forced` come.
+      num_tokens: number of the sequence's tokens, which `forced` follow.
       forced: tokens that must follow, each the only one allowed at its position.
       words: mask of the tokens allowed after `forced`; empty, with nothing forced, if the grammar can only end there.
-      guessed: if `forced` are the first proposed drafts, the masks after each further one that is allowed.
+      guessed: if `forced` are the first proposed drafts, the masks after each further draft that is allowed.
       seconds: time that it took.
     """
 
@@ -126,9 +126,8 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """Answer: the grammar of sequence `key` cannot be used, or no longer, for this `reason`; the sequence is closed.
-
-    opened: whether this answers an Open.
+    """Answer that the grammar of sequence `key` cannot be used, or no longer, for this `reason`; the sequence is
+    closed. opened: whether this answers an Open.
     """
 
     key: int
@@ -141,16 +140,16 @@ Answer = Ready | Mask | Failed
 
 
 class GrammarError(ValueError):
-    """Raised for a grammar that cannot be used; the message says why."""
+    """Error for a grammar that cannot be used; the message says why."""
 
 
 def compile_grammar(kind: str, text: str, options: Any) -> str:
-    """Translate a constraint of StructuredOutputsParams to llguidance's notation; errors in it show only in its
-    matcher.
+    """Return a constraint of StructuredOutputsParams in llguidance's notation; other errors in it show only in
+    llguidance's matcher.
 
-    kind "json": text is a schema, options are llguidance's for it, unused by the others; "regex"; "choice": a JSON list
-    of strings; "grammar", and any other: Lark or GBNF. Raises ValueError for a "choice" that is no JSON and for GBNF
-    that cannot be parsed; TypeError for a "choice" that is no list of strings.
+    kind "json": text is a schema, options are llguidance's for it, unused by the others. "regex": a regular expression.
+    "choice": a JSON list of strings. "grammar", and any other: Lark or GBNF. Raises ValueError for a "choice" that is
+    not JSON and for GBNF that cannot be parsed; TypeError for a "choice" that is not a list of strings.
     """
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
@@ -162,19 +161,19 @@ def compile_grammar(kind: str, text: str, options: Any) -> str:
 
 
 class Matchers:
-    """Matchers of the open sequences, by key. `open` belongs to one thread, `advance` to another; any may call `expect`
-    and `close`.
+    """Matchers of the open sequences, by key. `open` belongs to one thread, `advance` to another; any thread may call
+    `expect` and `close`.
     """
 
     def __init__(self, start: Start):
-        """Read the tokenizer of `start`; no sequence is open. Raises an error of llguidance for one that cannot be
+        """Read the tokenizer of `start`; no sequence is open. Raises llguidance's error for a tokenizer that cannot be
         used.
         """
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 start.tokenizer, n_vocab=start.vocab_size, eos_token=start.eos_token_ids
             )
-        except ValueError:  # a tokenizer that knows more tokens than the model
+        except ValueError:  # a tokenizer that has more tokens than the model
             self._tokenizer = llguidance.LLTokenizer(start.tokenizer, eos_token=start.eos_token_ids)
         self._num_bytes = 4 * start.num_words
         self._inside = (1 << start.vocab_size) - 1
@@ -186,21 +185,21 @@ class Matchers:
         self._lock = threading.Lock()
 
     def expect(self, key: int) -> None:
-        """Announce a sequence that will be opened, unless it is closed before."""
+        """Register a sequence that will be opened, unless it is closed before."""
         with self._lock:
             self._expected.add(key)
 
     def close(self, key: int) -> None:
-        """Forget a sequence."""
+        """Remove a sequence, opened or expected. Ignores unknown keys."""
         with self._lock:
             self._expected.discard(key)
             self._matchers.pop(key, None)
 
     def open(self, message: Open) -> Mask | Failed:
-        """Compile a sequence's grammar, unless a recent one was the same, and compute the first mask, after
-        message.tokens. A failed sequence is closed.
+        """Compile a sequence's grammar, unless it is cached, and return the first mask, after message.tokens.
 
-        Returns Failed if the grammar cannot be used or does not allow the trace, or the sequence has been closed.
+        Returns Failed, and closes the sequence, if the grammar cannot be used, does not allow the trace or the tokens,
+        or the sequence has been closed.
         """
         start = time.perf_counter()
         try:
@@ -218,12 +217,12 @@ class Matchers:
         return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
-        """Take message.tokens and compute the next mask, with looks_ahead also the tokens that must follow and the
-        masks along message.guess. Returns Failed, and closes the sequence, if the grammar does not allow the tokens or
-        the sequence has been closed.
+        """Take message.tokens and return the next mask, with looks_ahead also the tokens that must follow and the masks
+        along message.guess.
 
-        others_wait: other messages were waiting when the last one was answered, so that looking ahead gets no more
-        time.
+        others_wait: whether other messages were waiting when the last one was answered; looking ahead then gets no new
+        time. Returns Failed, and closes the sequence, if the grammar does not allow the tokens or the sequence has been
+        closed.
         """
         start, begin = time.perf_counter(), time.thread_time()
         if not others_wait:
@@ -253,23 +252,25 @@ class Matchers:
         return Failed(key, opened, reason[:_MAX_REASON])
 
     def _compile(self, message: Open) -> llguidance.LLMatcher:
-        """Return the matcher of the message's grammar at its beginning, to be copied, compiled unless it is among the
-        last 16. Raises ValueError for one that cannot be used.
+        """Return the matcher of the message's grammar in its initial state, for the caller to copy. It is compiled
+        unless it is among the last _MAX_CACHED grammars.
+
+        Raises ValueError for a grammar that cannot be used.
         """
         name = repr((message.kind, message.text, message.options))
         matcher = self._cached.pop(name, None)
         if matcher is None:
             grammar = compile_grammar(message.kind, message.text, message.options)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-            self._next(matcher, [])  # what the first mask builds is shared by all copies
+            self._next(matcher, [])  # all copies share what the first mask builds
         self._cached[name] = matcher
         if len(self._cached) > _MAX_CACHED:
             self._cached.popitem(last=False)
         return matcher
 
     def _next(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> bytes:
-        """Take `tokens`, and return the mask after them, a bit for each token id in little-endian bytes; b"" if the
-        text can only end.
+        """Advance the matcher by `tokens`, and return the mask after them, a bit for each token id in little-endian
+        bytes; b"" if the text can only end.
 
         Raises GrammarError if the grammar does not allow these tokens, or no token may follow.
         """
@@ -287,12 +288,12 @@ class Matchers:
     def _look_ahead(
         self, matcher: llguidance.LLMatcher, words: bytes, guess: list[int]
     ) -> tuple[list[int], bytes, list[bytes]]:
-        """Return the tokens that must follow a mask, each the only one that the mask at its position allows, the mask
-        after them, and the masks after further proposed drafts.
+        """Return the tokens that must follow, each the only one that the mask at its position allows, the mask after
+        them, and the masks after further proposed drafts.
 
-        words: the mask at the matcher's position; guess: drafts that may follow from there. At most _MAX_AHEAD tokens,
-        and no longer than the time that is left for it. The matcher stays at its position: a failure ahead is reported
-        only when the matcher gets there.
+        words: the mask at the matcher's position. guess: drafts that may follow from there. Looks at most _MAX_AHEAD
+        tokens ahead, and no longer than the remaining time, which this reduces. The matcher stays at its position: a
+        failure ahead is reported only when the matcher gets there.
         """
         run, masks, num_forced = list[int](), [words], 0
         matcher_ahead, begin = None, time.thread_time()
@@ -309,18 +310,18 @@ class Matchers:
                 words = self._next(matcher_ahead, [token])
             except ValueError:
                 break
-            if not (words or is_forced):  # the text may end there, which is to be chosen
+            if not (words or is_forced):  # the text may end there, which the sampler must choose
                 break
             run.append(token)
             masks.append(words)
             num_forced += is_forced
-        self._ahead_seconds -= time.thread_time() - begin  # of what failed, too
+        self._ahead_seconds -= time.thread_time() - begin  # failed attempts count, too
         return run[:num_forced], masks[num_forced], masks[num_forced + 1 :]
 
 
 def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
-    """Raise GrammarError if a matcher at the beginning, which stays there, does not allow a text that begins with the
-    tokens `trace`.
+    """Raise GrammarError if a matcher in its initial state does not allow a text that begins with the tokens `trace`.
+    The matcher is not changed.
     """
     if trace and (count := matcher.deep_copy().try_consume_tokens(trace)) < len(trace):
         problem = f"it does not allow token {trace[count]} of trace_decode_token_ids after {count} tokens of its text"
@@ -328,29 +329,30 @@ def _check_trace(matcher: llguidance.LLMatcher, trace: list[int]) -> None:
 
 
 def _only(words: bytes) -> int | None:
-    """Return the id of the token that a mask (bits, little-endian) allows if it is only one; None for several, and for
-    none.
-    """
+    """Return the id of the only token that a mask (bits, little-endian) allows; None if it allows several or none."""
     allowed = int.from_bytes(words, "little")
     return allowed.bit_length() - 1 if allowed and not allowed & (allowed - 1) else None
 
 
 def _allows(words: bytes, token_id: int) -> bool:
-    """Whether the mask `words` in little-endian bytes allows token_id; False beyond its end."""
+    """Whether the mask `words` (bits, little-endian) allows token_id; False for a token beyond its end."""
     return token_id // 8 < len(words) and words[token_id // 8] >> token_id % 8 & 1 > 0
 
 
 def _be_nice(thread: int, value: int) -> None:
-    """Set the priority (niceness) of a thread, given by its native id, to `value`, on Linux alone; a thread that has
-    ended is ignored. Raises OSError if the system refuses.
+    """Set the niceness (19 is the lowest priority) of a thread, given by its native id, to `value` on Linux; do nothing
+    elsewhere and for a thread that has ended.
+
+    Raises OSError if the system refuses.
     """
-    if sys.platform == "linux":  # where threads have priorities of their own
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+    if sys.platform == "linux":  # where each thread has its own priority
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.setpriority(os.PRIO_PROCESS, thread, value)
 
 
 def main() -> None:
-    """Serve the parent process until the connection ends, which ends the process, as does an error of a thread.
+    """Serve the parent process until the connection ends, which ends the process with status 1, as does an error of a
+    thread.
 
     The first message is a Start, answered with Ready. Sends Failed with key -1, and returns, if the tokenizer cannot be
     used.
@@ -367,7 +369,7 @@ def main() -> None:
     connection.send(Ready())
 
     def read() -> None:
-        """Pass the parent's messages to the threads that answer them; end the process with the connection."""
+        """Pass the parent's messages to the threads that answer them; end the process when the connection ends."""
         try:
             for message in messages:
                 if isinstance(message, Open):
@@ -381,8 +383,8 @@ def main() -> None:
             os._exit(1)
 
     def compile_one(message: Open) -> None:
-        """Compile the message's grammar and send its first mask or failure, in a thread of less priority. An error ends
-        the process.
+        """Compile the message's grammar and send its first mask or failure, in a thread of lower priority. An error
+        ends the process.
         """
         try:
             _be_nice(threading.get_native_id(), _NICE)
@@ -392,11 +394,11 @@ def main() -> None:
 
     def compile_all() -> None:
         """Take grammars from the queue without end and compile them one at a time; one that takes long continues with
-        still less priority.
+        still lower priority.
         """
         try:
             while True:
-                # Of its own, because a thread cannot have its priority back.
+                # A new thread for each, because a thread cannot raise its priority again.
                 thread = threading.Thread(target=compile_one, args=(compilations.get(),), daemon=True)
                 thread.start()
                 thread.join(_LONG_SECONDS)

@@ -1,6 +1,6 @@
 """Embeddings that a request passes instead of an image, read from array files and never unpickled.
 
-Row width and further needs of the model family are checked when the prompt is assembled.
+The row width and the grid that a model family needs are checked when the prompt is assembled.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Embeds:
 
 
 def given_embeds(value: Any) -> GivenEmbeds | None:
-    """Recognise embeddings in place of an image; None for anything else.
+    """Return a value as GivenEmbeds if it is embeddings in place of an image; None for anything else.
 
-    They are a floating-point array [rows, E], a dict with "image_embeds" and perhaps "image_grid_thw", or a result of
-    read_embeds. What the dict contains is not checked.
+    Embeddings are a floating-point array [rows, E], a dict with "image_embeds" and perhaps "image_grid_thw", or an
+    Embeds. The content of the dict is not checked.
     """
     if isinstance(value, Embeds):
         return GivenEmbeds(value.values, value.grid)
@@ -71,7 +71,7 @@ def given_embeds(value: Any) -> GivenEmbeds | None:
 
 
 def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
-    """Read and check embeddings; files and base64 are decoded.
+    """Decode (files and base64) and check embeddings, and return them as f32.
 
     Raises MediaError for more than options.max_media_bytes, for anything but one array [rows, E] of float32, float16 or
     bfloat16 with finite numbers, and for a grid that is not three whole numbers of at least 1.
@@ -88,8 +88,9 @@ def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
 
 
 def decoded(data: Any, most: int) -> bytes:
-    """Return a file given as bytes or as base64. Raises MediaError for anything else, invalid base64, or more than
-    `most` bytes.
+    """Return the bytes of a file given as bytes or as base64 text.
+
+    Raises MediaError for anything else, invalid base64, and more than `most` bytes.
     """
     if not isinstance(data, (str, bytes)):
         raise MediaError(f"is a {type(data).__name__}; allowed is base64 of {_FORMS}, or in Python an array")
@@ -105,8 +106,10 @@ def decoded(data: Any, most: int) -> bytes:
 
 
 def _read_file(data: bytes) -> np.ndarray:
-    """Read the only array of a .npy or safetensors file; bfloat16 becomes float32. data: the file's bytes. Raises
-    MediaError for other files, pickles among them, other dtypes, several tensors, and another shape than [rows, E].
+    """Return the only array, [rows, E], of a .npy or safetensors file; bfloat16 becomes float32. data: bytes of the
+    file.
+
+    Raises MediaError for other files, pickles among them, other dtypes, several tensors, and another shape.
     """
     if data.startswith(b"\x93NUMPY"):
         return _read_npy(data)
@@ -128,8 +131,10 @@ def _read_file(data: bytes) -> np.ndarray:
 
 
 def _read_npy(data: bytes) -> np.ndarray:
-    """Read an array [rows, E], of any dtype without objects, from the bytes of a .npy file without unpickling. A view
-    of `data`. Raises MediaError for an array of objects, other versions and shapes, and damaged files.
+    """Return the array [rows, E] in the bytes of a .npy file, without unpickling: a view of `data`, of any dtype
+    without objects.
+
+    Raises MediaError for an array of objects, other versions and shapes, and damaged files.
     """
     file = io.BytesIO(data)
     try:
@@ -138,7 +143,7 @@ def _read_npy(data: bytes) -> np.ndarray:
             raise MediaError(f"is a .npy of version {version}; allowed are 1.0, 2.0 and 3.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, by_columns, dtype = read(file)
-        # The header may claim more data than there is: no memory is allocated by it.
+        # The header may claim more data than there is, so its shape does not allocate memory.
         values = None if dtype.hasobject else np.frombuffer(data, dtype, offset=file.tell())
     except MediaError:
         raise
@@ -152,7 +157,7 @@ def _read_npy(data: bytes) -> np.ndarray:
 def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal["C", "F"] = "C") -> np.ndarray:
     """Return `values`, [n], in the shape [rows, E] that the file claims.
 
-    name: of the file's type, for errors; order: C if they are stored row by row, F by columns. Raises MediaError for
+    name: the file's type, for errors. order: "C" if they are stored row by row, "F" by columns. Raises MediaError for
     another number of dimensions, an empty array, and a shape that does not have n elements.
     """
     if len(shape) != 2 or 0 in shape:
@@ -164,7 +169,9 @@ def _shaped(values: np.ndarray, shape: Sequence[int], name: str, order: Literal[
 
 
 def _read_grid(grid: Any) -> tuple[int, int, int] | None:
-    """Return a grid, given as three whole numbers from 1 to 65,535; None for None. Raises MediaError for others."""
+    """Return a grid, given as a list, tuple or array of three whole numbers from 1 to 65,535, as a tuple; None for
+    None. Raises MediaError for other values.
+    """
     if grid is None:
         return None
     listed = grid.reshape(-1).tolist() if isinstance(grid, np.ndarray) else grid

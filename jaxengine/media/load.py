@@ -1,7 +1,7 @@
 """Fetches, decodes and preprocesses the images, videos and sounds of a prompt on threads, off the event loop.
 
 Limits how many are processed at once per process, and how many may wait. Clients take turns (turns.py): none of them
-has more than half of the threads or of the places in the queue.
+has more than half of the threads or of the waiting parts.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class MediaLoader:
         self._num_waiting: Counter[str | None] = Counter()
 
     async def load(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """Load the parts of one prompt; return a list by modality, in the order of the parts, without empty ones.
+        """Load the parts of one prompt; return lists of loaded items by modality, in the order of the parts, without
+        empty ones.
 
-        Embeddings are read to embeds.Embeds. Raises RequestError for the first part that cannot be used,
-        OverloadedError if too many parts are waiting. If it fails or is cancelled, parts that have not begun are
-        dropped.
+        Embeddings become embeds.Embeds. Raises RequestError for the first part that cannot be used, OverloadedError if
+        too many parts are waiting. If it fails or is cancelled, parts that have not begun are dropped.
         """
         owner = OWNER.get()
         self._check_room(owner, len(parts))
@@ -68,7 +68,7 @@ class MediaLoader:
         loop = asyncio.get_running_loop()
         futures = self._submit(parts)
         for future in futures:
-            # Counted until it has run: a caller that leaves does not stop a running thread.
+            # Counted until it has run: cancellation does not stop a running thread.
             future.add_done_callback(lambda _: _on_loop(loop, lambda: self._count_done(owner)))
         try:
             return _by_modality(parts, [await asyncio.wrap_future(future) for future in futures])
@@ -76,14 +76,17 @@ class MediaLoader:
             _cancel(futures)
 
     async def process(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call `function`, which preprocesses a prompt's images and videos, on a thread; return or raise what it does.
-        It waits for its turn, however many wait before it.
+        """Call `function(*args)`, which preprocesses a prompt's media, on a thread; return its result or raise its
+        exception. Waits for a thread, however many calls are queued.
         """
         return await asyncio.wrap_future(self._processors.submit(function, *args))
 
     def load_now(self, parts: Sequence[MediaPart]) -> MultiModalData:
-        """Load the parts of one prompt like `load`, for a caller without an event loop; the number of waiting parts is
-        not limited. Blocks. Raises RequestError for the first part that cannot be used.
+        """Load the parts of one prompt; return lists of loaded items by modality, in the order of the parts, without
+        empty ones.
+
+        For a caller without an event loop: blocks, and the number of waiting parts is not limited. Raises RequestError
+        for the first part that cannot be used.
         """
         futures = self._submit(parts)
         try:
@@ -92,16 +95,16 @@ class MediaLoader:
             _cancel(futures)
 
     def _check_room(self, owner: str | None, count: int) -> None:
-        """Raise OverloadedError if `count` more parts of a client cannot wait. A prompt by itself may have any number
-        of them.
+        """Raise OverloadedError if `count` more parts of a client may not wait.
 
-        owner: the client; None for all without one.
+        That is so if the client has waiting parts and would exceed its share with these, and if all clients, each
+        counted with at most its share, would exceed _MAX_WAITING. owner: the client; None for all requests without one.
         """
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:
             whose = "" if owner is None else " of this client"
             raise OverloadedError(f"{own} images, videos and sounds{whose} wait to be read; try again later")
-        # Nobody takes more than a share from the others, however many parts one prompt has.
+        # However many parts one prompt has, a client counts with at most its share.
         others = sum(
             min(waiting, share_of(each, _MAX_WAITING)) for each, waiting in self._num_waiting.items() if each != owner
         )
@@ -109,13 +112,15 @@ class MediaLoader:
             raise OverloadedError(f"{others + own} images, videos and sounds wait to be read; try again later")
 
     def _count_done(self, owner: str | None) -> None:
-        """Count one part of a client (`owner`, None for all without one) less as waiting."""
+        """Subtract one from a client's waiting parts. owner: the client; None for all requests without one."""
         self._num_waiting[owner] -= 1
         if not self._num_waiting[owner]:
             del self._num_waiting[owner]
 
     def _submit(self, parts: Sequence[MediaPart]) -> list[Future[Any]]:
-        """Queue the parts of one prompt, which share its budgets; return a future of each loaded item."""
+        """Queue the parts of one prompt, which share its budgets, on the threads; return a future of each loaded
+        item.
+        """
         budget = PixelBudget(self._options.max_media_pixels), SecondsBudget(self._options.max_audio_seconds)
         return [
             self._fetchers.submit(self._fetch, part, budget)
@@ -125,8 +130,10 @@ class MediaLoader:
         ]
 
     def _fetch(self, part: MediaPart, budget: _Budget) -> Any:
-        """Fetch the address of a part, have another thread decode the content, and wait for it. budget: of the prompt.
-        Raises RequestError.
+        """Fetch the address of a part, have a decoder thread decode the content, wait for it and return the item.
+        budget: of the prompt.
+
+        Raises RequestError, which names the part, for media that cannot be used.
         """
         try:
             data = fetch(part.source, self._options)
@@ -135,8 +142,10 @@ class MediaLoader:
         return self._decoders.submit(self._read, part, data, budget).result()
 
     def _read(self, part: MediaPart, source: Any, budget: _Budget) -> Any:
-        """Decode `source`, the part's own or what was fetched from it; an address (data:, file:) is read first. budget:
-        of the prompt. Raises RequestError, which names the part, for media that cannot be used.
+        """Decode a part and return the item. source: the part's source, or the bytes fetched from it; an address
+        (data:, file:) is read first. budget: of the prompt.
+
+        Raises RequestError, which names the part, for media that cannot be used.
         """
         try:
             if isinstance(source, str):
@@ -153,14 +162,12 @@ class MediaLoader:
 
 
 def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list[MediaPart]:
-    """Read the media in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list, "audio":
-    likewise}.
+    """Return the media in a prompt's multi_modal_data, {"image": one or a list, "video": one or a list, "audio": one or
+    a list}, as parts.
 
     Each is an address, or a value for read_image, read_video or read_sound; a list of images under "video" is one
-    video. An image may also be given as embeddings, see given_embeds.
-
-    param: field of the request that holds `data`, for errors. A value of None gives no part. Raises RequestError for
-    other keys, and for what is not a dict.
+    video. An image may also be given as embeddings, see given_embeds. A value of None gives no part. param: field of
+    the request that contains `data`, for errors. Raises RequestError for other keys, and for anything but a dict.
     """
     if not isinstance(data, Mapping):
         raise RequestError(f"{param} must be a dict of {', '.join(_ALL)}, got {show_value(data)}", param=param)
@@ -183,12 +190,12 @@ def _is_images(value: Any) -> bool:
 
 
 def _is_sounds(value: Any) -> bool:
-    """Whether the value is a list of sounds, rather than a list of samples."""
+    """Whether the value is a list of sounds (also an empty list), rather than a list of samples."""
     return isinstance(value, list) and not (value and isinstance(value[0], (int, float)))
 
 
 def _is_videos(value: Any) -> bool:
-    """Whether the value is a list of videos, rather than a list of frames of one video."""
+    """Whether the value is a list of videos (also an empty list), rather than a list of frames of one video."""
     if not isinstance(value, list) or not value:
         return isinstance(value, list)
     first = value[0]
@@ -199,8 +206,8 @@ _IS_LIST: dict[str, Callable[[Any], bool]] = {IMAGE: _is_images, VIDEO: _is_vide
 
 
 def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalData:
-    """Group loaded items (`read`), one for each part, by modality, in the order of the parts; modalities without items
-    are left out.
+    """Return loaded items grouped by modality, in the order of the parts; modalities without items are left out. read:
+    an item for each part.
     """
     data: MultiModalData = {}
     for modality in _ALL:
@@ -210,7 +217,7 @@ def _by_modality(parts: Sequence[MediaPart], read: Sequence[Any]) -> MultiModalD
 
 
 def _cancel(futures: Sequence[Future[Any]]) -> None:
-    """Cancel the futures of parts for which nobody waits any more; those that run or are done are not affected."""
+    """Cancel the futures of a prompt's parts; those that run or are done are not affected."""
     for future in futures:
         future.cancel()
 

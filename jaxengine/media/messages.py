@@ -12,7 +12,7 @@ from jaxengine.media.parts import MediaModel, MediaPart, collect_media
 
 
 class MediaReader:
-    """Collector and loader of the media in messages.
+    """Collector and loader of the media in chat messages.
 
     model: the model's media capabilities; None for a text-only model. options: limits.
     """
@@ -23,26 +23,27 @@ class MediaReader:
 
     @cached_property
     def loader(self) -> MediaLoader:
-        """Return the thread pools, started on first use."""
+        """Thread pools that load media, started on first use."""
         return MediaLoader(self._options)
 
     @property
     def placeholder(self) -> Callable[[str], str] | None:
-        """Return the function from a modality to the text that stands for an item in chat templates that take only
-        text; None for a text-only model.
+        """Function from a modality to the text that stands for an item in chat templates that take only text; None for
+        a text-only model.
         """
         return None if self._model is None else self._model.placeholder
 
     def collect(self, messages: Any) -> tuple[Any, list[MediaPart]]:
-        """Take media out of chat messages; returns (messages for a chat template, media in order), as
-        parts.collect_media. Raises RequestError.
+        """Take media out of chat messages; return (messages for a chat template, media in order). Nothing is loaded.
+
+        Raises RequestError for media that cannot be used, see parts.collect_media.
         """
         return collect_media(messages, self._model, self._options)
 
     def read(self, messages: Any) -> tuple[Any, MultiModalData]:
-        """Return messages for a chat template, and the loaded images and videos that they contained.
+        """Return (messages for a chat template, loaded media by modality); {} if the messages have no media.
 
-        Blocks until they are loaded, which may take seconds. Raises RequestError as `collect` and load_now do.
+        Blocks until they are loaded, which may take seconds. Raises RequestError for media that cannot be used.
         """
         messages, parts = self.collect(messages)
         return messages, self.loader.load_now(parts) if parts else {}

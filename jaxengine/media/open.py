@@ -16,10 +16,11 @@ from jaxengine.models.config.readers.overrides import overridden
 def open_processor(
     path: Path, model: ModelConfig, overrides: Mapping[str, Any] | None = None, tokenizer: Any = None
 ) -> MediaProcessor | None:
-    """Return the media processor of the model at `path`; None for a model without a vision tower.
+    """Return the media processor of the model at `path`; None for a model without a tower.
 
-    overrides: hf_overrides, laid over config.json; None for none. tokenizer: the model's Tokenizer; None without one,
-    which some families refuse. Raises ModelFileError or ModelConfigError.
+    overrides: hf_overrides, which replace fields of config.json; None for none. tokenizer: the model's Tokenizer; None
+    without one, which some families refuse. Raises ModelFileError or ModelConfigError for missing or invalid files and
+    settings.
     """
     if model.tower is None:
         return None

@@ -20,16 +20,16 @@ from jaxengine.scheduler.base.errors import RequestError, show_value
 ROLES = ("user", "system", "developer", "tool")
 _DETAILS = ("auto", "low", "high", "original")
 _TEXTS = ("text", "refusal", "input_text", "output_text")
-# Values of a sound's `format`; the file's first bytes say what it is.
+# Allowed values of a sound's `format`, which is otherwise ignored: the file's first bytes determine its type.
 _FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "mp4", "m4a", "aac", "webm")
 
 
 class MediaModel(Protocol):
-    """Media capabilities of a model."""
+    """Protocol of the media capabilities of a model."""
 
     @property
     def modalities(self) -> Collection[str]:
-        """Return the modalities that the model takes: "image", "video", "audio"."""
+        """Modalities that the model takes, of "image", "video" and "audio"."""
         ...
 
     def placeholder(self, modality: str) -> str:
@@ -55,7 +55,7 @@ class MediaPart:
     param: str = "messages"
 
     def refusal(self, error: MediaError) -> RequestError:
-        """Return the error to raise for this part, which names it."""
+        """Return the RequestError, with the part's path, for a MediaError of this part."""
         return RequestError(f"{self.where} {error}", param=self.param)
 
 
@@ -71,9 +71,10 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
     """Take media out of chat messages; return (messages for a chat template, media in order).
 
     Args:
-      messages: of a request, unchecked. What is not a message, and text parts, are left as they are.
+      messages: of a request, unchecked. Text parts, and anything that is not a message, are returned unchanged.
       model: the model's media capabilities; None for a text-only model.
-      options: limits of their number and sources.
+      options: limits of the number and the sources of media.
+
     A part is one of
       {"type": "image_url", "image_url": {"url": ..., "detail": ...} or the address},
       {"type": "input_image", "image_url": the address, "detail": ...},
@@ -85,8 +86,8 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
       {"type": "audio_url", "audio_url": {"url": ...} or the address}, {"type": "audio", "audio": or "url": ...}.
     A value that is not an address can only come from Python, and is one for read_image, read_video or read_sound.
 
-    Raises RequestError for a part that cannot be used, before anything is fetched, and for one of another type, such as
-    a file; messages without media to a text-only model are not checked for these.
+    Raises RequestError, before anything is fetched, for a part that cannot be used, and for a part of an unknown type,
+    such as a file; the latter is not checked in messages without media to a text-only model.
     """
     parts: list[MediaPart] = []
     if not isinstance(messages, (list, tuple)):
@@ -112,10 +113,10 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
 
 
 def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, parts: list[MediaPart]) -> list[Any]:
-    """Return a message's content for a template, media as {"type": modality}, and append its media to `parts`.
+    """Return a message's content for a template, with media as {"type": modality}, and append its media to `parts`.
 
-    where: name of the content in errors; a PlacedPart has a name of its own. Raises RequestError for media in a role
-    that may have none or with a `uuid`, and for a part of an unknown type or form.
+    where: path of the content for errors; a PlacedPart has its own path. Raises RequestError for media in a role that
+    may have none or with a `uuid`, and for a part of an unknown type or form.
     """
     _check_types(content, where)
     kept: list[Any] = []
@@ -139,9 +140,9 @@ def _collect(message: Mapping[str, Any], content: Sequence[Any], where: str, par
 
 
 def _check_types(content: Sequence[Any], where: str) -> None:
-    """Raise RequestError for a part of a message's content of a type that no model here takes, such as a file.
+    """Raise RequestError for a part of a message's content whose type no model here takes, such as a file.
 
-    where: path of the content in the request, for the message. Parts that are no mappings, or whose type is no text,
+    where: path of the content in the request, for the message. Parts that are not mappings, or whose type is not text,
     are not checked.
     """
     for number, part in enumerate(content):
@@ -152,10 +153,10 @@ def _check_types(content: Sequence[Any], where: str) -> None:
 
 
 def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: MediaOptions) -> None:
-    """Raise RequestError for a part that the model does not take, for embeddings unless options.enable_mm_embeds, and
-    for more parts of a modality than limit_mm_per_prompt.
+    """Raise RequestError for a part of a modality that the model does not take, for embeddings unless
+    options.enable_mm_embeds, and for more parts of a modality than limit_mm_per_prompt.
 
-    model: None for a text-only model, which takes none.
+    model: None for a text-only model, which takes no media.
     """
     taken = () if model is None else model.modalities
     for part in parts:
@@ -186,17 +187,20 @@ def _reader_of(part: Any) -> Callable[[Mapping[str, Any], str, str], _Read] | No
 
 
 def _image_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read an image by address, "image_url"; return (modality, key, source). Raises RequestError for another form or an
-    invalid detail. where: path of the part, param: field of the request, both for errors.
+    """Return (modality, key, source) of an image given by its address, "image_url".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form or an
+    invalid detail.
     """
     _check_detail(part, where, param)
     return IMAGE, "image_url", _address(part, "image_url", where, param)
 
 
 def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read an image of the Responses API by "image_url"; return (modality, key, source). Raises RequestError for
-    another form, an invalid detail, and if file_id is given. where: path of the part, param: field of the request, for
-    errors.
+    """Return (modality, key, source) of an image of the Responses API, given by its address, "image_url".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form, an
+    invalid detail, and if file_id is given.
     """
     if part.get("file_id") is not None:
         text = f"{where}.file_id is given, but this server keeps no files; give the image as image_url"
@@ -205,15 +209,19 @@ def _input_image(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a video by address, "video_url"; return (modality, key, source). Raises RequestError for another form.
-    where: path of the part, param: field of the request, for errors.
+    """Return (modality, key, source) of a video given by its address, "video_url".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form or an
+    invalid detail.
     """
     return VIDEO, "video_url", _address(part, "video_url", where, param)
 
 
 def _image(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read an image by "source" (Anthropic's), "image" or "url"; return (modality, key, source). Raises RequestError
-    for another form, none or several. where: path of the part, param: field of the request, for errors.
+    """Return (modality, key, source) of an image given by "source" (Anthropic's form), "image" or "url".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form of
+    "source", and without it unless exactly one of the others is given.
     """
     if part.get("source") is not None:
         return IMAGE, "source", _anthropic(part["source"], f"{where}.source", param)
@@ -221,15 +229,17 @@ def _image(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _image_pil(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read an image given as an object, "image_pil"; return (modality, key, source). Raises RequestError without one.
-    where: path of the part, param: field of the request, for errors.
+    """Return (modality, key, source) of an image given as an object, "image_pil".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError if it is missing.
     """
     return IMAGE, *_object(part, ("image_pil",), where, param)
 
 
 def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read "image_embeds", unchecked; return (modality, key, GivenEmbeds). Raises RequestError without them. where:
-    path of the part, param: field of the request, for errors.
+    """Return (modality, key, GivenEmbeds) of an image given as "image_embeds", unchecked.
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError if they are missing.
     """
     value = part.get(EMBEDS)
     if value is None:
@@ -238,22 +248,27 @@ def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _video(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a video by "video" or "url"; return (modality, key, source). Raises RequestError for none or both. where:
-    path of the part, param: field of the request, for errors.
+    """Return (modality, key, source) of a video given by "video" or "url".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for none or both.
     """
     return VIDEO, *_object(part, ("video", "url"), where, param)
 
 
 def _audio_url(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a sound by address, "audio_url"; return (modality, key, source). Raises RequestError for another form.
-    where: path of the part, param: field of the request, for errors.
+    """Return (modality, key, source) of a sound given by its address, "audio_url".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form or an
+    invalid detail.
     """
     return AUDIO, "audio_url", _address(part, "audio_url", where, param)
 
 
 def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a sound in base64, which becomes a data URL; return (modality, key, source). Raises RequestError for another
-    form, and a format that is not in _FORMATS. where: path of the part, param: field of the request, for errors.
+    """Return (modality, key, source) of a sound given in base64, whose source becomes a data URL.
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for another form, and for
+    a format that is not in _FORMATS.
     """
     given = part.get("input_audio")
     data = given.get("data") if isinstance(given, Mapping) else None
@@ -267,8 +282,9 @@ def _input_audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
 
 
 def _audio(part: Mapping[str, Any], where: str, param: str) -> _Read:
-    """Read a sound by "audio" or "url"; return (modality, key, source). Raises RequestError for none or both. where:
-    path of the part, param: field of the request, for errors.
+    """Return (modality, key, source) of a sound given by "audio" or "url".
+
+    where: path of the part, param: field of the request, both for errors. Raises RequestError for none or both.
     """
     return AUDIO, *_object(part, ("audio", "url"), where, param)
 
@@ -288,11 +304,10 @@ _READERS = {
 
 
 def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
-    """Return the address in an OpenAI part, given in an object or as text. Raises RequestError for another form, and
-    for an invalid detail.
+    """Return the address in an OpenAI part, given as text or in an object's "url".
 
-    part: of a message. key: its field with the address. where: path of the part for errors. param: field of the
-    request.
+    part: of a message. key: the part's field with the address. where: path of the part for errors. param: field of the
+    request. Raises RequestError for another form, and for an invalid detail in the object.
     """
     value = part.get(key)
     if isinstance(value, Mapping):
@@ -307,7 +322,7 @@ def _address(part: Mapping[str, Any], key: str, where: str, param: str) -> str:
 def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
     """Raise RequestError for an invalid `detail` in `holder`. Valid ones are ignored, as no model here uses them.
 
-    where: path of `holder` in the request; param: the request's field; both for the error.
+    where: path of `holder` in the request, param: the request's field, both for the error.
     """
     if (detail := holder.get("detail")) is not None and detail not in _DETAILS:
         text = f"{where}.detail is {show_value(detail)}; allowed: {', '.join(_DETAILS)}"
@@ -315,7 +330,7 @@ def _check_detail(holder: Mapping[str, Any], where: str, param: str) -> None:
 
 
 def _anthropic(source: Any, where: str, param: str) -> str:
-    """Return the address of an Anthropic source; base64 data becomes a data URL without a media type.
+    """Return the address in an Anthropic source; base64 data becomes a data URL without a media type.
 
     where: path of the source for errors. param: field of the request. Raises RequestError for any other source.
     """
@@ -330,9 +345,10 @@ def _anthropic(source: Any, where: str, param: str) -> str:
 
 
 def _object(part: Mapping[str, Any], keys: Sequence[str], where: str, param: str) -> tuple[str, Any]:
-    """Return the one key of `keys` that is given, with its value. Raises RequestError for none or several.
+    """Return the one key of `keys` that a part has, with its value. where: path of the part for errors. param: field of
+    the request.
 
-    part: of a message; where: its path for errors; param: field of the request.
+    Raises RequestError if it has none or several.
     """
     given = [key for key in keys if part.get(key) is not None]
     if len(given) != 1:

@@ -42,10 +42,11 @@ from jaxengine.models.config.model_config import ModelConfig
 def llava_or_pixtral(
     folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
 ) -> MediaProcessor:
-    """Return the processor of a LLaVA checkpoint by its vision tower: Pixtral's takes images of any aspect ratio.
+    """Return the processor of a LLaVA checkpoint: a PixtralProcessor if its vision tower is Pixtral's, which takes
+    images of any aspect ratio, else a LlavaProcessor.
 
-    folder: of the checkpoint; config_json: content of its config.json; tokenizer: None without one. Raises
-    ModelFileError, ModelConfigError.
+    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
+    ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
     kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
     return kind(folder, config_json, model_config, tokenizer)
@@ -107,10 +108,11 @@ def processor_for(
     Args:
       folder: of the checkpoint, with its processors' settings.
       config_json: content of its config.json.
+      model_config: of the model, with its towers.
       tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer; None without one, in which case prompts are token
         ids.
-    Raises ModelFileError for invalid settings, ModelConfigError for an invalid configuration. model_config: of the
-    model, with its towers.
+
+    Raises ModelFileError for invalid settings, ModelConfigError for an invalid configuration.
     """
     if model_config.tower is None:
         return None

@@ -1,4 +1,4 @@
-"""Parser of complete outputs: reasoning first, then tool calls in the rest."""
+"""Parser of outputs with both reasoning and tool calls: reasoning first, then tool calls in the rest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from jaxengine.parsers.scan.markers import Marker
 
 
 class MessageParser:
-    """Combination of a reasoning and a tool parser; either is None for a model that writes no reasoning, or calls no
-    tools.
+    """Combination of a reasoning parser and a tool parser. Either is None for a model that writes no reasoning, or
+    calls no tools.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: OutputParser | None):
@@ -17,7 +17,9 @@ class MessageParser:
         self._late_end: LateEnd | None = None
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. Without parsers all is content."""
+        """Read a piece of the output; return the events that are certain by now. Without parsers all text is
+        content.
+        """
         events: list[Event] = [ContentDelta(text)] if text else []
         if self._reasoning is not None:
             events = self._reasoning.feed(text)
@@ -33,7 +35,9 @@ class MessageParser:
         return events
 
     def _call_tools(self, events: list[Event]) -> list[Event]:
-        """Return these events, with what the tool parser, if there is one, makes of the content among them."""
+        """Return these events with their content replaced by the events that the tool parser makes of it; unchanged
+        without a tool parser. Begins the search for a late end word if a call has ended the reasoning.
+        """
         if self._reasoning is not None and self._reasoning.late_ends and self._late_end is None:
             self._late_end = LateEnd(self._reasoning.late_ends)
         if self._tools is None:
@@ -50,7 +54,7 @@ class MessageParser:
         """Return the events with a late end word removed from content, if a call has ended the reasoning.
 
         Content that may begin the word, and white space that may go with it, are held back for a later call; the former
-        no longer than until an event that is not content.
+        only until an event that is not content.
         """
         if self._late_end is None:
             return events
@@ -63,8 +67,8 @@ class MessageParser:
 
 
 class LateEnd:
-    """Filter that removes the first word that ends reasoning from the content after a call that ended the reasoning
-    already.
+    """Filter that removes a late end word: the first word that ends reasoning, in the content after a call that has
+    ended the reasoning already.
 
     White space around the word is removed with it if nothing else precedes the word.
     """
@@ -77,7 +81,7 @@ class LateEnd:
     def read(self, text: str) -> str:
         """Read a piece of content; return the content that is certain by now, without the word.
 
-        Text that may begin the word, and white space that may go with it, are held.
+        Text that may begin the word, and white space that may go with it, are held back.
         """
         if self._end is None:
             return self._released(text)
@@ -91,13 +95,15 @@ class LateEnd:
         return plain + self._released(text[at:])
 
     def take(self) -> str:
-        """Return held text that is not the beginning of the word after all, and hold it no longer; white space before
-        other content stays held.
+        """Return text that was held back as a possible beginning of the word, and hold it no longer; white space before
+        other content stays held back. "" after the word.
         """
         return "" if self._end is None else self._released(self._end.take())
 
     def _released(self, text: str) -> str:
-        """Return a text that follows held white space; white space alone is held until other content follows."""
+        """Return the white space held back and `text` after it; only white space is held back, and "" returned, until
+        other content follows.
+        """
         if self._space is None:
             return text
         self._space.append(text)

@@ -52,11 +52,12 @@ class ToolFormat:
       grammar: yields rules for calls, with the top rule `calls`; raises ValueError for functions that the format cannot
         call. None: calls are separate from the answer, and only the answer is constrained by a grammar.
       forced_grammar: yields rules for entire outputs, with the top rule `start`, when a call is required; None: a
-        required call is written as our own JSON.
+        required call is written as JSON of this engine's form.
+      ids: returns an iterator of new call ids.
       starts: yields the beginnings of calls of a function, see CallStarts.words; None: they are not words.
-      typed: the parser needs the functions: values are plain text, whose types are in the schemas, or the call is
-        recognised by a function's name.
-      special_tokens: calls are marked with special tokens, which detokenised text must include.
+      typed: whether the parser needs the functions, because values are plain text, whose types are in the schemas, or
+        because a call is recognised by a function's name.
+      special_tokens: whether calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output, in addition to those of the model's configuration.
       template: words of a chat template, all of which must occur for "auto" to select the format.
     """
@@ -73,17 +74,19 @@ class ToolFormat:
     template: tuple[str, ...] = ()
 
     def open(self, functions: Mapping[str, Schema]) -> OutputParser:
-        """Create a parser for one output, with new ids. functions: schemas of arguments, by function name."""
+        """Return a parser for one output, with new ids. functions: schemas of arguments, by function name."""
         return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
 
     def call_starts(self, functions: Collection[str]) -> CallStarts:
-        """Return the texts with which calls of these functions begin in this format."""
+        """Return the CallStarts of these functions: their names, and the texts with which calls of them begin in this
+        format.
+        """
         words = () if self.starts is None else tuple(words for name in functions for words in self.starts(name))
         return CallStarts(functions, words)
 
 
 class ReasoningFormat(Protocol):
-    """A format of reasoning.
+    """Protocol of a format of reasoning.
 
     Attributes:
       special_tokens, stop_words: see ToolFormat.
@@ -98,30 +101,31 @@ class ReasoningFormat(Protocol):
     def holds_calls(self) -> bool: ...
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Create a parser for one output that follows `prompt`.
+        """Return a parser for one output that follows `prompt`.
 
-        continued: the beginning of the answer, which the output continues; "" for a new answer.
-        calls: what a following parser of the model's own tool calls will find; None: no parser follows, and no call
-        ends reasoning.
+        continued: the beginning of the answer, which the output continues; "" for a new answer. calls: calls that a
+        following parser of the model's own tool calls will find; None: no parser follows, and no call ends reasoning.
         """
         ...
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return the fields of structured_outputs for such an output as in `open`: reasoning_end and, where reasoning
-        is optional, reasoning_begin; {} without reasoning. prompt, continued: as of `open`.
+        """Return the fields of structured_outputs, for an output that follows `prompt` and continues the answer
+        `continued` ("" for a new answer), with which its grammar begins after reasoning: reasoning_end and, where
+        reasoning is optional, reasoning_begin; {} without reasoning.
         """
         ...
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after for such an output as in `open`; None if all of it is the answer.
+        """Return the fields of stop_after, for an output that follows `prompt` and continues the answer `continued` (""
+        for a new answer), which tell where the answer begins; None if all of the output is the answer.
 
-        prompt, continued: as of `open`. calls: whether a parser of the model's own tool calls follows.
+        calls: whether a parser of the model's own tool calls follows.
         """
         ...
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words for such an output as in `open`; None if it has no reasoning to limit.
-        prompt, continued: as of `open`.
+        """Return the fields of thinking_words, for an output that follows `prompt` and continues the answer `continued`
+        ("" for a new answer), with which a budget can limit its reasoning; None if it has no reasoning to limit.
         """
         ...
 
@@ -142,7 +146,9 @@ class ReasoningRow:
 
 
 def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool = False, **fields: Any) -> ToolFormat:
-    """Return the format of calls in a JSON list. begins, end, bare: as of JsonListToolParser; fields: of ToolFormat."""
+    """Return the format of calls in a JSON list. begins, end, bare: arguments of JsonListToolParser. models, fields:
+    fields of ToolFormat.
+    """
     return ToolFormat(
         partial(tool_json_list.JsonListToolParser, begins=begins, end=end, bare=bare),
         models,
@@ -155,8 +161,8 @@ def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool =
 def _other_objects(
     models: str, call: tool_json_list.ListedCall, words: tuple[str, str], template: tuple[str, ...], **fields: Any
 ) -> ToolFormat:
-    """Return the format of calls in a JSON list between two special tokens, whose objects have the form `call`. models,
-    template, fields: as of ToolFormat.
+    """Return the format of calls in a JSON list between two special tokens (`words`), whose objects have the form
+    `call`. models, template, fields: fields of ToolFormat.
     """
     return ToolFormat(
         partial(tool_json_list.JsonListToolParser, begins=words[:1], end=words[1], call=call),
@@ -169,7 +175,7 @@ def _other_objects(
 
 
 def _gemma(models: str, words: tool_gemma.GemmaWords) -> ToolFormat:
-    """Return the format of calls in Gemma's notation with these words. models: as of ToolFormat."""
+    """Return the format of calls in Gemma's notation with these words. models: field of ToolFormat."""
     return ToolFormat(
         partial(tool_gemma.GemmaToolParser, words=words),
         models,
@@ -182,7 +188,7 @@ def _gemma(models: str, words: tool_gemma.GemmaWords) -> ToolFormat:
 
 
 def _section(models: str, words: tool_sections.SectionWords, template: tuple[str, ...]) -> ToolFormat:
-    """Return the format of calls in a section with these words. models, template: as of ToolFormat."""
+    """Return the format of calls in a section with these words. models, template: fields of ToolFormat."""
     return ToolFormat(
         partial(tool_sections.SectionToolParser, words=words),
         models,
@@ -195,7 +201,7 @@ def _section(models: str, words: tool_sections.SectionWords, template: tuple[str
 
 
 def _parameters(models: str, words: tool_parameters.ParameterWords, template: tuple[str, ...]) -> ToolFormat:
-    """Return the format of calls with plain-text arguments and these words. models, template: as of ToolFormat."""
+    """Return the format of calls with plain-text arguments and these words. models, template: fields of ToolFormat."""
     return ToolFormat(
         partial(tool_parameters.ParameterToolParser, words=words),
         models,
@@ -208,8 +214,8 @@ def _parameters(models: str, words: tool_parameters.ParameterWords, template: tu
 
 
 def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fields: Any) -> ToolFormat:
-    """Return the format of calls in Python's notation. words, brackets: as of PythonicToolParser; fields: of
-    ToolFormat.
+    """Return the format of calls in Python's notation. words, brackets: arguments of PythonicToolParser. models,
+    fields: fields of ToolFormat.
     """
     return ToolFormat(
         partial(tool_pythonic.PythonicToolParser, words=words, brackets=brackets),
@@ -221,8 +227,9 @@ def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fiel
 
 
 def _objects(models: str, begin: str, end: str, space: str, key: str = "arguments", **fields: Any) -> ToolFormat:
-    """Return the format of JSON objects between the words `begin` and `end` ("": none). models: as of ToolFormat.
-    space: text inside of the words; key: of the arguments in a forced call; fields: of ToolFormat.
+    """Return the format of JSON objects between the words `begin` and `end` ("": none).
+
+    space: text inside of the words. key: name of the arguments in a forced call. models, fields: fields of ToolFormat.
     """
     return ToolFormat(
         partial(tool_hermes.HermesToolParser, begin=begin, end=end),
@@ -418,15 +425,14 @@ def reasoning_format(name: str | None) -> ReasoningFormat | None:
 
 
 def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:
-    """Raise ConfigError, about `option`, for a name that is neither in `known` nor "auto" nor None."""
+    """Raise ConfigError, which names `option`, for a name that is neither in `known` nor "auto" nor None."""
     if name not in (None, AUTO, *known):
         raise ConfigError(option, name, ", ".join([AUTO, *known]))
 
 
 def by_template(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow], template: str) -> str | None:
-    """Resolve "auto": returns the name of the row all of whose words are in the chat template, or None.
-
-    Of several it is the one with most words.
+    """Return the name of the row that "auto" selects for a chat template, all of whose words are in the template; None
+    if there is none. Of several rows it is the one with the most words.
     """
     fitting = [name for name, row in rows.items() if row.template and all(word in template for word in row.template)]
     return max(fitting, key=lambda name: len(rows[name].template), default=None)

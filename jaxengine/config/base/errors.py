@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# Characters of a value, and of a problem, in a message: a path is shown whole, and no megabyte of text is.
+# Limits, in characters, of a value and of a problem in a message: a path is shown whole, a megabyte of text is not.
 _MOST_SHOWN, _MOST_OF_PROBLEM = 1000, 4000
 
 
 class ConfigError(ValueError):
-    """An option cannot be honoured: its value is not allowed or, if made by `because`, something else prevents it.
+    """Error for an option that cannot be honoured: its value is not allowed or, if made by `because`, something else
+    prevents it.
 
     Attributes:
       param: name of the option.
@@ -23,10 +24,11 @@ class ConfigError(ValueError):
 
     @classmethod
     def because(cls, param: str, problem: str, advice: str) -> ConfigError:
-        """Return an error with a problem that is not a matter of allowed values, such as a missing file or a port in
+        """Return an error for a problem other than a value that is not allowed, such as a missing file or a port in
         use.
 
-        advice: what the user can do about it; it follows the problem in the message.
+        param: name of the option. problem: what is wrong, cut to 4000 characters. advice: what the user can do about
+        it; it follows the problem in the message.
         """
         error = cls.__new__(cls, param, problem, advice)
         ValueError.__init__(error, f"{_cut(problem, _MOST_OF_PROBLEM)}; {advice}")
@@ -35,8 +37,10 @@ class ConfigError(ValueError):
 
 
 def json_object(option: str, value: Any) -> Mapping[str, Any]:
-    """Return the value of an option that is a mapping, or a JSON object as text. Raises ConfigError, which names the
-    option, for others.
+    """Return the value of an option as a mapping. value: a mapping, returned unchanged, or a JSON object as text, which
+    is parsed.
+
+    Raises ConfigError, which names the option, for any other value.
     """
     if isinstance(value, str):
         try:
@@ -49,10 +53,12 @@ def json_object(option: str, value: Any) -> Mapping[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return the representation of a value for a message, without its middle if it is longer than 1000 characters."""
+    """Return the representation of a value for a message, without its middle if it is longer than 1000 characters; its
+    type's name if an integer in it is too long to print.
+    """
     try:
         text = repr(value)
-    except ValueError:  # an int beyond sys.set_int_max_str_digits, here or inside
+    except ValueError:  # the value is, or contains, an int beyond sys.set_int_max_str_digits
         return f"<{type(value).__name__} too long to print>"
     return _cut(text, _MOST_SHOWN)
 

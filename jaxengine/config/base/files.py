@@ -10,15 +10,15 @@ from jaxengine.config.base.errors import ConfigError
 
 
 def named_path(option: str, value: str | os.PathLike[str]) -> Path:
-    """Return the path that an option names, with "~" expanded. Nothing needs to be there.
+    """Return the path that an option names, with "~" expanded. The path need not exist.
 
-    Raises ConfigError, which names the option, for a text that no file here can have as its name: with "~" for a user
-    without a home folder (as a container's may be), with a NUL, or too long.
+    Raises ConfigError, which names the option, for a text that cannot be a file's name: with "~" for a user without a
+    home folder (as a container's may be), with a NUL, or too long.
     """
     try:
         path = Path(value).expanduser()
         os.lstat(path)
-    except OSError as error:  # what else is wrong with a file depends on what it is for
+    except OSError as error:  # whether other problems matter depends on the use of the file
         if error.errno != errno.ENAMETOOLONG:
             return path
         why = error.strerror
@@ -31,11 +31,13 @@ def named_path(option: str, value: str | os.PathLike[str]) -> Path:
 
 
 def writable_folder(option: str, value: str | os.PathLike[str]) -> Path:
-    """Return the path of the folder that an option names, with "~" expanded. Makes nothing: the folder can be written,
-    or be made, as far as permissions show it. Raises ConfigError, which names the option, for any other.
+    """Return the path of the folder that an option names, with "~" expanded. Creates nothing.
+
+    The folder, or its nearest existing parent if it does not exist, must be a folder in which this process may write.
+    Raises ConfigError, which names the option, otherwise.
     """
     path = named_path(option, value)
-    # os.path, unlike Path, raises nothing for a folder that may not be looked into.
+    # os.path, unlike Path, does not raise for a folder without permission to search it.
     there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(option, str(path), "a folder that can be written")

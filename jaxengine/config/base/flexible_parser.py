@@ -55,20 +55,21 @@ _HELP = "--help="
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that reads command lines as vLLM's does.
+    """ArgumentParser that accepts vLLM's spellings of options.
 
     - Flags may be written with underscores or hyphens.
     - `--OPTION.key.other VALUE` sets one key of an option that takes a dict, and `--OPTION.key+ VALUE` appends to a
-      list; values are JSON, or else text. Several of them, and the option itself, are merged.
+      list; values are JSON, or else text. Several such arguments, and the option itself, are merged.
     - `--help=WORD` shows the options that contain a word, those of a group (`--help=CacheConfig`), the names of the
       groups (`--help=listgroup`) or everything (`--help=all`).
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse vLLM's spellings, otherwise as argparse's parse_known_args does; --help=WORD prints help and ends the
-        program. Returns (namespace, words that are not known). args: None for sys.argv's.
+        """Parse a command line with vLLM's spellings; return (namespace, list of arguments that no option takes).
 
-        A parser with subcommands leaves the words of a subcommand to its parser.
+        args: the arguments; None for those of sys.argv. `--help=WORD` prints help and ends the program. A parser with
+        subcommands looks only at the first argument for it and leaves the spelling of the others to the subcommand's
+        parser. Arguments after "--" are not translated. Otherwise argparse's parse_known_args.
         """
         words = list(sys.argv[1:] if args is None else args)
         has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
@@ -82,7 +83,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def help_about(self, word: str) -> str:
-        """Return the text of `--help=WORD`; end the program with an error (SystemExit) if nothing matches."""
+        """Return the text of `--help=WORD`: all help for "all" or "page", the groups and their sizes for "listgroup", a
+        group's options for its name, otherwise the options whose flags contain the word.
+
+        Ends the program with an error (SystemExit) if nothing matches.
+        """
         if word in ("all", "page"):
             return self.format_help()
         groups = self._groups()
@@ -106,7 +111,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _groups(self) -> dict[str, list[argparse.Action]]:
-        """Return the actions (options) by group: this parser's groups, and vLLM's groups of engine options."""
+        """Return the options (argparse actions) by group title: this parser's groups, and vLLM's groups of engine
+        options.
+        """
         groups = {group.title or "": group._group_actions for group in self._action_groups}
         by_name = {action.dest.rpartition(".")[2]: action for action in self._actions}
         for title, names in GROUPS.items():
@@ -114,8 +121,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return groups
 
     def _known_spelling(self, word: str) -> str:
-        """Return a flag in the spelling under which its option was added: underscores and hyphens before a dot or an
-        equals sign are equivalent.
+        """Return an argument with its flag in the spelling under which the option was added.
+
+        Underscores and hyphens are equivalent in the part before a dot or an equals sign. Arguments that are not flags,
+        and unknown flags, are returned unchanged.
         """
         found = re.match(r"--[A-Za-z][\w-]*", word)
         if found is None or found[0] in self._option_string_actions:
@@ -124,10 +133,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return next((each for each in others if each in self._option_string_actions), found[0]) + word[found.end() :]
 
     def _merge_dotted(self, words: list[str]) -> list[str]:
-        """Return the words with all `--OPTION.key VALUE` of an option replaced by one `--OPTION=JSON` at the end.
+        """Return the arguments with all `--OPTION.key VALUE` of an option replaced by one `--OPTION=JSON` at the end.
 
-        The JSON includes the dict that the words give to the option itself. Ends the program with an error for a
-        missing value, and for a key below one whose value is not a dict.
+        The JSON starts from the last dict that the arguments give to the option itself; later keys override earlier
+        ones. Ends the program with an error for a missing value, for a key below one whose value is not a dict, and for
+        appending to a value that is not a list.
         """
         kept: list[str] = []
         merged: dict[str, dict[str, Any]] = {}
@@ -136,7 +146,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             found = _DOTTED.fullmatch(word)
             action = None
             if found is not None and word not in self._option_string_actions:
-                # Before it was the optimisation level, -O was the compilation_config.
+                # "-O.key" sets a key of the compilation_config; "-O" alone is the optimisation level.
                 action = self._option_string_actions.get("-cc" if found[1] == "-O" else found[1])
             if found is None or action is None:
                 kept.append(word)
@@ -151,10 +161,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return kept + [f"{flag}={json.dumps(value)}" for flag, value in merged.items()]
 
     def _set_key(self, target: dict[str, Any], path: str, text: str, word: str) -> None:
-        """Set the value at a dotted path of a dict, or append to the list there if the path ends with "+".
+        """Set the value at a dotted path of a dict, or extend the list there if the path ends with "+".
 
-        target: the dict, changed in place. text: the value, JSON or text. word: the whole argument, for errors, which
-        end the program.
+        target: the dict, changed in place; missing dicts on the path are added. path: keys, in which "-" becomes "_".
+        text: the value, as JSON or else as text. word: the whole argument, for error messages. Ends the program with an
+        error if a value on the path is not a dict, or the value to extend is not a list.
         """
         *keys, last = path.removesuffix("+").replace("-", "_").split(".")
         for key in keys:
@@ -170,15 +181,16 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def names_of(action: argparse.Action) -> list[str]:
-    """Return the flags of an option (`action`) without their --no- forms, its usual flag last; of a positional
-    argument, its name.
+    """Return the flags of an argparse action without its --no- forms, in the order in which they were added, which puts
+    the usual flag last; for a positional argument a list of its name.
     """
     return [name for name in action.option_strings if not name.startswith("--no-")] or [action.dest]
 
 
 def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
-    """Return the last JSON object that the words give to an option; empty if there is none. flags: the
-    option's names.
+    """Return the last JSON object that the arguments `words` give to an option; an empty dict if there is none.
+
+    flags: the option's flags.
     """
     words, found = list(words), {}
     for at, word in enumerate(words):
@@ -190,7 +202,7 @@ def _given_dict(words: Iterable[str], flags: Sequence[str]) -> dict[str, Any]:
 
 
 def json_or_text(text: str) -> Any:
-    """Return the value of a JSON text; a text that is not JSON is returned unchanged."""
+    """Return the decoded value of a JSON text; the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

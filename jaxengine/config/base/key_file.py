@@ -14,8 +14,9 @@ _LEAST, _MOST = 16, 4096
 
 
 def read_api_key(file: str) -> str:
-    """Return a server's API key, the first word in a client's file. Raises ConfigError for a file without one, and for
-    a key that no header can carry.
+    """Return a server's API key, the first word of the text file that a client's api_key_file option names.
+
+    Raises ConfigError for a file that cannot be read or has no word, and for a key that no HTTP header can carry.
     """
     try:
         words = Path(file).read_text(encoding="utf-8").split()
@@ -28,16 +29,19 @@ def read_api_key(file: str) -> str:
 
 
 def check_header(option: str, key: str) -> None:
-    """Raise ConfigError, which names the option and not the key, unless a key can be sent in an HTTP header."""
+    """Raise ConfigError, which names the option and not the key, unless the key is printable ASCII, as an HTTP header
+    needs.
+    """
     if not (key.isascii() and key.isprintable()):
         raise ConfigError.because(option, f"{option} gives a key that no HTTP header can carry", "use printable ASCII")
 
 
 def read_key(option: str, file: str) -> bytes:
-    """Return the key, 16 to 4096 bytes without the white space around it, from a file of this user's or root's that
-    nobody else may access. option: that names the file.
+    """Return the key in a file: its content without surrounding white space, 16 to 4096 bytes.
 
-    Raises ConfigError, which names the option, for any other file.
+    option: name of the option that names the file. Raises ConfigError, which names the option, for a file that cannot
+    be read, that belongs to somebody other than this user or root, that others may access, or with a key of another
+    length.
     """
     try:
         with named_path(option, file).open("rb") as opened:

@@ -9,13 +9,13 @@ WORDS = {"auto": AUTO_LENGTH}
 
 
 def given_length(max_model_len: int | None) -> int | None:
-    """Return the number that max_model_len is; None where the length follows from the model, or from what fits."""
+    """Return max_model_len, or None if it is None or "auto" (-1), where the length follows from the model or from free
+    memory.
+    """
     return None if max_model_len == AUTO_LENGTH else max_model_len
 
 
 def check_length(max_model_len: int | None, nnodes: int) -> None:
-    """Raise ConfigError if max_model_len is to be found out ("auto", -1) and the engine has several processes (nnodes >
-    1).
-    """
+    """Raise ConfigError if max_model_len is "auto" (-1) and the engine has several processes (nnodes > 1)."""
     if max_model_len == AUTO_LENGTH and nnodes > 1:
         raise ConfigError("max_model_len", "auto", f"a number with nnodes {nnodes}, of which each must know it")

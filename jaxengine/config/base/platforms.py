@@ -13,9 +13,10 @@ class Platform:
 
     Attributes:
       name: its kernels, a platform of jaxengine.pallas_kernels.registry.
-      dtype, max_num_seqs, max_num_batched_tokens: as the options of these names. page_size: tokens of a page,
-        block_size. memory_utilization: share of the device's memory, gpu_memory_utilization.
-      seq_tokens: tokens per request (of max_num_seqs) that the KV pool has room for if no memory option is given; None
+      dtype, max_num_seqs, max_num_batched_tokens: defaults of the options of these names.
+      page_size: tokens of a page, default of block_size.
+      memory_utilization: share of the device's memory, default of gpu_memory_utilization.
+      seq_tokens: tokens per request (of max_num_seqs) for which the KV pool is sized if no memory option is given; None
         to fill the share of the device's memory.
       keeps_tables: with `quantization` gguf, keep token tables quantised. TPU kernels read a matrix with the codes of
         an input side by side; a token table has the codes of a token side by side and would be transposed in every
@@ -35,11 +36,11 @@ class Platform:
     keeps_tables: bool = True
 
     def seqs_of(self, is_causal: bool, max_num_batched_tokens: int) -> int:
-        """Return the default of max_num_seqs for a model, by whether its tokens see only those before them (is_causal):
-        if not, an eighth of max_num_batched_tokens if that is more.
+        """Return the default of max_num_seqs for a model.
 
-        An encoder computes a whole text in one step: with fewer texts than this, short ones would leave steps half
-        empty.
+        is_causal: whether its tokens attend only to earlier ones. If not, the default is an eighth of
+        max_num_batched_tokens if that is more than the platform's. An encoder computes a whole text in one step: with a
+        lower limit of texts, short ones would leave steps half empty.
         """
         return self.max_num_seqs if is_causal else max(self.max_num_seqs, max_num_batched_tokens // 8)
 
@@ -54,5 +55,5 @@ _BACKENDS = {
     "cuda": Platform("", "bfloat16", 64, 256, 8192, 0.92, None, _DECODES, _CHUNKS),
     "tpu": Platform("", "bfloat16", 128, 256, 2048, 0.92, None, _DECODES, _CHUNKS, keeps_tables=False),
 }
-# Options of the devices of each platform of kernels: those of its backend.
+# Default options for each platform of kernels, taken from its backend.
 PLATFORMS = {name: replace(_BACKENDS[row.backend], name=name) for name, row in KERNELS.items()}

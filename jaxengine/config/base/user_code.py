@@ -23,9 +23,9 @@ import numpy as np
 
 # Values of these types are their repr.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(...), np.generic, np.dtype)
-# What a function reads through these is outside of Python's names.
+# What a function reads through these names cannot be found by its globals, closure and attributes.
 _OUTSIDE = ("environ", "getenv", "open", "read_text", "read_bytes", "globals", "eval", "exec")
-# Modules of ours whose functions programs are traced from.
+# Modules of jaxengine from whose functions programs are traced.
 _TRACED = (
     "jaxengine.models.",
     "jaxengine.pallas_kernels.",
@@ -40,12 +40,13 @@ _FUNCTION_LIKE = (types.FunctionType, *_METHODS, property, functools.cached_prop
 
 
 class UnknownCodeError(Exception):
-    """Code reads a value for which no digest can be computed. The message names the value."""
+    """Error for code that reads a value for which no digest can be computed. The message names the value."""
 
 
 def code_digest(roots: Iterable[Any]) -> str:
-    """Return the SHA-256, in hexadecimal, of `roots`, classes and functions, and of all that they read. Raises
-    UnknownCodeError for a value that cannot be read.
+    """Return the SHA-256, in hexadecimal, of the classes and functions `roots` and of all values that they read.
+
+    Raises UnknownCodeError for a value that cannot be hashed and for code that reads the environment or files.
     """
     walk = _Walk()
     for root in roots:
@@ -55,7 +56,8 @@ def code_digest(roots: Iterable[Any]) -> str:
 
 def is_library(module: str | None) -> bool:
     """Whether a module belongs to jaxengine, Python or an installed package, so that its file determines its content.
-    True for None.
+
+    module: its name. True for None, False for "__main__".
     """
     if module is None or module == "__main__":
         return module is None
@@ -68,7 +70,9 @@ def is_library(module: str | None) -> bool:
 
 
 def functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the functions of which a function, method or property consists; none for other values."""
+    """Yield the Python functions of which a function, method, property or cached property consists; none for other
+    values.
+    """
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, _METHODS):
@@ -80,13 +84,15 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def changed_code() -> list[Any]:
-    """Return the functions and classes that a user has put into modules of jaxengine from which programs are traced,
-    also in place of methods of its classes.
+    """Return the functions and classes of a user's code that replace or add to the content of the jaxengine modules
+    from which programs are traced, and to the classes in them.
     """
     is_ours = functools.cache(is_library)
 
     def users(value: Any) -> list[Any]:
-        """Return the user's functions of which `value` consists."""
+        """Return the functions of which `value` consists that were defined outside of jaxengine and libraries; [] for a
+        value that is not like a function.
+        """
         if not isinstance(value, _FUNCTION_LIKE):
             return []
         return [each for each in functions_in(value) if not is_ours(each.__globals__.get("__name__"))]
@@ -105,7 +111,7 @@ def changed_code() -> list[Any]:
 
 
 class _Walk:
-    """Hash of values in the order in which they are reached; a value met before is written as its number."""
+    """Hash of values in breadth-first order; a value that was visited before is hashed as its number."""
 
     def __init__(self):
         self._hash, self._waiting = hashlib.sha256(), deque[tuple[Any, str, frozenset[str]]]()
@@ -113,15 +119,18 @@ class _Walk:
         self._alive: list[Any] = []  # so that no id is used twice
 
     def add(self, value: Any, name: str, read: frozenset[str] = frozenset()) -> None:
-        """Add a value to the queue of values to visit.
+        """Append a value to the queue of values to visit.
 
-        name: of the value, for errors. read: attributes that the code reads, if the value is a module.
+        name: the value's name, for errors. read: names that the code reads, of which those that are the value's
+        attributes are visited too if the value is a module.
         """
         self._waiting.append((value, name, read))
 
     def digest(self) -> str:
-        """Visit all queued values and those that they refer to; return the digest in hexadecimal. Raises
-        UnknownCodeError.
+        """Visit all queued values and those that they refer to, which empties the queue; return the digest in
+        hexadecimal.
+
+        Raises UnknownCodeError for a value that cannot be hashed, and for more than 100,000 values.
         """
         while self._waiting:
             value, name, read = self._waiting.popleft()
@@ -135,7 +144,7 @@ class _Walk:
             elif (number := self._met.get(id(value))) is not None:
                 self._write(f"#{number}")
             else:
-                # Python may or may not make one object of equal constants.
+                # Equal constants may or may not be one object, so their identity is not hashed.
                 if not isinstance(value, tuple | frozenset):
                     self._met[id(value)] = len(self._met)
                 self._alive.append(value)
@@ -147,8 +156,9 @@ class _Walk:
         self._hash.update(text.encode("utf-8", "surrogatepass"))
 
     def _visit(self, value: Any, name: str) -> None:
-        """Write what a value that was not met before is (`name`, for errors), and queue what it refers to. Raises
-        UnknownCodeError.
+        """Hash the kind of a value that was not visited before, and queue what it refers to.
+
+        name: the value's name, for errors. Raises UnknownCodeError for a value that cannot be hashed.
         """
         if isinstance(value, _FUNCTION_LIKE):
             self._write(str(type(value).__name__))
@@ -176,15 +186,16 @@ class _Walk:
             self._object(value, name)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
-        """Write a function's code, defaults, closure and the globals that it reads; of a library's function only its
-        name and what it wraps. Raises UnknownCodeError for a function that reads the environment, files or names at run
-        time.
+        """Hash a function's code, and queue its defaults, its closure and the globals that it reads.
+
+        Of a library's function only its name is hashed, and the function that it wraps queued. Raises UnknownCodeError
+        for a function that reads the environment, files or names at run time.
         """
         module = function.__globals__.get("__name__")
         wrapped = getattr(function, "__wrapped__", None)
         if is_library(module):
             self._write(f"{module}.{function.__qualname__}")
-            # A decorator's function holds the user's.
+            # The function of a library's decorator wraps the user's function.
             if wrapped is not None:
                 self.add(wrapped, f"{name}.__wrapped__")
             return
@@ -202,10 +213,10 @@ class _Walk:
                 raise UnknownCodeError(f"{name} calls or reads {each}")
 
     def _code(self, code: types.CodeType, name: str, doc: str | None = None) -> set[str]:
-        """Write a code object into the hash; return the names of globals and attributes that it and the functions in it
-        read.
+        """Hash a code object and, recursively, those in it, and queue its constants; return the names of globals and
+        attributes that they read.
 
-        name: of the function, for errors. doc: its docstring, which is not hashed; None for none.
+        name: name of the function, for errors. doc: its docstring, which is not hashed; None for none.
         """
         names = set(code.co_names)
         constants = [each for each in code.co_consts if not isinstance(each, types.CodeType) and each != doc]
@@ -218,7 +229,7 @@ class _Walk:
         return names
 
     def _class(self, cls: type, name: str) -> None:
-        """Write a class's name; of a user's class also its bases and members."""
+        """Hash a class's name; of a library's class also its module, of a user's class queue its bases and members."""
         self._write(f"class {cls.__qualname__}")
         if is_library(cls.__module__):
             self._write(cls.__module__)
@@ -226,20 +237,21 @@ class _Walk:
         for base in cls.__bases__:
             self.add(base, f"{name}.{base.__name__}")
         for key, value in vars(cls).items():
-            # Others with such names are made by Python.
+            # Python itself adds the other members with such names.
             if isinstance(value, _FUNCTION_LIKE) or not key.startswith(("__", "_abc_")):
                 self.add(value, f"{name}.{key}")
 
     def _module(self, module: types.ModuleType, name: str, read: frozenset[str]) -> None:
-        """Write a module's name; of a user's module also the values among `read`."""
+        """Hash a module's name; of a user's module queue the values of its attributes that are among `read`."""
         self._write(module.__name__)
         if not is_library(module.__name__):
             for each in sorted(read & vars(module).keys()):
                 self.add(vars(module)[each], f"{module.__name__}.{each}", read)
 
     def _object(self, value: Any, name: str) -> None:
-        """Write an array's content, or an object's class and attributes. name: of the value, for errors. Raises
-        UnknownCodeError for an object without readable attributes.
+        """Hash an array's content, or an object's class, and queue its attributes. name: of the value, for errors.
+
+        Raises UnknownCodeError for an object without readable attributes.
         """
         kind = type(value)
         self._write(f"{kind.__module__}.{kind.__qualname__}")
@@ -259,8 +271,9 @@ class _Walk:
             self._attributes(value, name)
 
     def _attributes(self, value: Any, name: str) -> None:
-        """Queue an object's class, slots and attributes. name: of the object, for errors. Raises UnknownCodeError for
-        an object that has neither.
+        """Queue an object's class and the values of its slots and attributes. name: of the object, for errors.
+
+        Raises UnknownCodeError for an object with neither __dict__ nor slots that are set.
         """
         slots = [slot for base in type(value).__mro__ for slot in _slots_of(base) if hasattr(value, slot)]
         if not hasattr(value, "__dict__") and not slots:
@@ -273,7 +286,7 @@ class _Walk:
 
 
 def _slots_of(cls: type) -> list[str]:
-    """Return the names in a class's own __slots__."""
+    """Return the names in a class's own __slots__, without __dict__ and __weakref__."""
     slots = vars(cls).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -20,10 +20,10 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
 def read_size(text: str) -> int:
-    """Return the integer that a text means: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 *
+    """Return the integer that a text denotes: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 *
     10**9).
 
-    Raises ValueError for other texts, including fractions of K, M, G or T.
+    A fraction of k, m, g or t is rounded down. Raises ValueError for other texts, including fractions of K, M, G or T.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
@@ -42,8 +42,8 @@ def read_size(text: str) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return a library's value as a plain one: numpy scalars become Python's, paths become text; others
-    are unchanged.
+    """Return numpy scalars, except structured and complex ones, as Python's, and path objects as text; other values
+    unchanged.
     """
     if isinstance(value, np.generic) and not isinstance(value, (np.void, np.complexfloating)):
         return value.item()
@@ -87,9 +87,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def kind_missed(value: Any, annotation: str) -> str | None:
-    """Return a description of the type that a value should have; None if the value matches its field's annotation.
+    """Return a description of the type that a value should have, such as "a whole number or None"; None if the value
+    matches.
 
-    annotation: as text. Only int, bool, float and str, each with or without None, are checked; others always match.
+    annotation: the field's type, as text. Only int, bool, float and str, each with or without None, are checked; values
+    of other annotations always match. A bool is not an int or a float; an int is a float.
     """
     if value is None and "None" in annotation:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 from jaxengine.config.base.errors import ConfigError
 from jaxengine.config.base.lengths import AUTO_LENGTH
 
-# Options that decide neither what is compiled nor how many pages there are. A new option counts until it stands here.
+# Options that affect neither what is compiled nor the number of pages. Options that are not listed are compared.
 _FREE = """
     model tokenizer tokenizer_revision skip_tokenizer_init load_format revision download_dir hf_token kv_cache_scales
     seed enable_prefix_caching scheduling_policy async_scheduling master_addr master_port cluster_key_file
@@ -39,7 +39,9 @@ class BundleOptions:
 
 def check_bundle(config: Any) -> None:
     """Raise ConfigError for options that contradict `bundle` (enforce_eager, fit, nnodes > 1, max_model_len "auto",
-    record_steps), a key file without one, and an empty name. config: an EngineConfig.
+    record_steps), for a bundle_key_file without a bundle, and for an empty name.
+
+    config: an EngineConfig.
     """
     if config.bundle is None:
         if config.bundle_key_file is not None:
@@ -60,16 +62,20 @@ def check_bundle(config: Any) -> None:
 
 
 def compiled_options(config: Any) -> dict[str, Any]:
-    """Return the options of a resolved config that decide what is compiled, by name, as plain JSON values."""
+    """Return the options of a resolved config that decide what is compiled or the number of pages, by name, as JSON
+    values.
+    """
     return {
         field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.name not in _FREE.split()
     }
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as plain JSON; a dataclass becomes a dict without its field `model`, other objects their repr."""
+    """Return a value as JSON values: a dataclass becomes a dict without its field `model`, a tuple a list, and another
+    object its repr.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        # A draft model's shapes are part of its programs; where its files lie is not.
+        # The location of a draft model's files does not affect the programs.
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.name != "model"}
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}

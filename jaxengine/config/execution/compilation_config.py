@@ -50,8 +50,8 @@ class CompilationConfig:
     level: InitVar[int | None] = None
 
     def __post_init__(self, level: int | None):
-        """Check and normalise the fields; `level` takes the place of `mode`. Raises ConfigError, which names
-        the field.
+        """Check and normalise the fields; `level` sets `mode`. Raises ConfigError, which names the field, also if level
+        and mode differ.
         """
         if level is not None:
             if self.mode is not None and _mode(self.mode) != _mode(level):
@@ -72,8 +72,10 @@ class CompilationConfig:
 
     @classmethod
     def read(cls, value: Any) -> CompilationConfig:
-        """Return a CompilationConfig as it is; otherwise one for a dict of its fields, a mode, or None for the
-        defaults. Raises ConfigError for other values, unknown fields, and fields that are not allowed.
+        """Return a CompilationConfig for a dict of its fields, a mode (int), or None for the defaults; a
+        CompilationConfig is returned unchanged.
+
+        Raises ConfigError for other values, unknown fields, and fields that are not allowed.
         """
         value = whole_number(plain(value))
         if value is None or isinstance(value, cls):
@@ -90,7 +92,9 @@ class CompilationConfig:
         return cls(**value)
 
     def divided(self, parts: int) -> CompilationConfig:
-        """Return a copy whose sizes are divided by the number of replicas that share a batch, `parts`, rounded up."""
+        """Return a copy whose sizes, as far as given, are divided by `parts`, the number of replicas that share a
+        batch, and rounded up.
+        """
         names = ("cudagraph_capture_sizes", "prefill_sizes")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
@@ -104,7 +108,8 @@ class CompilationConfig:
         *,
         sections: tuple[str, ...] = (),
     ) -> Buckets:
-        """Return the step shapes of one replica under these limits; sizes that were not given are the platform's.
+        """Return the step shapes of one replica under these limits; sizes that were not given are those of the platform
+        below the limits.
 
         widths: numbers of tokens, besides 1, that a decode may have. sections: message sections that some steps with
         prefill have in addition to the usual ones. Raises ConfigError for sizes beyond the limits.
@@ -121,8 +126,8 @@ class CompilationConfig:
 
 
 def _mode(value: Any) -> Any:
-    """Return the number of a mode given by a name of CompilationMode or CompilationLevel, or as a member; another value
-    is returned unchanged.
+    """Return the int of a mode that is a name or a member of CompilationMode or CompilationLevel; another value
+    unchanged.
     """
     if isinstance(value, str):
         value = {mode.name: mode for kind in (CompilationLevel, CompilationMode) for mode in kind}.get(value, value)

@@ -21,12 +21,14 @@ class FitOptions:
 
 
 def check_fit(fit: bool, nnodes: int) -> None:
-    """Raise ConfigError for `fit` with several processes (nnodes > 1), each of which would have to choose the same."""
+    """Raise ConfigError for `fit` with several processes (nnodes > 1), since each would have to choose the same
+    sizes.
+    """
     if fit and nnodes > 1:
         raise ConfigError("fit", True, f"False with nnodes {nnodes}: `jaxengine plan` says which sizes to give")
 
 
 def refuse_fit(fit: bool) -> None:
-    """Raise ConfigError for `fit` where sizes are used as they are: only the start of an engine chooses."""
+    """Raise ConfigError if `fit` is set where sizes must be final; only the start of an engine chooses them."""
     if fit:
         raise ConfigError("fit", True, "False: sizes are chosen when an engine starts, `jaxengine plan` shows all")

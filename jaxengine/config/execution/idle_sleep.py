@@ -8,23 +8,23 @@ MIN_SECONDS, MAX_SECONDS = 0.01, 1e9
 
 
 def check_idle_sleep(seconds: float | None, nnodes: int) -> None:
-    """Raise ConfigError for a value of sleep_idle_seconds that is not allowed.
+    """Raise ConfigError unless sleep_idle_seconds (`seconds`) is None, or from 0.01 to 1e9 in an engine of one process.
 
-    seconds: the value. nnodes: processes of the engine.
+    nnodes: processes of the engine.
     """
     if seconds is None:
         return
-    if not MIN_SECONDS <= seconds <= MAX_SECONDS:  # NaN is not, either
+    if not MIN_SECONDS <= seconds <= MAX_SECONDS:  # refuses NaN as well
         raise ConfigError("sleep_idle_seconds", seconds, f"{MIN_SECONDS} to {MAX_SECONDS:g}, or None")
     if nnodes > 1:
         raise ConfigError("sleep_idle_seconds", seconds, "None for an engine of several processes (nnodes)")
 
 
 def refuse_idle_sleep(seconds: float | None, kind: str) -> None:
-    """Raise ConfigError if sleep_idle_seconds is given for an engine that its callers step, as nothing runs between
-    calls.
+    """Raise ConfigError if sleep_idle_seconds is given for an engine that only runs inside its callers' calls and so
+    cannot sleep between them.
 
-    seconds: the option's value. kind: name of the engine's interface, for the message.
+    seconds: the option's value; None for none. kind: name of the engine's interface, for the message.
     """
     if seconds is not None:
         raise ConfigError(

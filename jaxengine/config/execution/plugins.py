@@ -15,8 +15,10 @@ _MODULE = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)*")
 
 
 def read_plugins(value: Any) -> tuple[str, ...]:
-    """Return the option's value as a tuple of distinct names, files as absolute paths. value: one name or Path, or a
-    list of them. Raises ConfigError for others; nothing is looked up.
+    """Return the option's value as a tuple of distinct names in order, with files as absolute paths.
+
+    value: one name or Path, or a sequence of them. Raises ConfigError for other values; whether a module or file exists
+    is not checked.
     """
     values = [value] if isinstance(value, str | Path) else value
     if not isinstance(values, Sequence) or not all(isinstance(each, str | Path) for each in values):
@@ -30,7 +32,9 @@ def is_file_name(name: str) -> bool:
 
 
 def _name_of(name: str) -> str:
-    """Return a file's absolute path, or a module's name. Raises ConfigError for a text that is neither."""
+    """Return a plugin's name: a file's absolute path, or a module's name unchanged. Raises ConfigError for a text that
+    can be neither.
+    """
     if is_file_name(name):
         return str(named_path(OPTION, name).absolute())
     if not _MODULE.fullmatch(name):

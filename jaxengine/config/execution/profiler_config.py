@@ -29,7 +29,7 @@ class ProfilerConfig:
     profiler: str = "jax"
 
     def __post_init__(self):
-        """Check the fields, and make profiler_dir absolute. Raises ConfigError."""
+        """Check the fields, and make profiler_dir absolute. Raises ConfigError, which names the field."""
         if self.profiler != "jax":
             raise ConfigError(f"{_OPTION}.profiler", self.profiler, "jax (others do not see XLA's programs)")
         if not isinstance(self.profiler_dir, (str, os.PathLike)) or not str(self.profiler_dir):
@@ -41,10 +41,10 @@ class ProfilerConfig:
     @classmethod
     def read(cls, value: Any) -> ProfilerConfig | None:
         """Return the config for a dict of its fields or of vLLM's; None (no profiling) for None and for a dict that
-        sets nothing.
+        sets nothing. A config is returned unchanged.
 
-        Fields of vLLM's that are False or 0 are ignored. Raises ConfigError for unknown fields, no folder, and two
-        different ones.
+        vLLM's torch_profiler_dir is read as profiler_dir; other fields of vLLM that are None, False or 0 are ignored.
+        Raises ConfigError for unknown fields, for a dict without a folder, and for two different folders.
         """
         value = plain(value)
         if value is None or isinstance(value, cls):

@@ -1,6 +1,8 @@
-"""Options that find what a device computes wrongly, and what it was asked. record_steps: an engine writes the inputs
-and results of its last steps to files, for `jaxengine replay`. kernel_proof: kernels are run beside plain XLA before
-the engine serves. record_trace: it writes when requests came and how long they were, for `jaxengine simulate`.
+"""Options that record what an engine does and find devices that compute wrongly.
+
+record_steps: an engine writes the inputs and results of its last steps to files, for `jaxengine replay`. kernel_proof:
+kernels are compared with plain XLA before the engine serves. record_trace: an engine writes when requests came and how
+long they were, for `jaxengine simulate`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 DETAILS = ("tokens", "layers")
 PROOFS = ("quick", "full", "off")
-# Options that a record has not: secrets, code to run, folders of a machine, and what does not decide what a step
+# Options that a record leaves out: secrets, code to run, folders of a machine, and what does not affect what a step
 # computes.
 _LEFT_OUT = """
     tokenizer tokenizer_revision skip_tokenizer_init download_dir hf_token plugins logits_processors chat_template
@@ -66,7 +68,9 @@ class RecordOptions:
 
 
 def check_recording(options: RecordOptions) -> None:
-    """Raise ConfigError for values that are not allowed, and for details of recorded steps without record_steps."""
+    """Raise ConfigError for a value out of range or not among the choices, and for record_steps_limit, _bytes or
+    _detail without record_steps.
+    """
     if options.kernel_proof not in PROOFS:
         raise ConfigError("kernel_proof", options.kernel_proof, ", ".join(PROOFS))
     for name, most in (("record_steps_limit", 10**8), ("record_steps_bytes", 2**60)):
@@ -85,11 +89,12 @@ def check_recording(options: RecordOptions) -> None:
 
 
 def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for an engine whose steps cannot be recorded (of a pooling model, one with a tower, without
-    keys and values or with unequal pages; with adapters, drafts, processors, steering, trace replay, stages or nodes),
-    and for a folder, of steps or of the trace, that cannot be written.
+    """Raise ConfigError for record_steps with an engine whose steps cannot be recorded, for record_trace with a pooling
+    model, and for a folder of steps or of the trace that cannot be written.
 
-    options: of the engine.
+    options: of the engine, by name. Steps cannot be recorded for pooling models, models with a tower, without keys and
+    values or with pages of different sizes, nor with adapters, drafts, logits processors, steering, trace replay,
+    several pipeline stages or nodes.
     """
     if (trace := options["record_trace"]) is not None:
         parent = named_path("record_trace", trace).absolute().parent
@@ -123,7 +128,9 @@ def settle_recording(options: Mapping[str, Any], model: ModelConfig) -> None:
 
 
 def replayed_options(config: Any) -> dict[str, Any]:
-    """Return the options of a resolved config that decide what its steps compute, as plain JSON values."""
+    """Return the options of a resolved config that affect what its steps compute, by name; values that are dataclasses
+    become dicts.
+    """
     left_out = _LEFT_OUT.split()
     names = (field.name for field in dataclasses.fields(config) if field.name not in left_out)
     found = {name: getattr(config, name) for name in names}

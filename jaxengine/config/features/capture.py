@@ -32,17 +32,18 @@ TAPS, NAME = "capture", "capture_layers"
 
 
 def read_capture(value: Any) -> tuple[str, ...]:
-    """Return the names in the option `capture` as given: a list of names, or text with commas. Raises ConfigError for
-    others, and for names that no model has.
+    """Return the names of activations in the option `capture`, unresolved. value: a list of names, or text with commas.
+
+    Raises ConfigError for other values, and for names that no model can have.
     """
     return read_tap_names(TAPS, value)
 
 
 def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
-    """Return the names in the value of an option that names taps, a list of names or text with commas, which some model
-    could have. Raises ConfigError for others.
+    """Return the tap names in the value of an option, unresolved. option: the option's name, for errors. value: a list
+    of names, or text with commas.
 
-    option: its name, for errors.
+    Raises ConfigError for other values, and for names that no model can have.
     """
     try:
         names = split_names(value)
@@ -55,9 +56,10 @@ def read_tap_names(option: str, value: Any) -> tuple[str, ...]:
 
 
 def read_capture_layers(value: Any) -> tuple[int, ...]:
-    """Return the layers in the option `capture_layers` as given: a list of integers, or text like "0,5,-1".
+    """Return the layers in the option `capture_layers`, unresolved, as ints. value: a list, tuple or range of integers,
+    an integer array, or text like "0,5,-1".
 
-    An array of integers counts as a list. Raises ConfigError for others and for none.
+    Raises ConfigError for other values and for an empty list.
     """
     numbers: Any = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, str):
@@ -70,11 +72,11 @@ def read_capture_layers(value: Any) -> tuple[int, ...]:
 
 
 def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return capture and capture_layers for a model, with layers counted from 0 and one name for each tap; an option
-    that is not given is left out.
+    """Return the options capture and capture_layers, resolved for a model: one name for each tap, and layers counted
+    from 0. An option that is not given is left out.
 
-    options: of the engine. Raises ConfigError for a layer or a tap that the model does not have, a layer named twice,
-    and a pooling model.
+    options: of the engine, by name. Raises ConfigError for a layer or a tap that the model does not have, a layer named
+    twice, and a pooling model.
     """
     found: dict[str, tuple[Any, ...]] = {}
     if options[TAPS] is not None:
@@ -87,9 +89,10 @@ def settle_capture(options: Mapping[str, Any], model: ModelConfig) -> dict[str, 
 
 
 def taps_for(option: str, names: tuple[str, ...], model: ModelConfig, **kinds: Any) -> tuple[Tap, ...]:
-    """Return the taps of a model that an option names. Raises ConfigError for one that the model does not have.
+    """Return the taps of a model that an option names.
 
-    option: its name, for errors. kinds: keyword arguments of the function that finds taps by name.
+    option: the option's name, for errors. names: tap names. kinds: keyword arguments of `all_taps`, which lists the
+    model's taps. Raises ConfigError for a name that the model does not have.
     """
     try:
         return read_taps(names, all_taps(model, **kinds))
@@ -98,9 +101,10 @@ def taps_for(option: str, names: tuple[str, ...], model: ModelConfig, **kinds: A
 
 
 def check_captured(names: Iterable[str], config: Any) -> None:
-    """Raise RequestError if a request names activations although the engine was started without the option for them.
+    """Raise RequestError if a request asks for activations and the engine was started without the option for them.
 
-    names: activations that the request asks for. config: the engine's.
+    names: activations that the request asks for. config: the engine's. Hidden states need capture_layers, other
+    activations capture.
     """
     for name in names:
         field, option = ("return_hidden_states", NAME) if name == HIDDEN_STATES else (TAPS, TAPS)
@@ -109,16 +113,17 @@ def check_captured(names: Iterable[str], config: Any) -> None:
 
 
 def hidden_state_taps(layers: tuple[int, ...], num_layers: int) -> tuple[Tap, ...]:
-    """Return the taps that give the hidden states of `layers`, counted as transformers does: layer num_layers is taken
-    after the final norm, others are the residual stream before that layer.
+    """Return the tap of the hidden states of each of `layers`, counted as in transformers: layer num_layers is taken
+    after the final norm, a lower one is the residual stream before the layer of that number.
     """
     return tuple(Tap(FINAL_NORM, 0) if layer == num_layers else Tap(RESIDUAL, layer) for layer in layers)
 
 
 def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
-    """Return layers counted from 0, in the order given: -1 is num_layers. Raises ConfigError for a layer that the model
-    does
-    not have, one named twice, and for one before the last of a model with several hidden states per token.
+    """Return layers counted from 0, in the order given: -1 is num_layers, the number after the last layer.
+
+    Raises ConfigError for a layer that the model does not have, a layer named twice, and any layer but the last for a
+    model with several hidden states per token.
     """
     last = model.num_layers
     if outside := [layer for layer in layers if not -last - 1 <= layer <= last]:
@@ -134,9 +139,9 @@ def _settle_layers(layers: tuple[int, ...], model: ModelConfig) -> tuple[int, ..
 
 
 def refuse_engine(option: str, options: Mapping[str, Any], model: ModelConfig, *sizes: str) -> None:
-    """Raise ConfigError if `option` is given for a pooling model, or with one of the options `sizes` above 1.
+    """Raise ConfigError if the model pools, or if one of the options `sizes` is above 1.
 
-    options: of the engine, by name.
+    option: the option that was given, for the message. options: of the engine, by name.
     """
     for why, is_so in (
         (f"{model.architecture} pools and generates nothing", model.pooler is not None),

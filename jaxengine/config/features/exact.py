@@ -17,16 +17,15 @@ BLOCK_KEYS = 128
 
 
 def settle_exact(options: Mapping[str, Any], model: ModelConfig, platform: str) -> dict[str, Any]:
-    """Return {"compilation_config": step sizes for rl_exact}: one for decodes and one for other steps unless more are
-    given.
+    """Return {"compilation_config": step sizes for rl_exact}, with one size for decodes and one for other steps unless
+    more were given; {} without rl_exact.
 
-    A step costs what its own tokens cost there, so smaller sizes bring nothing. The result is empty without rl_exact.
-
-    options: of the engine, with all defaults filled in. platform: of its kernels.
+    With rl_exact a step costs what its own tokens cost, so smaller sizes bring nothing. options: of the engine, with
+    all defaults filled in. platform: name of the kernels' platform.
 
     Raises ConfigError for an engine whose results would differ in bits from the trainer's: not on a CPU, split over
-    devices, with adapters, drafts, captures or steering, for models that pool, see, select or compress keys or are
-    quantised, and for another KV dtype or page size.
+    devices, with adapters, drafts, captures or steering; for a model that pools, has a tower, selects or compresses
+    keys or is quantised; for another KV dtype than the model's, and for a page size that does not divide 128.
     """
     if not options[NAME]:
         return {}

@@ -11,9 +11,10 @@ NAME = "gguf_file"
 
 
 def with_gguf_file(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options without gguf_file; if it is given, `model` becomes "MODEL/GGUF_FILE".
+    """Return a copy of the options without gguf_file; if it is given, `model` becomes "MODEL/GGUF_FILE".
 
-    Raises ConfigError for a file that is no .gguf or lies outside of the model's folder, and without a model.
+    Raises ConfigError for a file that does not end in .gguf or lies outside of the model's folder, and for a file
+    without a model.
     """
     others = {name: value for name, value in options.items() if name != NAME}
     file = options.get(NAME)

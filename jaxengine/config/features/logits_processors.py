@@ -1,7 +1,7 @@
-"""The option logits_processors: classes of a user's own, or their names, MODULE:CLASS.
+"""Option logits_processors: a user's own classes, or their names, MODULE:CLASS.
 
-A config holds names, which every process of an engine can be told. A class that was given is found again under its name
-in this process; another process imports the module.
+A config contains only names, which can be sent to every process of an engine. A class that was given as such is looked
+up by its name in this process; another process imports the module.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ OPTION = "logits_processors"
 
 
 def read_processors(value: Any) -> Any:
-    """Return the option's value (a class, a name or a list of these) as a tuple of names; imports the classes of names.
+    """Return the option's value (a class, a name or a sequence of these) as a tuple of names.
 
-    Raises ConfigError for a value that is neither a processor nor its name, and for classes that cannot be used
-    together.
+    Records the classes under their names and imports the classes of names. Raises ConfigError for a value that is
+    neither a LogitsProcessor class nor its name, for a name that cannot be imported, and for classes that cannot be
+    used together.
     """
     if isinstance(value, (str, type)):
         value = [value]
@@ -43,15 +44,17 @@ def read_processors(value: Any) -> Any:
 
 
 def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """Return the classes of these names. Imports the modules of those that were not given as classes. Raises
-    ConfigError for one that cannot be imported.
+    """Return the classes of these names. Imports the modules of classes that were not given to `read_processors` as
+    classes.
+
+    Raises ConfigError for a class that cannot be imported.
     """
     return [_GIVEN[name] if name in _GIVEN else _imported(name) for name in names]
 
 
 def source_file(processor: type) -> Path | None:
-    """Return the file that contains all of a processor's code (a class); None for a class made in a function or without
-    a file.
+    """Return the file that contains all of the code of a processor's class; None for a class made in a function or
+    without a file.
     """
     if "<locals>" in processor.__qualname__:
         return None
@@ -63,8 +66,10 @@ def source_file(processor: type) -> Path | None:
 
 
 def processors_digest(names: Sequence[str]) -> str | None:
-    """Return a digest of the current code of the processors with these names; None, with a logged warning, if none can
-    be computed. Raises ConfigError for a class that cannot be imported.
+    """Return a digest of the current code of the processors with these names; None, with a logged warning, if it cannot
+    be computed.
+
+    Raises ConfigError for a class that cannot be imported.
     """
     try:
         return code_digest(processor_classes(names))
@@ -74,7 +79,9 @@ def processors_digest(names: Sequence[str]) -> str | None:
 
 
 def _name_of(each: Any) -> str:
-    """Return the name of a class (`each`), module:Class, and remember the class under it; a text is returned unchanged.
+    """Return the name, module:Class, of a class and record the class under it in `_GIVEN`; a text is returned
+    unchanged.
+
     Raises ConfigError for other values.
     """
     if isinstance(each, str):
@@ -87,8 +94,10 @@ def _name_of(each: Any) -> str:
 
 
 def _imported(name: str) -> type[LogitsProcessor]:
-    """Import the class `name`, module:Class, and return it. Raises ConfigError if it cannot be found or is not a
-    LogitsProcessor; errors of the module's own code pass.
+    """Import the class `name`, module:Class, and return it.
+
+    Raises ConfigError if it cannot be found or is not a LogitsProcessor. Other errors that the module's code raises
+    propagate.
     """
     module, _, qualname = name.partition(":")
     try:

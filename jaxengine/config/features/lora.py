@@ -30,7 +30,7 @@ class LoraOptions:
 
     @property
     def lora_spec(self) -> LoraSpec | None:
-        """Return the LoRA sizes to build the model with; None without adapters."""
+        """LoRA sizes to build the model with; None without adapters."""
         return LoraSpec(self.max_loras, self.max_lora_rank) if self.enable_lora else None
 
     @property
@@ -40,8 +40,10 @@ class LoraOptions:
 
 
 def check_lora(options: LoraOptions, nnodes: int) -> None:
-    """Raise ConfigError for ranks and numbers out of range, for sizes without enable_lora, and for adapters with
-    several processes. nnodes: processes of the engine.
+    """Raise ConfigError for ranks and numbers of adapters out of range, for such sizes without enable_lora, and for
+    adapters with several processes.
+
+    nnodes: processes of the engine.
     """
     if options.max_lora_rank not in RANKS:
         raise ConfigError("max_lora_rank", options.max_lora_rank, ", ".join(map(str, RANKS)))
@@ -59,8 +61,6 @@ def check_lora(options: LoraOptions, nnodes: int) -> None:
 
 
 def check_lora_model(options: LoraOptions, pools: bool) -> None:
-    """Raise ConfigError if adapters are enabled (options.enable_lora) and the model does not support them. pools:
-    whether it is a pooling model.
-    """
+    """Raise ConfigError if adapters are enabled for a pooling model. pools: whether the model is one."""
     if options.enable_lora and pools:
         raise ConfigError.because("enable_lora", "adapters of pooling models are not supported", "leave it False")

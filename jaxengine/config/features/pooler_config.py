@@ -75,8 +75,11 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig | None:
-        """Return the config for a dict of vLLM's fields, of which earlier names are translated; None for None, a config
-        as it is. Raises ConfigError for unknown fields, fields given twice, and values that are not supported.
+        """Return the config for a dict of its fields, in which earlier names of vLLM are translated; None for None. A
+        config is returned unchanged.
+
+        Raises ConfigError for unknown fields, a field given twice with different values, and values that are not
+        supported.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -100,8 +103,10 @@ class PoolerConfig:
 
 
 def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
-    """Return the dict of config.json's fields that the option hf_overrides gives, None for None; which fields exist is
-    checked against the model's files later. Raises ConfigError for what is not a dict with texts as keys.
+    """Return the option hf_overrides, a dict of fields of config.json; None for None.
+
+    Raises ConfigError for anything but a mapping with text keys. Whether the fields exist is checked later, against the
+    model's files.
     """
     if value is None:
         return None
@@ -113,8 +118,8 @@ def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
 
 
 def settle_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with vLLM's earlier ones replaced by their successors: override_pooler_config and task by
-    pooler_config, runner and convert; rope_scaling and rope_theta by hf_overrides.
+    """Return a copy of the options in which vLLM's earlier ones are replaced by their successors:
+    override_pooler_config and task by pooler_config, runner and convert; rope_scaling and rope_theta by hf_overrides.
 
     Raises ConfigError for an unknown task, and for an option that is given twice with different values.
     """
@@ -128,7 +133,7 @@ def settle_names(options: dict[str, Any]) -> dict[str, Any]:
         return settled
     overrides = settled.get("hf_overrides") or {}
     if not isinstance(overrides, Mapping):
-        return settled  # refused where it is read
+        return settled  # read_hf_overrides refuses it
     for name, value in ropes.items():
         if overrides.get(name, value) != value:
             raise ConfigError.because(name, f"{name} is given twice", "leave it out of hf_overrides")
@@ -136,7 +141,8 @@ def settle_names(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_task(task: Any) -> dict[str, str]:
-    """Return `runner` and `convert`, as far as vLLM's earlier option `task` determines them; {} for None and "auto".
+    """Return the options `runner` and `convert` that vLLM's earlier option `task` stands for; {} for None and "auto".
+
     Raises ConfigError for an unknown task.
     """
     by_task: dict[str, dict[str, str]] = {

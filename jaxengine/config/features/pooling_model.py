@@ -16,12 +16,12 @@ QUERY, DOCUMENT = "query", "document"
 
 
 class TokenTask(NamedTuple):
-    """How the rows of a prompt's tokens are made into an answer.
+    """How a task makes answers of the model's rows of a prompt's tokens.
 
     Attributes:
-      columns: (first, end) of the columns of the model's rows that belong to the task.
-      activation: effect of use_activation, as of PoolingModel, or RELU.
-      left_out: ids of special tokens whose rows are left out: that of a prompt's first and that of its last token.
+      columns: (first, end) of the columns of the model's rows that belong to the task; the end is excluded.
+      activation: what use_activation applies: NORMALIZE, SOFTMAX, SIGMOID, IDENTITY or RELU.
+      left_out: ids of the special first and last token of a prompt whose rows are left out; None to keep the row.
     """
 
     columns: tuple[int, int]
@@ -57,25 +57,25 @@ class SentenceModel:
 
 @dataclass(frozen=True)
 class PoolingModel:
-    """How a pooling model's answers are computed.
+    """Pooling, tasks and defaults of a pooling model.
 
     Attributes:
       pooler: the pooling that the model computes.
-      task: EMBED, CLASSIFY or one of TOKEN_TASKS, unless a request names another one of `tasks`.
-      tokens: tasks about tokens, by name.
-      own_task: what the model has for prompts, EMBED or CLASSIFY; None if it answers for tokens alone.
+      task: EMBED, CLASSIFY or one of TOKEN_TASKS, for requests that name none of `tasks`.
       activation: effect of use_activation: NORMALIZE for an embedding; SOFTMAX, SIGMOID or IDENTITY for scores.
       use_activation: default of a request's use_activation.
       dimensions: default of a request's dimensions; None for all.
       matryoshka: sizes to which an embedding may be cut, empty for any; None if it may not be cut.
       labels: names of the labels, by number.
       sentence: settings of sentence-transformers, if there are any.
-      token_rows: rows of the token table of a model whose tokens see later ones; None for others. Its tokenizer joins
-        two texts with special tokens and tells them apart by types: a token of type n has n * token_rows more than its
-        id.
-      reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another one is
-        given.
-      has_token_types: whether the model tells them apart; otherwise types leave ids as they are.
+      token_rows: rows of the token table of a model whose tokens attend to later ones (an encoder); None for others.
+        The tokenizer of such a model joins two texts with special tokens and gives each a token type: the id of a
+        token of type n is increased by n * token_rows.
+      has_token_types: whether the model distinguishes token types; otherwise ids are not increased.
+      reads_messages: whether the checkpoint's chat template makes the prompt of a pair of texts, unless another
+        template is given.
+      tokens: tasks about tokens, by name.
+      own_task: the model's task about whole prompts, EMBED or CLASSIFY; None if it only has tasks about tokens.
     """
 
     pooler: Pooler
@@ -94,7 +94,7 @@ class PoolingModel:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return all tasks that a request may name."""
+        """Names of all tasks that a request may name."""
         return (*([] if self.own_task is None else [self.own_task]), *self.tokens)
 
     @property
@@ -108,10 +108,11 @@ class PoolingModel:
         return "left" if self.token_rows is None else "right"
 
     def cut(self, token_ids: list[int], keep: int, side: str | None = None) -> list[int]:
-        """Return at most `keep` of the token ids.
+        """Return at most `keep` (at least 1) of the token ids; the list itself if it is not longer.
 
-        side: where the others are removed, "left" or "right"; None for `cut_side`. An encoder keeps its first and its
-        last token, which are special, whatever the side.
+        side: where ids are removed, "left" or "right"; None for `cut_side`. An encoder (token_rows is not None) keeps
+        its first and its last token, which are special, on either side; with a `keep` of 1 only the first ("left") or
+        the last ("right").
         """
         side = side or self.cut_side
         if len(token_ids) <= keep:
@@ -124,8 +125,8 @@ class PoolingModel:
 
 
 def check_dimensions(model: PoolingModel, dimensions: int, error: Callable[[str], Exception]) -> None:
-    """Raise `error(text)`, where the text says which sizes are allowed, if embeddings of this model may not be cut to
-    `dimensions`.
+    """Raise `error(text)`, where the text gives the allowed sizes, if this model's embeddings may not be cut to
+    `dimensions`, or if it has none.
     """
     if not {EMBED, TOKEN_EMBED} & {*model.tasks}:
         raise error("None: this model classifies")

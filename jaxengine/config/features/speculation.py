@@ -71,9 +71,11 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """Return the config for a dict of vLLM's fields, or of another config's fields; None for None, a config as it
-        is. Raises ConfigError for unknown fields, fields that the method does not have, and values that are missing or
-        not allowed.
+        """Return the config for a dict of vLLM's fields or of this class's; None for None. A config is returned
+        unchanged.
+
+        Raises ConfigError for unknown fields, fields that the method does not have, and values that are missing or not
+        allowed.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -123,14 +125,16 @@ class SpeculativeConfig:
 
     @property
     def guesses(self) -> bool:
-        """Whether drafts are proposed, besides those that a grammar leaves no alternative to."""
+        """Whether the method proposes drafts; False for "grammar", whose only drafts are tokens that a grammar leaves
+        no alternative to.
+        """
         return self.method != GRAMMAR
 
     def guides(self, num_stages: int, max_in_flight: int) -> bool:
-        """Whether proposed drafts get grammar masks: if they are made on the devices, and masks are computed while the
-        step is in flight.
+        """Whether proposed drafts get grammar masks: in an engine with one pipeline stage that dispatches a step before
+        the last one ended, since the masks are computed while the step is in flight.
 
-        num_stages: pipeline stages. max_in_flight: limit of steps in flight.
+        num_stages: pipeline stages. max_in_flight: limit of steps in flight. False for the method "grammar".
         """
         return self.guesses and num_stages == 1 and max_in_flight > 1
 
@@ -141,13 +145,14 @@ class SpeculativeConfig:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of tokens, besides 1, that a decode may have in one step."""
+        """Numbers of tokens, besides 1, that a decode may have in one step (the last token and drafts), ascending."""
         return tuple(sorted({min(width, self.num_speculative_tokens + 1) for width in _WIDTHS}))
 
 
 def _read_streams(given: Any) -> tuple[int, ...]:
-    """Return the field `streams`, which another config's dict may have, as a tuple. Raises ConfigError for others than
-    a list of integers.
+    """Return the field `streams`, which only a dict of another config has, as a tuple of ints.
+
+    Raises ConfigError for anything but a list or tuple of integers.
     """
     if not isinstance(given, list | tuple) or any(type(each) is not int for each in given):
         raise ConfigError(f"{NAME}.streams", given, "whole numbers, or nothing: the head says them")
@@ -155,11 +160,10 @@ def _read_streams(given: Any) -> tuple[int, ...]:
 
 
 def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the flat ones, including vLLM's earlier speculative_model, replaced by
-    speculative_config.
+    """Return a copy of the options in which the flat ones (FLAT) are replaced by a speculative_config.
 
-    Raises ConfigError, whose param is the flat option, for one that is given twice or next to speculative_config, and
-    as SpeculativeConfig.read does.
+    Raises ConfigError, whose param is the first flat option, if a field is given twice with different values or next to
+    speculative_config, and for values that SpeculativeConfig.read refuses.
     """
     flat = {name: options[name] for name in FLAT if options.get(name) is not None}
     settled = {name: value for name, value in options.items() if name not in FLAT}
@@ -176,14 +180,17 @@ def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
     try:
         return {**settled, NAME: SpeculativeConfig.read(chosen)}
     except ConfigError as error:
-        error.param = next(iter(flat))  # what was given
+        error.param = next(iter(flat))  # the option that the user gave
         raise
 
 
 def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if drafts are asked for and cannot be verified: a model that pools or keeps states, several
-    nodes, steps of one token; for drafts by a model also stages, a tower, layers that free the keys it needs, another
-    split, and "mtp" without its layer. options: fields of EngineConfig by name.
+    """Raise ConfigError if speculative_config is given and its drafts cannot be made or verified. options: fields of
+    EngineConfig by name.
+
+    No method works with a model that pools or keeps recurrent states, several nodes, or steps of one token; "grammar"
+    needs a tokenizer. Drafts by a model need a single pipeline stage, no tower, a layer that keeps all keys, and the
+    tensor parallel size of the engine; "mtp" also the checkpoint's layer for it.
     """
     if options[NAME] is None:
         return
@@ -220,8 +227,8 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
 
 
 def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if the model `draft` cannot propose drafts for `model`: another vocabulary, or it pools, has a
-    tower or keeps states.
+    """Raise ConfigError if the model `draft` cannot propose drafts for `model`: it has another vocabulary size, pools,
+    has a tower or keeps recurrent states.
     """
     if draft.vocab_size != model.vocab_size:
         what = f"has a vocabulary of {draft.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
@@ -238,8 +245,9 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
 
 
 def check_head(head: Eagle3Config, model: ModelConfig) -> None:
-    """Raise ConfigError for an EAGLE-3 head that was made for another model than `model`: another hidden size or
-    vocabulary, layers that are not there or not ascending, or a model with several hidden states a token.
+    """Raise ConfigError if an EAGLE-3 head was made for another model than `model`: it has another hidden size or
+    vocabulary size, or reads layers that do not exist or are not ascending. Also for a model with several hidden states
+    per token.
     """
     last = model.num_layers
     if head.target_size != model.hidden_size:
@@ -256,11 +264,11 @@ def check_head(head: Eagle3Config, model: ModelConfig) -> None:
 
 
 def _method(model: Any, method: Any) -> str:
-    """Return the name of the drafting method: the given one; else, as in earlier vLLM versions, "ngram" for a model
-    named "[ngram]" and "draft_model" for another model.
+    """Return the name of the drafting method: the given one, with earlier names translated, or without one, as in
+    earlier vLLM versions, "ngram" for a model named "ngram" or "[ngram]" and "draft_model" for another model.
 
-    model, method: as given, None for none. Raises ConfigError for an unknown method, none, and one whose model is
-    missing.
+    model, method: the fields as given, None for none. Raises ConfigError for an unknown method, for neither method nor
+    model, and for a method that needs a model without one.
     """
     if method == "eagle":
         problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"

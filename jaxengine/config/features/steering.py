@@ -34,15 +34,18 @@ class SteeringOptions:
 
 
 def read_steer(value: Any) -> tuple[str, ...]:
-    """Return the tap names in the option `steer` as given, a list or text with commas. Raises ConfigError for names
-    that no model has.
+    """Return the tap names in the option `steer`, unresolved. value: a list of names, or text with commas.
+
+    Raises ConfigError for other values, and for names that no model can have.
     """
     return read_tap_names(TAPS, value)
 
 
 def read_steering_vectors(value: Any) -> dict[str, str]:
-    """Return the option `steering_vectors`, which must be given as a mapping from names to files, as a dict of texts.
-    "~" in files is expanded; they are not opened. Raises ConfigError for anything else.
+    """Return the option `steering_vectors`, a mapping from names to files (text or Path), as a dict of texts with "~"
+    expanded.
+
+    The files are not opened. Raises ConfigError for anything else, such as an empty name.
     """
     named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
     if not named or not all(isinstance(path, (str, Path)) for path in value.values()):
@@ -51,10 +54,10 @@ def read_steering_vectors(value: Any) -> dict[str, str]:
 
 
 def settle_steering(options: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return {"steer": names} for a model, one name for each tap; empty without the option.
+    """Return {"steer": one name for each tap of the model that the option names}; {} without the option.
 
-    options: of the engine. Raises ConfigError for a tap that the model does not have or to which no vector can be
-    added, for a pooling model, several pipeline stages, and steering_vectors without steer.
+    options: of the engine, by name. Raises ConfigError for a tap that the model does not have or to which no vector can
+    be added, for a pooling model, for several pipeline stages, and for steering_vectors without steer.
     """
     if options[TAPS] is None:
         if options[VECTORS]:

@@ -41,7 +41,7 @@ class StructuredOutputsConfig:
     lenient: bool = False
 
     def __post_init__(self):
-        """Raise ConfigError for values that are not allowed; log a backend other than "auto" and "guidance", which
+        """Raise ConfigError for values that are not allowed; log that a backend other than "auto" and "guidance"
         changes nothing.
         """
         if self.backend not in BACKENDS:
@@ -60,8 +60,11 @@ class StructuredOutputsConfig:
 
     @classmethod
     def read(cls, value: Any) -> StructuredOutputsConfig:
-        """Return the config for a dict of fields, vLLM's or ours, or None for the defaults. A config is returned as it
-        is. Raises ConfigError for unknown fields and values that are not supported.
+        """Return the config for a dict of this class's fields or vLLM's, or None for the defaults. A config is returned
+        unchanged.
+
+        Fields of vLLM with a value that has no effect here are ignored. Raises ConfigError for unknown fields and
+        values that are not supported.
         """
         if value is None or isinstance(value, cls):
             return value or cls()
@@ -81,5 +84,5 @@ class StructuredOutputsConfig:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Return the names of the boolean fields that are True."""
+        """Names of the boolean fields that are True."""
         return tuple(name for name in self.switches() if getattr(self, name))

@@ -33,10 +33,10 @@ class TrainingOptions:
 
 
 def check_training(options: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for one of TrainingOptions with a pooling model, and for returned experts of a model without
-    any or with rl_exact.
+    """Raise ConfigError for one of TrainingOptions with a pooling model, and for enable_return_routed_experts with a
+    model without experts or with rl_exact.
 
-    options: of the engine.
+    options: of the engine, by name.
     """
     for name in ("enable_trace_replay", "enable_sampling_mass", EXPERTS):
         if options[name] and model.pooler is not None:

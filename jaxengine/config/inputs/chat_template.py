@@ -15,8 +15,8 @@ def read_chat_template(value: Any) -> Any:
     """Return the template: `value` itself if it contains template braces, otherwise the content of the file of that
     name.
 
-    An empty text, and a value that is not text, is returned unchanged. Without this check a file name would be used as
-    a template, and every prompt would be that name. Raises ConfigError for a file that cannot be read or holds no
+    An empty text, and a value that is not text, is returned unchanged. Otherwise a file name would be used as a
+    template, and every prompt would be that name. Raises ConfigError for a file that cannot be read or contains no
     template.
     """
     if not isinstance(value, str) or not value or _is_template(value):
@@ -36,8 +36,9 @@ def read_chat_template(value: Any) -> Any:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, at most 1 MiB of UTF-8. Raises OSError; ValueError for a larger file, other bytes, and
-    anything but a regular file.
+    """Return the text of a regular file of at most 1 MiB of UTF-8, without a byte order mark.
+
+    Raises OSError; ValueError for a larger file, other bytes, and anything but a regular file.
     """
     path.stat()  # raises OSError with the reason if there is none
     if not path.is_file():
@@ -50,5 +51,5 @@ def _read(path: Path) -> str:
 
 
 def _is_template(text: str) -> bool:
-    """Whether a text has template braces."""
+    """Whether a text contains "{{" or "{%"."""
     return "{{" in text or "{%" in text

@@ -62,12 +62,13 @@ class EncoderOptions:
 
     @property
     def mm_processor_cache_bytes(self) -> int:
-        """Return mm_processor_cache_gb in bytes."""
+        """Limit of the cache of preprocessed media in bytes: mm_processor_cache_gb times 2**30, rounded down."""
         return int(self.mm_processor_cache_gb * 2**30)
 
     def mm_cache_kind(self, num_api_processes: int) -> str:
-        """Return the cache to use, of KINDS. num_api_processes: processes besides the engine's; 0 if there is only one
-        process.
+        """Return the kind of cache of preprocessed media to use, one of KINDS.
+
+        num_api_processes: processes besides the engine's; 0 if there is only one process.
         """
         if not self.mm_processor_cache_bytes:
             return OFF
@@ -76,8 +77,8 @@ class EncoderOptions:
         return SHARED_MEMORY if self.mm_processor_cache_type == "shm" else KEY_REPLICATED
 
     def mm_cache_placement(self, num_api_processes: int) -> dict[str, Any]:
-        """Return the cache's name ("kind"), what an API process and the engine's keep in it, and the limit of all its
-        copies in bytes ("max_bytes").
+        """Return the kind of cache ("kind"), what an API process ("api_process") and the engine's process ("engine")
+        keep in it, and the limit of all its copies in bytes ("max_bytes").
 
         num_api_processes: processes besides the engine's.
         """
@@ -113,14 +114,13 @@ def settle_encoder(
     chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     """Return num_encoder_rows, max_encoder_patches, max_sound_patches, whole_pictures and uses_mrope of ResolvedConfig,
-    by name.
+    by name; {} without a tower. A tower whose rows layers cross-attend to gets the fields of settle_sounds instead.
 
-    The result is empty without a tower. Raises ConfigError for several nodes, no chunked prefill, too small steps for
-    an item that may not be split, and, on a TPU, a tower whose items see themselves in both directions.
+    chosen: the other fields of ResolvedConfig, by name. platform: of the kernels. sizes: by modality, (embeddings,
+    patches) of the largest item that requests may contain; at least one, unused without a tower.
 
-    chosen: the other fields of ResolvedConfig, by name; platform: of the kernels. sizes: by modality, (embeddings,
-    patches) of the largest item
-      that requests may contain; at least one, unused without a tower.
+    Raises ConfigError for several nodes, for no chunked prefill, for steps too small for an item that may not be split,
+    for limits below one item, and, on a TPU, for a tower whose items attend to themselves in both directions.
     """
     tower = model.tower
     if tower is None:
@@ -134,7 +134,7 @@ def settle_encoder(
     whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]
     modalities = [f"{AUDIO}=0" if each.hears else f"{IMAGE}=0,{VIDEO}=0" for each in model.towers]
     blind = f"let it read text only: limit_mm_per_prompt {','.join(modalities)}"
-    # Decodes come first: they must leave room for a picture that is not split.
+    # Decodes are scheduled first: they must leave room for an image that is not split.
     tokens = chosen["long_prefill_token_threshold"] or chosen["max_num_batched_tokens"]
     least = chosen["max_num_seqs"] + most_rows if whole else 2
     for name, wrong, advice in (
@@ -159,9 +159,11 @@ def settle_encoder(
 def _most_encoded(
     chosen: Mapping[str, Any], tower: TowerConfig, sizes: Mapping[str, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Return the most (embeddings, patches) that a step encodes with a tower. Raises ConfigError for a limit below one
-    window of a sound, and for a model of images whose sizes have sounds alone. chosen: fields of ResolvedConfig, by
-    name; sizes: by modality, (embeddings, patches) of the largest item.
+    """Return the most (embeddings, patches) that a step encodes with a tower.
+
+    chosen: fields of ResolvedConfig, by name. sizes: by modality, (embeddings, patches) of the largest item. A step
+    encodes at most 8 windows of sounds unless max_num_batched_encoder_tokens is given. Raises ConfigError for a limit
+    below one window of a sound, and for an image tower if `sizes` has no images and videos.
     """
     asked, room = chosen["max_num_batched_encoder_tokens"], chosen["max_model_len"] - 1
     if tower.hears:

@@ -18,12 +18,12 @@ IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
 # Sounds, in prompts or for models that attend to them.
 AUDIO = "audio"
-# Default limit of seconds of a sound; transcriptions of longer ones are better asked for in parts.
+# Default limit of a sound in seconds; longer ones are better transcribed in parts.
 MAX_AUDIO_SECONDS = 7200
 # Default limit of items of one modality in a prompt; vLLM's.
 MAX_ITEMS = 999
 ANY_DOMAIN = "*"
-# Pillow warns of a decompression bomb above it.
+# Pillow warns of a decompression bomb above this number.
 MAX_IMAGE_PIXELS = 89_478_485
 MAX_FRAMES = 4096
 _KEYS = ("count", "width", "height")
@@ -78,24 +78,28 @@ class MediaOptions:
     max_audio_seconds: int = MAX_AUDIO_SECONDS
 
     def mm_limit(self, modality: str) -> int:
-        """Return how many items of a modality one prompt may have: 0 with language_model_only, MAX_ITEMS if no limit is
-        given.
+        """Return how many items of a modality one prompt may have: 0 with language_model_only, MAX_ITEMS if
+        limit_mm_per_prompt gives no limit.
         """
         return 0 if self.language_model_only else self._limits(modality).get("count", MAX_ITEMS)
 
     def mm_size(self, modality: str) -> tuple[int, int] | None:
-        """Return (height, width) of a modality's largest item if limit_mm_per_prompt gives them, otherwise None."""
+        """Return (height, width) in pixels of a modality's largest item if limit_mm_per_prompt gives them, otherwise
+        None.
+        """
         limits = self._limits(modality)
         return (limits["height"], limits["width"]) if "height" in limits else None
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """The colour on which transparent images are laid, RGB from 0 to 255."""
+        """RGB colour, each from 0 to 255, with which transparent pixels are blended; white by default."""
         return tuple(self._io(IMAGE).get("rgba_background_color", _WHITE))
 
     @property
     def video_sampling(self) -> tuple[int, float]:
-        """Limits (number of frames, frames per second) of what is sampled from a video; -1 for no limit."""
+        """Limits (number of frames, frames per second) of the frames sampled from a video, by default (32, -1); -1 for
+        no limit.
+        """
         chosen = self._io(VIDEO)
         return chosen.get("num_frames", 32), chosen.get("fps", -1)
 
@@ -110,11 +114,10 @@ class MediaOptions:
 
 
 def _read_limits(value: Any) -> dict[str, dict[str, int]]:
-    """Return limit_mm_per_prompt, a dict, its JSON or image=2,video=0, as a dict of "count", "width" and "height", as
-    far as given, for each modality.
+    """Return limit_mm_per_prompt as a dict, for each modality, of "count", "width" and "height" as far as given.
 
-    A number stands for a count. Raises ConfigError for other modalities, keys and numbers, and a width or a height
-    alone.
+    value: a dict, its JSON, or text such as image=2,video=0; a number stands for a count. Raises ConfigError for other
+    modalities, keys and numbers, for sizes of sounds, and for a width or a height alone.
     """
     name = "limit_mm_per_prompt"
     limits: dict[str, dict[str, int]] = {}
@@ -138,9 +141,10 @@ def _read_limits(value: Any) -> dict[str, dict[str, int]]:
 
 
 def _pairs(name: str, value: Any) -> Mapping[str, Any]:
-    """Return the dict that a value is or means: a dict, a JSON object, or the form image=2,video=0.
+    """Return the dict that an option's value is or denotes. value: a dict, a JSON object, or text such as
+    image=2,video=0.
 
-    name: of the option, for the ConfigError that a wrong value raises.
+    name: of the option. Raises ConfigError, which names it, for other values and for keys that are not text.
     """
     if isinstance(value, str):
         try:
@@ -156,8 +160,9 @@ def _pairs(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _read_domains(value: Any) -> tuple[str, ...]:
-    """Return host names (a list or tuple) normalised for comparison: lower case, no trailing dot, IDNA-encoded. Raises
-    ConfigError for what is not names of hosts.
+    """Return allowed_media_domains, host names, normalised for comparison: lower case, no trailing dot, IDNA-encoded.
+
+    value: a list or tuple of texts. Raises ConfigError for anything that is not a list of host names.
     """
     name = "allowed_media_domains"
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
@@ -171,8 +176,9 @@ def _read_domains(value: Any) -> tuple[str, ...]:
 
 
 def _read_io(value: Any) -> dict[str, dict[str, Any]]:
-    """Return media_io_kwargs as a dict of options for reading files, by modality. value: a dict or its JSON. Raises
-    ConfigError for other modalities, options and values.
+    """Return media_io_kwargs as a dict, by modality, of checked options for reading files. value: a dict or its JSON.
+
+    Raises ConfigError for other modalities, options and values.
     """
     name = "media_io_kwargs"
     chosen: dict[str, dict[str, Any]] = {}
@@ -188,26 +194,34 @@ def _read_io(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _read_colour(name: str, value: Any) -> list[int]:
-    """Return three numbers from 0 to 255. Raises ConfigError, which names `name`, for others."""
+    """Return an RGB colour as a list of three ints from 0 to 255. name: of the option. Raises ConfigError, which names
+    it, for other values.
+    """
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise ConfigError(name, value, "three numbers from 0 to 255, red, green and blue")
     return [_whole(name, each, 0, 255) for each in value]
 
 
 def _read_mode(name: str, value: Any) -> str:
-    """Return "RGB". Raises ConfigError for other modes."""
+    """Return an image mode, which must be "RGB". name: of the option. Raises ConfigError, which names it, for other
+    modes.
+    """
     if value != "RGB":
         raise ConfigError(name, value, "'RGB'")
     return value
 
 
 def _read_num_frames(name: str, value: Any) -> int:
-    """Return -1 or a number from 1 to MAX_FRAMES. Raises ConfigError for others."""
+    """Return a number of frames, -1 or from 1 to MAX_FRAMES. name: of the option. Raises ConfigError, which names it,
+    for other values.
+    """
     return value if type(value) is int and value == -1 else _whole(name, value, 1, MAX_FRAMES)
 
 
 def _read_fps(name: str, value: Any) -> float:
-    """Return -1, or a number above 0 up to 1000. Raises ConfigError for others."""
+    """Return frames per second, -1 or more than 0 and at most 1000. name: of the option. Raises ConfigError, which
+    names it, for other values.
+    """
     if type(value) not in (int, float) or not (value == -1 or 0 < value <= 1000):
         raise ConfigError(name, value, "-1, or more than 0 and at most 1000")
     return value
@@ -225,8 +239,8 @@ def _read_kwargs(value: Any) -> dict[str, Any]:
 
 
 def _read_folder(value: Any) -> str:
-    """Return allowed_local_media_path, an absolute path or "". Raises ConfigError for others; whether it is there is
-    not checked.
+    """Return allowed_local_media_path unchanged, an absolute path or "". Raises ConfigError for other values; whether
+    the folder exists is not checked.
     """
     name = "allowed_local_media_path"
     if not isinstance(value, str):
@@ -244,8 +258,9 @@ def _read_seconds(value: Any) -> float:
 
 
 def _read_proxy(value: Any) -> str:
-    """Return media_proxy without a final slash; "" for none. Raises ConfigError, which does not repeat credentials, for
-    other than http://HOST:PORT.
+    """Return media_proxy without a final slash; "" for none.
+
+    Raises ConfigError, whose message omits credentials, for anything but http://HOST:PORT with a port from 1 to 65535.
     """
     allowed = "http://HOST:PORT, or '' for none"
     if not isinstance(value, str):
@@ -257,12 +272,14 @@ def _read_proxy(value: Any) -> str:
 
 
 def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
-    """Return a reader of an option that is an integer from `least` to `most`, or a size such as "4k"; the reader raises
-    ConfigError for others.
+    """Return a reader of the option `name`, whose value is an integer from `least` to `most`, both included, or a size
+    such as "4k". The reader returns an int and raises ConfigError for other values.
     """
 
     def read(value: Any) -> int:
-        """Return the value as an int. Raises ConfigError."""
+        """Return the value as an int. Raises ConfigError for a text that is not a size and for a number out of
+        range.
+        """
         if isinstance(value, str):
             try:
                 value = read_size(value)
@@ -274,8 +291,9 @@ def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int:
-    """Return a whole number from `least` to `most` as an int. Raises ConfigError, which names the option, for
-    others.
+    """Return a whole number from `least` to `most`, both included, as an int. name: of the option.
+
+    Raises ConfigError, which names the option, for other values.
     """
     value = whole_number(plain(value))
     if type(value) is not int or not least <= value <= most:

@@ -12,11 +12,11 @@ _NAME = "enable_prompt_embeds"
 
 
 def settle_prompt_embeds(chosen: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return num_encoder_rows of ResolvedConfig, by name, for an engine whose prompts may be embeddings; empty for
-    others. Raises ConfigError for a model that has a tower, pools or whose layers read token ids, and with drafts,
-    several nodes, record_steps or rl_exact.
+    """Return {"num_encoder_rows": rows of the embedding cache} for an engine whose prompts may be embeddings; {} for
+    other engines.
 
-    chosen: the other fields of ResolvedConfig, by name.
+    chosen: the other fields of ResolvedConfig, by name. Raises ConfigError for a model that has a tower, pools or whose
+    layers read token ids, and with drafts, several nodes, record_steps or rl_exact.
     """
     if not chosen[_NAME]:
         return {}
@@ -31,5 +31,5 @@ def settle_prompt_embeds(chosen: Mapping[str, Any], model: ModelConfig) -> dict[
     ):
         if wrong:
             raise ConfigError.because(_NAME, f"{_NAME} is True, but {why}", "leave it False")
-    # Those of a step, and of the pages that steps leave unfinished.
+    # Embeddings of a step, and of the pages that steps leave unfinished.
     return {"num_encoder_rows": 2 * (chosen["max_num_batched_tokens"] + chosen["block_size"])}

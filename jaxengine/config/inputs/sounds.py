@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxengine.config.base.platforms import Platform
     from jaxengine.models.config.model_config import ModelConfig
 
-# Sounds that one step encodes at most: on a CPU one takes longer than its request's steps.
+# Most sounds that one step encodes: on a CPU, one sound takes longer than its request's steps.
 _TOGETHER = {"cpu": 1}
 _USUALLY_TOGETHER = 4
 
@@ -19,11 +19,13 @@ _USUALLY_TOGETHER = 4
 def settle_sounds(chosen: Mapping[str, Any], model: ModelConfig, platform: Platform) -> dict[str, Any]:
     """Return num_encoder_rows, max_encoder_patches and attends_to_sounds of ResolvedConfig, by name.
 
-    Each slot can have a sound of its own; encoder_cache_size gives another number. A step encodes at most
-    max_num_batched_encoder_tokens sounds, 1 on CPUs and 4 elsewhere if that is None. chosen: the other fields of
-    ResolvedConfig, by name; model: with a tower of sounds; platform: of the kernels. Raises ConfigError for stages,
-    nodes, adapters, drafts, logits processors, embeddings, a tower split by items, and another KV dtype than the
-    model's.
+    num_encoder_rows is the number of sounds kept, max_num_seqs unless encoder_cache_size is given. A step encodes at
+    most max_num_batched_encoder_tokens sounds; if that is None, 1 on CPUs and 4 elsewhere, and never more than
+    max_num_seqs.
+
+    chosen: the other fields of ResolvedConfig, by name. model: has a tower of sounds. platform: of the kernels. Raises
+    ConfigError for pipeline stages, nodes, adapters, drafts, logits processors, embeddings, a tower split by items, and
+    another KV dtype than the model's.
     """
     tower = model.tower
     assert tower is not None

@@ -14,10 +14,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_compressed(options: Mapping[str, Any], model: ModelConfig, platform: str) -> dict[str, Any]:
-    """Return no options to change; raise ConfigError for pages that the model's compressed keys cannot have: of codes,
-    of a size that does not fit its blocks, or, on a TPU, of several sizes.
+    """Return {} always; raise ConfigError for pages that the model's compressed keys cannot have: an 8-bit KV dtype, a
+    page size that is neither a multiple nor a divisor of a block of tokens, or, on a TPU, pages of several sizes.
 
-    options: of the engine, with all defaults filled in. platform: of the kernels.
+    options: of the engine, with all defaults filled in. platform: name of the kernels' platform.
     """
     keys = [layer.compressed for layer in model.attention if layer.compressed is not None]
     rates, size = sorted({each.rate for each in keys if each.rate is not None}), options["block_size"]

@@ -26,10 +26,11 @@ AUTO, CALIBRATE, UNIT = "auto", "calibrate", "unit"
 
 
 def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
-    """Return the name of the pool's dtype, as in jaxengine.models.cache.KVSpec.
+    """Return the name of the KV pool's dtype, a numpy name or one of int8_per_token_head and fp8_per_token_head.
 
-    name: value of kv_cache_dtype. quantization: of the checkpoint, None for none. dtype: of the model. platform: of the
-    kernels that read the pool. Raises ConfigError for codes that these kernels do not read.
+    name: value of kv_cache_dtype; "auto" is the dtype of the checkpoint's quantization, or else of the model.
+    quantization: of the checkpoint, None for none. dtype: of the model. platform: name of the kernels that read the
+    pool. Raises ConfigError for scales per token on kernels that do not read them.
     """
     if name in _PER_TOKEN and not KERNELS[platform].reads_token_scales:
         codes = ", ".join(each for each in KV_CACHE_DTYPES if each not in _PER_TOKEN)
@@ -41,10 +42,11 @@ def kv_dtype(name: str, quantization: Any, dtype: str, platform: str) -> str:
 
 
 def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: int | None) -> None:
-    """Raise ConfigError if the model's layers differ in a way in which they cannot keep these codes: for scales per
-    token in the size of pages, for other codes in the number of KV heads; or if it has no keys and values at all.
+    """Raise ConfigError for options of the KV pool that the model's layers cannot have.
 
-    name: value of kv_cache_dtype. kv_cache_dtype: the pool's dtype that `kv_dtype` returned for it. num_bytes: value of
+    With scales per token, the layers' pages must have equal sizes; with other 8-bit codes, the layers must have equal
+    numbers of KV heads; without keys and values, both options must be left at their defaults. name: value of
+    kv_cache_dtype. kv_cache_dtype: the pool's dtype that `kv_dtype` returned. num_bytes: value of
     kv_cache_memory_bytes.
     """
     if not model.attending:
@@ -60,15 +62,15 @@ def check_pages(name: str, model: ModelConfig, kv_cache_dtype: str, num_bytes: i
 
 
 def is_coded(kv_cache_dtype: str) -> bool:
-    """Whether pages of this kv_cache_dtype, the option's value, hold codes whose scales are fixed per layer and KV
-    head.
+    """Whether pages of this value of the option kv_cache_dtype contain 8-bit codes with one fixed scale per layer and
+    KV head. False for "auto".
     """
     return kv_cache_dtype in _CODES
 
 
 def check_scales(kv_cache_dtype: str, scales: str) -> None:
-    """Raise ConfigError if kv_cache_scales (`scales`) is given for keys and values that are not codes, or that have a
-    scale per token.
+    """Raise ConfigError if kv_cache_scales (`scales`) is not "auto" and kv_cache_dtype has no fixed scales: it is not
+    8-bit, or has a scale per token.
     """
     if scales != AUTO and not is_coded(kv_cache_dtype):
         own = "takes them from each token" if kv_cache_dtype in _PER_TOKEN else "has no scales"

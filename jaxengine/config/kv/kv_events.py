@@ -45,8 +45,9 @@ class KVEventsConfig:
 
     @staticmethod
     def read(value: Any) -> KVEventsConfig | None:
-        """Return the record of a dict or its JSON text; None for None, a record as it is. Raises ConfigError, which
-        names the field, for others, unknown fields and values that are not allowed.
+        """Return the config for a dict of its fields or its JSON text; None for None. A config is returned unchanged.
+
+        Raises ConfigError, which names the field, for other values, unknown fields and values that are not allowed.
         """
         if value is None or isinstance(value, KVEventsConfig):
             return value
@@ -64,8 +65,8 @@ class KVEventsConfig:
 
 
 def address_of_replica(address: str, rank: int) -> str:
-    """Return a replica's own address, by its number: for tcp:// the port plus the number, for ipc:// from the second
-    replica on a file of its own.
+    """Return the address of replica `rank`: for tcp:// the port plus `rank`, for ipc:// the file with "_dp" and `rank`
+    appended, unchanged for replica 0.
     """
     if address.startswith("tcp:"):
         head, _, port = address.rpartition(":")
@@ -82,7 +83,7 @@ def _is_address(value: Any) -> bool:
 
 
 def _is_count(most: int) -> Callable[[Any], bool]:
-    """Return a check whether a value is an int from 1 to `most`."""
+    """Return a predicate: whether a value is an int from 1 to `most`, both included."""
     return lambda value: type(value) is int and 1 <= value <= most
 
 
@@ -121,10 +122,10 @@ class KVEventOptions:
 
 
 def settle_kv_events(options: Mapping[str, Any], model: Any) -> None:
-    """Raise ConfigError if events are published or pages observed without enable_prefix_caching, or if a sample is
-    given and no pages are observed.
+    """Raise ConfigError if events are published or pages observed (kv_cache_metrics) without enable_prefix_caching, or
+    if kv_cache_metrics_sample is given without kv_cache_metrics.
 
-    options: of the engine, resolved. model: unused, as of the other checks of a resolved config.
+    options: of the engine, resolved, by name. model: unused; all checks of a resolved config have this parameter.
     """
     config = options[_OPTION]
     if options["kv_cache_metrics"] and not options["enable_prefix_caching"]:

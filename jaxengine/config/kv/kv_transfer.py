@@ -21,7 +21,9 @@ MAX_PORT = 65535
 
 
 def is_host(value: Any) -> bool:
-    """Whether a value is the name or the address of one host."""
+    """Whether a value is a host name or the IP address of one host, IPv6 with or without brackets. False for
+    unspecified addresses such as 0.0.0.0.
+    """
     if not isinstance(value, str):
         return False
     try:
@@ -69,12 +71,14 @@ class KVHandover:
 
 
 def _is_number(low: float, high: float, kinds: tuple[type, ...]) -> Callable[[Any], bool]:
-    """Return a check whether a value is of one of these types and from `low` to `high`, both included."""
+    """Return a predicate: whether a value's type is one of `kinds` and the value is from `low` to `high`, both
+    included.
+    """
     return lambda value: type(value) in kinds and low <= value <= high
 
 
 def _one_of(*allowed: str) -> tuple[Callable[[Any], bool], str]:
-    """Return a check whether a value is among those allowed, and their list as text."""
+    """Return a predicate, whether a value is one of `allowed`, and the list of these as text."""
     return lambda value: value in allowed, ", ".join(allowed)
 
 
@@ -98,10 +102,11 @@ IN_EXTRA = ("transport", "shared_storage_path", "kv_lease_duration")
 
 
 def read_handover(top: Mapping[str, Any], extra: Mapping[str, Any]) -> KVHandover:
-    """Return the record of vLLM's fields. Raises ConfigError, which names the field, for a value that is not allowed.
+    """Return the KVHandover of vLLM's fields.
 
-    top: kv_transfer_config; extra: its kv_connector_extra_config. Their names have been checked. kv_role must be given;
-    the folder must be given with transport "folder" alone.
+    top: kv_transfer_config. extra: its kv_connector_extra_config. The caller has checked the names of their keys.
+    Raises ConfigError, which names the field, for a value that is not allowed, without kv_role, for transport "folder"
+    without shared_storage_path, and for the latter with another transport.
     """
     given = {name: top[name] for name in AT_TOP if top.get(name) is not None}
     given |= {name: extra[name] for name in IN_EXTRA if extra.get(name) is not None}

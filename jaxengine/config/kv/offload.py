@@ -46,9 +46,10 @@ class KVTransferConfig:
 
     @staticmethod
     def read(value: Any) -> KVTransferConfig:
-        """Return the record of vLLM's kv_transfer_config, a dict or its JSON text. A record is returned as it is; one
-        of its own fields as a dict is read, too. Raises ConfigError, which names the field, for everything that is not
-        done.
+        """Return the config for vLLM's kv_transfer_config, a dict or its JSON text, or for a dict of this class's
+        fields. A KVTransferConfig is returned unchanged.
+
+        Raises ConfigError, which names the field, for connectors, fields and values that are not supported.
         """
         if isinstance(value, KVTransferConfig):
             return value
@@ -82,8 +83,9 @@ class KVTransferConfig:
 
 
 def _as_vllm(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a KVTransferConfig's fields, given by name, in vLLM's form. Raises ConfigError for a handover that is
-    none.
+    """Return the fields of a KVTransferConfig, given by name, as a dict in the form of vLLM's kv_transfer_config.
+
+    Raises ConfigError if `handover` is neither None nor a dict of KVHandover's fields.
     """
     size, handover = record["cpu_bytes_to_use"], record["handover"]
     if handover is None:
@@ -99,8 +101,9 @@ def _as_vllm(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _root_dir(tiers: Any) -> str | None:
-    """Return the folder of secondary_tiers, None without tiers. Raises ConfigError for more than one, and for one not
-    of type "fs".
+    """Return the folder of the tier in secondary_tiers; None without tiers.
+
+    Raises ConfigError for more than one tier, a tier of another type than "fs", and one without a folder.
     """
     if not isinstance(tiers, list | tuple) or len(tiers) > 1:
         raise ConfigError(f"{_NAME}.secondary_tiers", tiers, "a list of one tier at most")
@@ -116,7 +119,9 @@ def _root_dir(tiers: Any) -> str | None:
 
 
 def _only(value: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
-    """Raise ConfigError for a key that is not among `known`; prefix: of the key's name in the message."""
+    """Raise ConfigError for the first key of `value` that is not among `known`. prefix: text before the key in the
+    message.
+    """
     for name in value:
         if name not in known:
             problem = f"{_NAME} has {prefix}{name}, which is not supported"
@@ -124,14 +129,15 @@ def _only(value: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None
 
 
 def _check(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless a value of kv_transfer_config is one of those allowed."""
+    """Raise ConfigError unless `value` of kv_transfer_config's field `name` is one of `allowed`."""
     if value not in allowed:
         raise ConfigError(f"{_NAME}.{name}", value, ", ".join(allowed))
 
 
 def _number(name: str, value: Any, least: int, most: int) -> int:
-    """Return the field `name` of kv_transfer_config as an int. Raises ConfigError unless it is whole and from `least`
-    to `most`.
+    """Return the value of kv_transfer_config's field `name` as an int.
+
+    Raises ConfigError unless it is a whole int or float from `least` to `most`, both included.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most or value != int(value):
@@ -166,7 +172,7 @@ class KVOffloadOptions:
 
     @property
     def kv_offloading_bytes(self) -> int:
-        """Bytes of host memory for pages outside of the devices, by kv_transfer_config or else kv_offloading_size; 0
+        """Bytes of host memory for pages outside of the devices, from kv_transfer_config or else kv_offloading_size; 0
         for none.
         """
         if self.kv_transfer_config is not None:
@@ -180,17 +186,20 @@ class KVOffloadOptions:
 
     @property
     def kv_offloading_folder(self) -> Path | None:
-        """Folder for pages outside of the devices; None for none."""
+        """Folder of the disk tier, from kv_transfer_config or else kv_offloading_path, with "~" expanded; None for
+        none.
+        """
         found = self.kv_transfer_config.root_dir if self.kv_transfer_config is not None else None
         found = found or self.kv_offloading_path
         return None if found is None else Path(found).expanduser()
 
 
 def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str | None) -> None:
-    """Raise ConfigError for values that are not allowed, alone or together: among them sizes given twice, a folder
-    without host memory, a handover over TCP without a key file, and several processes.
+    """Raise ConfigError for values that are not allowed, alone or together: sizes out of range, options given next to
+    kv_transfer_config, a folder or "swap" without host memory, a disk size without a folder, a handover over TCP
+    without a key file, and several processes.
 
-    nnodes: processes of the engine. cluster_key_file: of the engine.
+    nnodes: processes of the engine. cluster_key_file: the engine's option.
     """
     for name in ("kv_offloading_size", "kv_offloading_disk_size"):
         value = getattr(options, name)
@@ -227,7 +236,9 @@ def check_offload(options: KVOffloadOptions, nnodes: int, cluster_key_file: str 
 def settle_offload(options: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError for an engine whose pages cannot be kept outside of its devices (without prefix caching, with a
     draft model or returned experts, a pooling model, one without keys and values), and for a folder that cannot be
-    written. options: of the engine, resolved. Nothing is raised if no pages are kept.
+    written.
+
+    options: of the engine, resolved, by name. Does nothing without kv_offloading_size and kv_transfer_config.
     """
     transfer = options[_NAME]
     if options["kv_offloading_size"] is None and transfer is None:

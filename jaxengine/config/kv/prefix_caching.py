@@ -17,11 +17,14 @@ _OPTIONS = ("enable_prefix_caching", "num_state_snapshots", "enable_chunked_pref
 
 
 def settle_snapshots(options: Mapping[str, Any], model: ModelConfig, max_num_seqs: int) -> dict[str, Any]:
-    """Return enable_prefix_caching and num_state_snapshots with defaults filled in, as a dict; prefix caching is off
-    for models that are not causal, and for those with states of which none is kept (logged).
+    """Return {"enable_prefix_caching", "num_state_snapshots"} with defaults filled in.
+
+    The default number of snapshots is a quarter of max_num_seqs, at least 4, for a model with recurrent states, prefix
+    caching and chunked prefill; otherwise 0. Prefix caching is off for models that are not causal, and, with a log
+    line, for models with recurrent states and no snapshots.
 
     options: fields of EngineConfig by name. max_num_seqs: its resolved value. Raises ConfigError for a number of
-    snapshots on a model without recurrent states, or without prefix caching and chunked prefill.
+    snapshots above 0 on a model without recurrent states, or without prefix caching and chunked prefill.
     """
     caching, asked, chunked = (options[name] for name in _OPTIONS)
     caching = caching and model.is_causal  # the keys of a prefix depend on what follows it

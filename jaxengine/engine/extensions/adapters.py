@@ -43,8 +43,11 @@ class Adapters(LoopExtension):
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])
 
     def prepare(self, request: Request) -> None:
-        """Set the request's adapter from the name in it, or to that of sounds. Raises UnknownAdapterError for a name
-        that the store lacks, RequestError for a name and sounds together in a model with an adapter for sounds.
+        """Set the request's adapter from the adapter name in it, or to the model's adapter for sounds if the prompt has
+        a sound.
+
+        Raises UnknownAdapterError for a name that the store lacks, and RequestError for a name together with a sound in
+        a model with an adapter for sounds.
         """
         self.store.find(request)
         items = () if request.media is None or self._of_sounds is None else request.media.items
@@ -57,24 +60,26 @@ class Adapters(LoopExtension):
             request.adapter = self._of_sounds
 
     def poll(self) -> Events:
-        """Begin and finish loads of adapters that have slots, without waiting; return the requests whose adapter could
-        not be loaded, as rejected.
+        """Begin and finish loads of adapters that have pool slots, without waiting; return the requests whose adapter
+        could not be loaded, as rejected.
         """
         failed = self.store.advance(self.loop.scheduler.extension("adapters").slots, self._in_use)
         return Events(rejected=failed) if failed else NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Send the devices the pool slots of the adapters of requests that took a slot in this step."""
+        """Send the devices the adapter pool slots of the requests that took a batch slot in this step."""
         self.store.set_rows(step, self.loop.scheduler.config.max_num_seqs)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Do as `poll`, so that adapters to which the scheduler has just given slots begin to load at once. step: not
-        used.
+        """Call `poll` again and return its events, so that adapters to which the scheduler has just given slots begin
+        to load at once. step: not used.
         """
         return self.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for an adapter that is being sent to the devices, `seconds` at most; return False at once if none is."""
+        """Wait for an adapter that is being sent to the devices, `seconds` at most, and return True; return False at
+        once if there is none.
+        """
         if not self.store.is_uploading:
             return False
         self.store.wait(seconds)
@@ -95,7 +100,9 @@ class Adapters(LoopExtension):
         }
 
     def metrics(self) -> Iterator[Gauge]:
-        """Yield vLLM's gauge whose labels name the adapters of running and of waiting requests, and max_loras."""
+        """Yield vLLM's gauge: its value is the time, its labels the names of adapters of running and of waiting
+        requests, and max_loras.
+        """
         running, waiting = set[str](), set[str]()
         for request in self.loop.scheduler.requests:
             if request.lora is not None:
@@ -106,12 +113,13 @@ class Adapters(LoopExtension):
         yield Gauge("vllm:lora_requests_info", time.time(), labels)
 
     def replace(self, given: GivenAdapter, kv: KVMode) -> None:
-        """Replace the matrices of an adapter, or add an adapter under a new name. To be called between two steps, with
-        none in flight; unfinished requests of the adapter continue with the new matrices.
+        """Replace the matrices of an adapter, or add an adapter under a new name. Must be called between two steps,
+        with none in flight; unfinished requests of the adapter continue with the new matrices.
 
         given: the name, its number or None, and the matrices in host memory. kv: treatment of keys and values that the
-        old matrices computed ("keep", "recompute", "drop"), as in `LLM.update_lora`. Raises RequestError, with nothing
-        changed, for a number that differs from the name's, and for a new name that cannot be added.
+        old matrices computed, as in `LLM.update_lora`: "keep" leaves them; "recompute" and "drop" preempt running
+        requests of the adapter; "drop" also resets all prefix caches. Raises RequestError, with nothing changed, for a
+        number that differs from the name's, and for a new name that cannot be added.
         """
         scheduler = self.loop.scheduler
         old, new = self.store.replace(given, scheduler.extension("adapters").slots)
@@ -129,20 +137,23 @@ class Adapters(LoopExtension):
                 extension.reset_cache()
 
     def _unload(self, name: str) -> None:
-        """Remove an adapter's name, so that no further request can use it; running requests keep it to their ends.
+        """Remove an adapter's name, so that no further request can use it; unfinished requests keep the adapter to
+        their end.
 
         Raises RequestError for an unknown name.
         """
         self.store.remove(name, self.loop.scheduler.extension("adapters").slots, self._in_use)
 
     def _names(self) -> list[dict[str, Any]]:
-        """List the adapters that requests may name: name, path, number and LoRA rank of each, as plain JSON values."""
+        """Return the name, path ("" for none), number and LoRA rank of each adapter that requests may name, as JSON
+        values.
+        """
         return [
             {"name": each.adapter.name, "path": each.path or "", "number": each.number, "rank": each.rank}
             for each in self.store.adapters
         ]
 
     def _in_use(self) -> set[Adapter]:
-        """Return the adapters of unfinished requests, and that of sounds."""
+        """Return the adapters of unfinished requests, and the model's adapter for sounds if it has one."""
         own = {each.adapter for each in self.loop.scheduler.requests if each.adapter is not None}
         return own if self._of_sounds is None else own | {self._of_sounds}

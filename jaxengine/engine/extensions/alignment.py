@@ -1,4 +1,4 @@
-"""Alignment: returns, to a request that asks, where its prompt's tokens are said in its sound."""
+"""Alignment: returns, to a request that asks for it, where in its sound the tokens of its prompt are spoken."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxengine.scheduler.extensions.sounds import NAME as SOUNDS
 
 
 class Alignment(LoopExtension):
-    """Loop extension that has prompts aligned in the step in which their requests take a slot: their sounds are encoded
-    then.
+    """Loop extension that aligns prompts with their sounds, in the step in which a request takes a slot, when its sound
+    is encoded.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,9 @@ class Alignment(LoopExtension):
         return not (self._waiting or self._running or self._texts)
 
     def prepare(self, request: Request) -> None:
-        """Raise RequestError if a request's alignment begins after its prompt or has more positions than a slot."""
+        """Raise RequestError if a request's alignment begins after its prompt's last token or has more positions than
+        the device's buffer.
+        """
         if (asked := request.params.alignment) is None:
             return
         most, positions = request.num_prompt_tokens - 1, self.loop.runner.extension(NAME).num_positions
@@ -38,11 +40,11 @@ class Alignment(LoopExtension):
             raise RequestError(f"{NAME} is {list(asked)}; allowed is {allowed}", param=NAME, value=list(asked))
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Note the requests that ask for an alignment."""
+        """Add the requests that ask for an alignment to those waiting for a slot."""
         self._waiting.update(request for request in requests if request.params.alignment is not None)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Dispatch the alignment of the step's new requests that asked for it."""
+        """Dispatch the alignment of requests that ask for one and took a slot in this step. Returns no events."""
         if step is not None and (texts := self._texts_of(step.step)):
             ranks = self.loop.scheduler.extension(SOUNDS).ranks
             reads = [[self._read(request, ranks[rank].row(request)) for request in own] for rank, own in texts.items()]
@@ -51,7 +53,9 @@ class Alignment(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Wait for the alignment dispatched with this step, and add each unfinished request's part to output.found."""
+        """Wait for the alignment dispatched with this step, and add each unfinished request's rows, from its first
+        token to the end of the prompt, to output.found. Does nothing for a step without one.
+        """
         if (texts := self._texts.pop(step, None)) is None:
             return
         found = self.loop.runner.extension(NAME).fetch(step.pending)
@@ -67,8 +71,8 @@ class Alignment(LoopExtension):
         self._running.discard(request)
 
     def _texts_of(self, step: ScheduledStep) -> dict[int, list[Request]]:
-        """Move the requests that are to be aligned in a step from waiting to running, and return them by replica; {} if
-        there are none.
+        """Move the requests that are to be aligned in a step from waiting to running, and return them as a list for
+        each replica; {} if there are none.
         """
         found = [request for request in self.loop.rows.admitted(step) if request in self._waiting]
         self._waiting.difference_update(found)

@@ -28,20 +28,23 @@ MOST_BYTES = 1 << 30
 class Arrivals(LoopExtension):
     """Loop extension that writes a trace for `jaxengine simulate`.
 
-    Blocks are pages, whose digests are hashed once more with a random key that is stored nowhere: ids are equal for
-    equal prefixes of one file, and do not reveal the tokens. After the first write error, and after MOST_BYTES, nothing
-    more is written, and the engine serves on.
+    Blocks are pages, whose digests are hashed once more with a random key that is not stored: ids are equal for equal
+    prefixes of one file, and do not reveal the tokens. After the first write error, and after MOST_BYTES, nothing more
+    is written, and the engine serves on.
     """
 
     def __init__(self) -> None:
-        """Draw the key; arrival times count from now."""
+        """Draw the random key and record the time from which arrival times are counted; `attach` opens the file."""
         self._file: BinaryIO | None = None
         self._key = secrets.token_bytes(32)
         self._began = time.monotonic()
         self._path, self._num_bytes, self._num_requests, self._stopped_by = Path(), 0, 0, ""
 
     def attach(self, loop: Loop) -> None:
-        """Open the file and write its header. Raises ConfigError if it cannot be written."""
+        """Store the engine's parts, open a new file, write the trace's header, and log the file's path.
+
+        Raises ConfigError if the file cannot be written.
+        """
         super().attach(loop)
         config = loop.runner.config
         assert config.record_trace is not None
@@ -54,8 +57,8 @@ class Arrivals(LoopExtension):
         logger.info("record_trace: when requests come and how long they are is written to %s", self._path)
 
     def ended(self, request: Request) -> None:
-        """Write the request's line, unless it has no output tokens. A write error, or more than MOST_BYTES, stops the
-        trace.
+        """Write the request's line, unless it has no output tokens or the trace has been stopped. A write error, or a
+        file of more than MOST_BYTES, stops the trace.
         """
         num_output = min(len(request.output_token_ids), request.max_tokens)
         if self._file is None or num_output < 1:
@@ -79,18 +82,20 @@ class Arrivals(LoopExtension):
         return {"recorded_trace": {"file": str(self._path), "requests": self._num_requests, **own}}
 
     def shutdown(self) -> None:
-        """Close the file; a disk that refuses even that is no error."""
+        """Close the file. Errors on closing are ignored."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
     def _id(self, digest: bytes) -> int:
-        """Return the id of a page in the trace, 63 bits, from its digest."""
+        """Return the id of a page in the trace, an int of 63 bits, which is a keyed hash of its digest."""
         return int.from_bytes(hashlib.blake2b(digest, key=self._key, digest_size=8).digest(), "little") >> 1
 
     def _write(self, line: str) -> None:
-        """Write a line to the open file, whole or not at all. Raises OSError."""
+        """Append a line to the open file, whole or not at all, and count its bytes. Raises OSError, after removing a
+        partial line.
+        """
         assert self._file is not None
         content = line.encode()
         try:
@@ -103,17 +108,17 @@ class Arrivals(LoopExtension):
         self._num_bytes += len(content)
 
     def _stop(self, why: str) -> None:
-        """Close the file for good, and log why."""
+        """Close the file for good, record `why` for the status page, and log it as an error."""
         logger.error("record_trace: NO MORE REQUESTS ARE RECORDED: %s; the engine serves on", why)
         self._stopped_by = why
         self.shutdown()
 
 
 def _new_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Open a new file that only its owner may read: `path`, or where that exists `path`.1, .2 and so on.
+    """Create a file that only its owner may read and open it; return its path and the unbuffered file.
 
-    An engine that is started again thus overwrites no trace, and appends to none. Raises OSError if the file cannot be
-    made.
+    The path is `path`, or if that exists `path`.1, .2 and so on, so that an engine that is started again does not
+    overwrite a trace. Raises OSError if the file cannot be created.
     """
     for number in count():
         own = path if not number else path.with_name(f"{path.name}.{number}")

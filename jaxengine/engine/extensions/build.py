@@ -1,4 +1,5 @@
-"""Choice of an engine's extensions: those of its options, and those that a request is the first to need.
+"""Choice of an engine's extensions: those that its options need from the start, and those that a request is the first
+to need.
 
 Modules of extensions are imported where extensions are made, so that an engine loads only those that it runs.
 """
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(Protocol):
-    """Parts of jaxengine.requests.inputs that extensions use."""
+    """Protocol of the parts of jaxengine.requests.inputs that extensions use."""
 
     @property
     def tokenizer(self) -> Any:
@@ -49,13 +50,15 @@ class Extensions:
     """All extensions of one engine, called together.
 
     Attributes:
-      active: extensions that take part in steps now. hooks: theirs.
+      active: extensions that take part in steps now.
+      hooks: hooks of the active extensions.
       by_name: all extensions made so far, by capability name.
       idle_seconds: the option sleep_idle_seconds; inf if it is off.
     """
 
     def __init__(self, runner: ModelRunner, inputs: Inputs | None = None):
-        """Make the extensions that the engine's options name. inputs: prepares requests; None: they are tokens.
+        """Make the extensions that the engine's options need from the start. inputs: prepares requests; None if they
+        are token ids.
 
         Raises ConfigError if an extension cannot be made with these options.
         """
@@ -66,14 +69,14 @@ class Extensions:
         self.idle_seconds = runner.config.sleep_idle_seconds or float("inf")
         self._loop: Loop | None = None
         tokenizer = None if inputs is None or "pooling" in runner.extensions else inputs.tokenizer
-        # Serialised now: a large vocabulary takes long, and other requests run when the first with a grammar comes.
+        # Serialised at start-up: a large vocabulary takes long, so the first grammar would delay other requests.
         self._tokenizer: str | None = None if tokenizer is None else tokenizer.backend.to_str()
         has_drafts = runner.config.speculative_config is not None
         started = {
             "pooling": "pooling" in runner.extensions,
             "adapters": runner.config.enable_lora,
             "drafts": has_drafts,
-            "structured": has_drafts and tokenizer is not None,  # tokens that a grammar forces are drafts
+            "structured": has_drafts and tokenizer is not None,  # tokens without an alternative are drafts
             "pictures": "pictures" in runner.extensions,
             "sounds": "sounds" in runner.extensions,
             "logits_processors": "logits_processors" in runner.extensions,
@@ -94,7 +97,9 @@ class Extensions:
 
     @property
     def epilogue(self) -> Callable[..., None] | None:
-        """Function that dispatches another program after each forward pass; None: the sampler runs there."""
+        """Function of an active extension that dispatches a program after each forward pass in place of the sampler;
+        None: the sampler runs.
+        """
         return next((each.epilogue for each in self.active if each.epilogue is not None), None)
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
@@ -104,14 +109,16 @@ class Extensions:
         return config
 
     def attach(self, loop: Loop) -> None:
-        """Give the loop to every extension made so far, and to those made later."""
+        """Store the engine's parts and pass them to the active extensions; extensions made later get them when they are
+        made.
+        """
         self._loop = loop
         for each in self.active:
             each.attach(loop)
 
     def prepare(self, request: Request) -> None:
-        """Make the extensions that a request's parameters need, and have each complete the request. Called before it is
-        queued.
+        """Make and activate the extensions that a request's parameters need, and call each active one's `prepare`.
+        Called before the request is queued.
 
         Raises RequestError if the engine was started without the option that the request needs, or if an extension
         refuses it: UnknownAdapterError for an unknown adapter, OverloadedError if a sleeping engine cannot wake up.
@@ -142,8 +149,8 @@ class Extensions:
             each.prepare(request)
 
     def require(self, name: str) -> LoopExtension:
-        """Return the extension of a capability, by its name in `_MAKERS`; make it if there is none, and add it to
-        `active`.
+        """Return the extension of a capability, by its name in `_MAKERS`; make it if it does not exist, and activate
+        it.
 
         Raises RequestError if the engine was started without the option that the capability needs.
         """
@@ -158,7 +165,7 @@ class Extensions:
         return found
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Tell active extensions that these requests were queued; then drop from `active` those that are idle."""
+        """Call the `queued` hook of the active extensions, then remove those that are idle from `active`."""
         for each in self.active:
             each.queued(requests)
         if any(each.is_idle for each in self.active):
@@ -166,9 +173,9 @@ class Extensions:
             self.hooks.update(self.active)
 
     def rest(self) -> float:
-        """Have extensions do their periodic work while there are no requests.
+        """Have active extensions do their periodic work while there are no requests.
 
-        Returns in how many seconds to call again; inf for never.
+        Returns the number of seconds after which to call this again; inf for never.
         """
         return min((each.rest() for each in self.active), default=float("inf"))
 
@@ -178,21 +185,21 @@ class Extensions:
             each.shutdown()
 
     def adapter_store(self) -> AdapterStore:
-        """Return the store of LoRA adapters that requests may name. Raises RequestError for an engine without
+        """Return the store of LoRA adapters that requests may name. Raises RequestError in an engine without
         enable_lora.
         """
         return cast("Adapters", self.require("adapters")).store
 
     def media_stats(self) -> MediaStats | None:
-        """Return the counts of images and videos, or of sounds; None for an engine of a text model."""
+        """Return the counts of images and videos, or of sounds; None if the engine has no encoder."""
         found = self.by_name.get("pictures") or self.by_name.get("sounds")
         return None if found is None else cast("Pictures", found).stats
 
     def utilities(self) -> dict[str, Callable[..., Any]]:
         """Return the functions, by name, that an operator may call between two steps.
 
-        Functions of extensions that the engine has not made yet are included: such a function makes its extension,
-        answers without it, or raises RequestError.
+        Functions of extensions that the engine has not made yet are included. Such a function makes its extension,
+        returns the result of an engine without it, or raises RequestError.
         """
         found = dict(self._absent_utilities())
         for each in self.by_name.values():
@@ -200,7 +207,9 @@ class Extensions:
         return found
 
     def _absent_utilities(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yield the utilities, by name, of extensions that the engine has not made."""
+        """Yield the utilities, by name, of the adapters, weights and media extensions if the engine has not made
+        them.
+        """
         if "adapters" not in self.by_name:
             yield from (("adapter_forms", list), ("adapters", list))
             for name in ("load_adapter", "adapter_is_loaded", "unload_adapter"):
@@ -222,7 +231,7 @@ class Extensions:
         return Adapters(self._runner, None if media is None else media.adapter)
 
     def _drafts(self) -> LoopExtension:
-        """Make the extension for speculative decoding, which the engine has been started with."""
+        """Make the extension for speculative decoding. The engine must have a speculative_config."""
         from jaxengine.engine.extensions.drafts import Drafts
 
         config = self._runner.config
@@ -239,7 +248,9 @@ class Extensions:
         return Pictures(None if media is None else media.cache)
 
     def _offload(self) -> LoopExtension:
-        """Make the extension for pages outside of the devices."""
+        """Make the extension for KV pages outside of the devices. Raises ConfigError for an option that cannot be
+        used.
+        """
         from jaxengine.engine.extensions.offload.offload import Offload
 
         return Offload(self._runner)
@@ -266,7 +277,7 @@ class Extensions:
             runner.extension("structured").num_words,
             inputs.eos_token_ids(),
             inputs.tokenizer,
-            looks_ahead=drafts is not None,  # forced tokens are of use only where a step may sample several
+            looks_ahead=drafts is not None,  # grammar drafts are of use only where a step may sample several
         )
         return Structured(masks, drafts)
 
@@ -293,7 +304,9 @@ def _scores(_: Extensions) -> LoopExtension:
 
 
 def _trace(extensions: Extensions) -> LoopExtension:
-    """Make the extension for replayed traces. Raises RequestError if the engine was started without it."""
+    """Make the extension for trace replay. Raises RequestError if the engine was started without
+    enable_trace_replay.
+    """
     if "trace" not in extensions._runner.extensions:
         problem = "trace_decode_token_ids: the engine was started without enable_trace_replay"
         raise RequestError(problem, param="trace_decode_token_ids")
@@ -313,7 +326,9 @@ def _alignment(extensions: Extensions) -> LoopExtension:
 
 
 def _routed_experts(extensions: Extensions) -> LoopExtension:
-    """Make the extension for routed experts. Raises RequestError if the engine was started without it."""
+    """Make the extension for routed experts. Raises RequestError if the engine was started without
+    enable_return_routed_experts.
+    """
     if "routed_experts" not in extensions._runner.extensions:
         problem = "routed_experts_prompt_start: the engine was started without enable_return_routed_experts"
         raise RequestError(problem, param="routed_experts_prompt_start")
@@ -358,7 +373,7 @@ def _arrivals(_: Extensions) -> LoopExtension:
 
 
 def _idle_sleep(extensions: Extensions) -> LoopExtension:
-    """Make the extension for automatic sleep, and the one for weights that it uses."""
+    """Make the extension for automatic sleep, after requiring the weights extension that it uses."""
     from jaxengine.engine.extensions.weights.idle_sleep import IdleSleep
 
     return IdleSleep(cast("Weights", extensions.require("weights")), extensions.idle_seconds)
@@ -374,7 +389,9 @@ def _kv_events(extensions: Extensions) -> LoopExtension:
 
 
 def _kv_transfer(extensions: Extensions) -> LoopExtension:
-    """Make the extension that hands over pages. Raises RequestError if the engine was started without it."""
+    """Make the extension that hands over pages, after requiring the offload extension that it uses. Raises RequestError
+    if the engine was started without a handover in kv_transfer_config.
+    """
     if not extensions._runner.config.hands_over_kv:
         problem = "kv_transfer_params: the engine was started without a NixlConnector in kv_transfer_config"
         raise RequestError(problem, param="kv_transfer_params")
@@ -391,14 +408,18 @@ def _page_ages(_: Extensions) -> LoopExtension:
 
 
 def _sessions(extensions: Extensions) -> LoopExtension:
-    """Make the extension for sessions, whose pages host memory keeps, and the one for host memory that it uses."""
+    """Make the extension for sessions, whose pages are kept in host memory, after requiring the offload extension that
+    it uses.
+    """
     from jaxengine.engine.extensions.sessions import Sessions
 
     return Sessions(cast("Offload", extensions.require("offload")))
 
 
 def _weights(extensions: Extensions) -> LoopExtension:
-    """Make the extension for pauses and new weights; with a tier in host memory, sleep can keep pages there."""
+    """Make the extension for pauses, sleep and new weights; in an engine with a tier in host memory, sleep can keep
+    pages there.
+    """
     from jaxengine.engine.extensions.weights.weights import Weights
 
     if (offload := extensions.by_name.get("offload")) is None:

@@ -19,14 +19,15 @@ from jaxengine.scheduler.rank import Rank
 
 
 class _Rows(NamedTuple):
-    """Tokens of one request in a step.
+    """Captured tokens of one request in a step.
 
     Attributes:
       request, rank: the request and the index of its replica.
-      row: of the replica's batch.
-      token: index of the request's first token among the batch's tokens; count: number of its tokens.
+      row: index of the request's row in the replica's batch.
+      token: index of the request's first token among the batch's tokens.
       position: position of the first token in the request; None for a decode, which begins at its first uncomputed
         token.
+      count: number of the request's tokens.
     """
 
     request: Request
@@ -38,25 +39,27 @@ class _Rows(NamedTuple):
 
 
 class _Asked:
-    """Activations of one request, by tap (a named point of the model).
+    """Progress of one request that asked for activations, by tap (a named point of the model).
 
     Attributes:
-      taps: those that the request named, without "hidden_states".
+      taps: taps that the request named, without "hidden_states".
       dtype: structured dtype of one token's activations, a field for each tap; None before the first.
-      num_found: number of positions whose activations the request has got.
+      num_found: number of leading positions whose activations have been returned to the request.
     """
 
     def __init__(self, taps: tuple[Tap, ...]):
-        """Begin at the request's first position."""
+        """Set `taps`, with no activations returned yet."""
         self.taps = taps
         self.dtype: np.dtype | None = None
         self.num_found = 0
 
     def rows(self, found: dict[Tap, np.ndarray], rank: int, tokens: slice) -> np.ndarray:
-        """Copy the activations of some tokens of a step, so that the rest of the step's arrays can be freed.
+        """Return a copy of the activations of some tokens of a step, so that the rest of the step's arrays can be
+        freed.
 
-        found: for each tap, an array [replicas, tokens, ...]. rank, tokens: the replica, and its tokens as a slice with
-        start and stop. Returns a structured array [n] with a field for each tap.
+        found: for each tap, an array [replicas, tokens, ...]. rank: index of the replica. tokens: slice of its tokens,
+        with start and stop. Returns a structured array [n] with a field for each of `taps`; sets `dtype` at the first
+        call.
         """
         own = {tap: found[tap][rank, tokens] for tap in self.taps}
         if self.dtype is None:
@@ -68,9 +71,10 @@ class _Asked:
 
 
 class Capture(LoopExtension):
-    """Loop extension that returns activations to the requests that ask for them.
+    """Loop extension that returns activations to the requests that ask for them, once for each position.
 
-    A preempted or held request is computed again from its first token; positions that it already has are then left out.
+    A preempted or held request is computed again from its first token; positions whose activations it already has are
+    then left out.
     """
 
     def __init__(self) -> None:
@@ -83,7 +87,7 @@ class Capture(LoopExtension):
         return not (self._asked or self._rows)
 
     def prepare(self, request: Request) -> None:
-        """Check the request's taps. Raises RequestError for activations that the engine was not started to capture."""
+        """Raise RequestError if the request asks for taps that the engine was not started to capture."""
         if request.params.features & CAPTURE:
             self._taps_of(request)
 
@@ -94,14 +98,16 @@ class Capture(LoopExtension):
                 self._asked[request] = _Asked(self._taps_of(request))
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Note which tokens of the step are captured, and keep its activations on the devices. Returns no events."""
+        """Record which tokens of the step are captured, and keep its activations on the devices until `collected`.
+        Returns no events.
+        """
         if step is not None and (rows := _rows_of(step.step, self.loop.scheduler.ranks)):
             self._rows[step] = rows
             self.loop.runner.extension("capture").keep(step.pending)
         return NO_EVENTS
 
     def sync(self, step: ScheduledStep) -> None:
-        """Drop pending rows of requests that have lost their slots since the forward pass.
+        """Drop the recorded tokens of requests that have lost their slots since the step's forward pass.
 
         Tokens that the step samples for such requests are dropped, so activations of accepted drafts must be, too.
         """
@@ -110,8 +116,9 @@ class Capture(LoopExtension):
                 self._rows[noted] = [each for each in rows if each.request.slot >= 0]
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Fetch the step's activations, if unfinished requests asked for them, and add those of positions that they
-        lack to output.found: "hidden_states" and "captured". Rejected drafts are left out.
+        """Fetch the step's activations, if unfinished requests asked for them, and add those of positions not returned
+        before to output.found, under the names "hidden_states" ([n, layers, ...]) and "captured" (a structured array).
+        Rejected drafts are left out.
         """
         rows = [each for each in self._rows.pop(step, ()) if each.request in self._asked]
         if not rows:
@@ -155,7 +162,11 @@ class Capture(LoopExtension):
 
 
 def _rows_of(step: ScheduledStep, ranks: list[Rank]) -> list[_Rows]:
-    """Return the tokens, per request, of a step just scheduled, for those requests that asked for activations."""
+    """Return the tokens, one entry per request, of a step that has just been scheduled, for those requests that asked
+    for activations.
+
+    ranks: the scheduler's replicas.
+    """
     if not step.features & CAPTURE:
         return []
     found = []

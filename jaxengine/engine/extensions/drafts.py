@@ -1,4 +1,4 @@
-"""Speculative decoding in the loop: inputs of drafts on the host, and counts of drafts accepted."""
+"""Speculative decoding in the engine loop: host inputs of drafts, and counts of accepted drafts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class DraftStats:
     """Counts of drafts.
 
     Attributes:
-      num_drafts: number of times that a row of a step had drafts; num_tokens: drafted tokens in all.
+      num_drafts: number of rows of steps that had drafts.
+      num_tokens: number of drafted tokens.
       accepted: i64[MAX_DRAFTS], accepted drafts by their position in the row.
-      num_forced: tokens scheduled as grammar drafts, where the grammar allowed no other token.
+      num_forced: tokens scheduled as grammar drafts, where the grammar allowed no other token; not in the other counts.
     """
 
     num_drafts: int = 0
@@ -35,7 +36,9 @@ class DraftStats:
     num_forced: int = 0
 
     def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Count a step's drafts. drafts, accepted: i64[n], for each row its number of drafts and of accepted ones."""
+        """Add a step's drafts to the counts, except num_forced. drafts, accepted: i64[n], numbers of drafts and of
+        accepted drafts of each row.
+        """
         self.num_drafts += int(np.count_nonzero(drafts))
         self.num_tokens += int(drafts.sum())
         self.accepted += (accepted[:, None] > np.arange(len(self.accepted))).sum(axis=0)
@@ -49,25 +52,27 @@ class Drafts(LoopExtension):
     """
 
     def __init__(self, config: SpeculativeConfig, *, guided: bool):
-        """Start without counts. guided: each draft of a request with a grammar has a mask of its own."""
+        """Select the configuration's proposer, with all counts 0. guided: whether each draft of a request with a
+        grammar has its own token mask.
+        """
         self.stats = DraftStats()
         self._config = config
         self._guided = guided
         self._proposer = proposer_of(config)
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Return the configuration with drafts: of how many guesses, whether masks guide them and, with pipeline
-        stages, the function with which the scheduler proposes them.
+        """Return the configuration with DraftOptions added: whether drafts are proposed, whether they have grammar
+        masks and, with several pipeline stages, the function with which the scheduler proposes them.
         """
-        # Where stages follow each other the host knows all tokens of a row that it schedules.
+        # With several pipeline stages the host has all tokens of a row when it schedules the row.
         is_staged = self._proposer is not None and config.num_micro_batches > 1
         draft = self._proposer.propose_one if self._proposer is not None and is_staged else None
         options = DraftOptions(guesses=self._config.guesses, draft=draft, guided=self._guided)
         return replace(config, extensions=(*config.extensions, options))
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the devices the prompt and output tokens of requests that are new in their slots, if the draft method
-        needs them.
+        """Send the prompt and output tokens of requests that are new in their slots to the devices, if the draft method
+        needs them there.
         """
         loop, drafts = self.loop, self.loop.runner.extension(NAME)
         if drafts.keeps_history:
@@ -80,8 +85,8 @@ class Drafts(LoopExtension):
     def of_newest(self, request: Request, num_output: int) -> Sequence[int] | None:
         """Return the drafts that a request with a grammar has in the step dispatched last.
 
-        num_output: number of output tokens before the drafts. Returns None if the request has another number of known
-        tokens, no slot, or no drafts in that step.
+        num_output: number of output tokens before the drafts. Returns None if no step is in flight, or the request has
+        no slot, another number of known output tokens, or no drafts in that step.
         """
         slots, slot = self.loop.scheduler.ranks[request.rank].slots, request.slot
         if not self.loop.in_flight or slot < 0 or slots.num_known[slot] - slots.num_prompt[slot] != num_output:
@@ -94,8 +99,8 @@ class Drafts(LoopExtension):
         return self._made_on_device(self.loop.in_flight[-1], request)[:count] or None
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Count the drafts of a step and those accepted, and give the scheduler the step's time, from which it chooses
-        how many drafts to propose. Steps that also computed prompts are left out.
+        """Count the drafts and accepted drafts of a step, and pass the step's time in seconds to the scheduler, which
+        chooses the number of drafts to propose by it. Does nothing for steps that also computed prompts.
         """
         batches, num_rows = step.step.batches, step.step.num_rows
         if num_rows > sum(batch.num_decode for batch in batches):
@@ -107,7 +112,7 @@ class Drafts(LoopExtension):
                 np.concatenate([each[: batch.num_rows] for each, batch in zip(found, batches, strict=True)])
                 for found in (counts, num_drafts)
             )
-            # Drafts that a grammar forced are always accepted: they are no measure of guessed ones.
+            # Grammar drafts are always accepted, so they are left out of the acceptance rate.
             is_forced = [batch.sections[NAME].is_forced for batch in batches if batch.num_rows]
             guessed = ~np.concatenate(is_forced)
             self.stats.num_forced += int(drafts[~guessed].sum())
@@ -128,7 +133,7 @@ class Drafts(LoopExtension):
 
     def _made_on_device(self, step: InFlight, request: Request) -> list[int]:
         """Return the drafts that a draft model or an EAGLE draft head proposed for a request in a step; [] if the step
-        has none for it.
+        has no drafts or no row of the request.
         """
         if (drafts := self.loop.runner.extension(NAME).drafts(step.pending)) is None:
             return []

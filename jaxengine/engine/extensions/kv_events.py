@@ -27,7 +27,7 @@ from jaxengine.scheduler.pages.groups import short_digest
 
 logger = logging.getLogger(__name__)
 
-_MEDIUM = "GPU"  # vLLM's word for the memory of devices
+_MEDIUM = "GPU"  # vLLM's name for the memory of devices
 _NUMBER_BYTES = 8
 # Number of the empty batch that ends a replay.
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -38,15 +38,17 @@ _REST_SECONDS = 0.1
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Event of pages that were filled and can be found, with vLLM's fields, in this order.
+    """Event, in vLLM's form and field order, of pages that were filled and can be found.
 
     Attributes:
-      block_hashes: short digests of the pages, which follow each other.
-      parent_block_hash: short digest of the page before them; None if they begin a sequence.
-      token_ids: of all of them; block_size: tokens of a page.
-      lora_id: always None; lora_name: adapter that computed them, None without one.
-      medium: memory that has them.
-      extra_keys: what else the digest of each page depends on; None for nothing.
+      block_hashes: short digests of consecutive pages of one sequence.
+      parent_block_hash: short digest of the page before the first; None if they begin a sequence.
+      token_ids: token ids of all these pages.
+      block_size: tokens of a page.
+      lora_id: always None.
+      medium: memory that has the pages.
+      lora_name: adapter that computed them; None without one.
+      extra_keys: what the digest of each page depends on besides tokens and adapter; None for nothing.
       group_idx: cache group.
       kv_cache_spec_kind: "full_attention", or "sliding_window" with `kv_cache_spec_sliding_window` tokens.
     """
@@ -65,7 +67,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """Event of pages that can no longer be found; the fields are those of BlockStored."""
+    """Event of pages that can no longer be found; the fields have the same meaning as in BlockStored."""
 
     block_hashes: list[int]
     medium: str | None
@@ -77,14 +79,17 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class Publisher:
-    """Publisher of one replica's batches.
+    """Publisher of one replica's batches of events, over ZeroMQ.
 
     Attributes:
-      number: of the next batch.
+      number: number of the next batch.
     """
 
     def __init__(self, config: KVEventsConfig, rank: int):
-        """Open the sockets. Raises ConfigError for an address that cannot be used."""
+        """Open the sockets of replica `rank` and, with a replay_endpoint, start the thread that serves replays.
+
+        Raises ConfigError for an address that cannot be used.
+        """
         self.number = 0
         self._rank, self._topic = rank, config.topic.encode()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -106,7 +111,9 @@ class Publisher:
             self._thread.start()
 
     def publish(self, events: Sequence[Any]) -> None:
-        """Send a batch of events to all subscribers, and keep it for replay. Never waits."""
+        """Send a numbered batch of events to all subscribers, and keep the last buffer_steps batches for replay. Never
+        waits.
+        """
         payload = self._encode((time.time(), events, self._rank))
         number = self.number.to_bytes(_NUMBER_BYTES, "big")
         self._kept.append((self.number, payload))
@@ -114,7 +121,7 @@ class Publisher:
         self._socket.send_multipart((self._topic, number, payload))
 
     def shutdown(self) -> None:
-        """End the thread and close the sockets, after at most a second for batches that are being sent."""
+        """End the thread and close the sockets, after waiting at most a second for batches that are being sent."""
         self._is_closing = True
         if self._thread is not None:
             self._thread.join()
@@ -123,9 +130,10 @@ class Publisher:
         self._context.term()
 
     def _open(self, socket: zmq.Socket[bytes], name: str, address: str, *, binds: bool = False) -> None:
-        """Bind or connect a socket to an address, of which each replica has its own port or file.
+        """Bind or connect a socket to `address`, with the port or file of this replica.
 
-        name: of the option with the address. Raises ConfigError, with all sockets closed, if it cannot be used.
+        Binds if `binds`, for an address with "*" or "::", and for ipc:. name: field of kv_events_config, for the error.
+        Raises ConfigError, after closing all sockets, if the address cannot be used.
         """
         address = address_of_replica(address, self._rank)
         socket.set(zmq.IPV6, "[" in address)
@@ -140,7 +148,9 @@ class Publisher:
             raise ConfigError.because("kv_events_config", problem, "give another address") from None
 
     def _answer(self) -> None:
-        """Serve replays until the publisher closes: send all kept batches from the requested number on, and _END."""
+        """Serve replays until the publisher closes: send all kept batches from the requested number on, and then _END.
+        Malformed requests are logged and ignored.
+        """
         while not self._is_closing:
             if not self._replay.poll(100):
                 continue
@@ -170,28 +180,28 @@ class KVEvents(LoopExtension):
         self.publishers = [Publisher(config, rank) for rank in range(num_ranks)]
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts, and take the replicas that note events."""
+        """Store the engine's parts, and the scheduler's replicas, which record the events."""
         super().attach(loop)
         self._ranks = loop.scheduler.extension(NAME).ranks
         self._page_size = loop.scheduler.config.page_size
         self._windows = loop.scheduler.config.windows
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Publish the events of scheduling. Returns no events of requests."""
+        """Publish the events that scheduling caused. Returns no events of requests."""
         self._publish()
         return super().after_forward(step)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Publish the events of the scheduler's update."""
+        """Publish the events that the scheduler's update caused."""
         self._publish()
 
     def rest(self) -> float:
-        """Publish the events of calls; return _REST_SECONDS."""
+        """Publish the events of calls such as reset_prefix_cache; return _REST_SECONDS."""
         self._publish()
         return _REST_SECONDS
 
     def shutdown(self) -> None:
-        """Close the publishers' sockets."""
+        """Shut down all publishers."""
         for each in self.publishers:
             each.shutdown()
 
@@ -199,14 +209,16 @@ class KVEvents(LoopExtension):
         yield Counter("jaxengine:kv_event_batches", sum(each.number for each in self.publishers))
 
     def _publish(self) -> None:
-        """Publish the events of each replica since the last call, as one batch."""
+        """Publish each replica's events since the last call as one batch, and clear them; nothing for a replica without
+        events.
+        """
         for rank, publisher in zip(self._ranks, self.publishers, strict=True):
             if rank.events:
                 publisher.publish([self._event(each) for each in rank.events])
                 rank.events.clear()
 
     def _event(self, event: Stored | Removed | Cleared) -> BlockStored | BlockRemoved | AllBlocksCleared:
-        """Return an event of the scheduler in vLLM's form."""
+        """Return a scheduler's event in vLLM's form."""
         if isinstance(event, Cleared):
             return AllBlocksCleared()
         hashes = [short_digest(digest) for digest in event.digests]

@@ -1,8 +1,8 @@
-"""Pages that engines hand over to each other: an engine that prefills keeps them under a lease, one that decodes reads
-them as it reads its own tiers.
+"""Handover of KV pages between engines: an engine that prefills keeps them under a lease, an engine that decodes reads
+them like pages of its storage tiers.
 
 A producer copies a prompt's pages to host memory when the request ends, and its transport offers them from there. A
-consumer's tiers find the pages that a request says another engine has, and the request waits for them as for stored
+consumer's tiers find the pages that a request names as another engine's, and the request waits for them as for stored
 pages.
 """
 
@@ -43,17 +43,21 @@ _SOON_SECONDS, _LATER_SECONDS = 0.005, 0.25
 
 
 class Elsewhere(Place):
-    """Pages of one request that another engine has."""
+    """Store (Place) of pages of one request that another engine has."""
 
     is_far = True
 
     def __init__(self, transport: Transport, source: Source, stats: TransferStats):
-        """Read nothing yet. source: the engine and its lease; stats: counts what comes."""
+        """Store the parameters; nothing is read yet. source: the other engine and its lease. stats: counts received
+        pages and failures.
+        """
         self._transport, self._source, self._stats = transport, source, stats
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Read the blocks of these keys from the other engine, at most MAX_KEYS at once, and yield (key, block) of
-        those that it has. An OSError ends the iteration; it is counted and logged.
+        """Read the blocks of these keys from the other engine, at most MAX_KEYS per request, and yield (key, block) for
+        those that it has.
+
+        An OSError ends the iteration; it is counted in the stats and logged, not raised.
         """
         reader = self._transport.open(self._source)
         try:
@@ -70,11 +74,11 @@ class Elsewhere(Place):
 
 @dataclasses.dataclass
 class TransferStats:
-    """Counts of pages handed over.
+    """Counts of KV pages handed over between engines.
 
     Attributes:
       num_received: pages and states that came from other engines.
-      num_failed: requests whose source did not send all pages.
+      num_failed: sources whose reading ended with an error.
       num_refused: requests that got no lease because there was nothing to keep, or no host memory for it.
     """
 
@@ -84,15 +88,18 @@ class TransferStats:
 
 
 class KVTransfer(LoopExtension):
-    """Loop extension that hands over pages and takes those of other engines.
+    """Loop extension that hands over KV pages to other engines and receives theirs.
 
     Attributes:
-      transport: sends and receives the pages. leases: (end in time.monotonic seconds, keys) by name, the oldest first.
-      stats: counts.
+      transport: sends and receives the pages.
+      leases: (end in time.monotonic seconds, keys) by name, the oldest first.
+      stats: counts of pages and leases.
     """
 
     def __init__(self, runner: ModelRunner, offload: Offload):
-        """Open the transport. offload: host memory and its copies. Raises ConfigError if it cannot be opened."""
+        """Open the transport. offload: extension with the host memory and its copies. Raises ConfigError if the
+        transport cannot be opened.
+        """
         transfer = runner.config.kv_transfer_config
         assert transfer is not None and transfer.handover is not None
         self._options, self._offload = transfer.handover, offload
@@ -108,7 +115,7 @@ class KVTransfer(LoopExtension):
 
     def prepare(self, request: Request) -> None:
         """Raise RequestError if a request's kv_transfer_params do not suit the engine: a direction that kv_role
-        excludes, or a remote_host that its transport lacks or does not use.
+        excludes, or for remote prefill a remote_host that is missing for its transport or of no use to it.
         """
         asked = request.params.kv_transfer
         if asked is None:
@@ -123,7 +130,9 @@ class KVTransfer(LoopExtension):
             raise RequestError(problem, param="kv_transfer_params", value="remote_host")
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Let the tiers find the pages that other engines have for these requests."""
+        """Register, in the tiers, the pages that other engines have for those requests that ask for remote prefill.
+        Does nothing once the engine's weights have been replaced.
+        """
         for request in requests:
             asked = request.params.kv_transfer
             if asked is None or not asked.do_remote_prefill or not self._orders.is_own:
@@ -135,8 +144,10 @@ class KVTransfer(LoopExtension):
                 self._offload.tiers.elsewhere.setdefault(key, []).append(place)
 
     def poll(self) -> Events:
-        """Advance copies and leases, and forget the sources of requests whose loads are done; end those that lack pages
-        if kv_load_failure_policy is "fail".
+        """Advance copies and leases, and remove the sources of requests whose loads are done.
+
+        If kv_load_failure_policy is "fail", return those of these requests that lack pages as ended, with finish reason
+        ERROR.
         """
         self._advance()
         failed: list[Request] = []
@@ -151,8 +162,8 @@ class KVTransfer(LoopExtension):
         return Events(ended=[(each, FinishReason.ERROR, NOT_LOADED) for each in failed]) if failed else NO_EVENTS
 
     def ended(self, request: Request) -> None:
-        """Forget the request's source; if it asked for remote decode and ended normally, lease its pages and set its
-        kv_transfer_params.
+        """Remove the request's source; if the request asked for remote decode and ended by length or stop, lease its
+        pages and set its kv_transfer_params.
         """
         self._forget(request)
         asked = request.params.kv_transfer
@@ -161,7 +172,9 @@ class KVTransfer(LoopExtension):
             request.kv_transfer_params = self._lease(request)
 
     def rest(self) -> float:
-        """Advance copies and leases; return in how many seconds to call again, inf without any."""
+        """Advance copies and leases; return the seconds after which to call this again: 5 ms with copies due, 250 ms
+        with leases only, inf without either.
+        """
         self._advance()
         return _SOON_SECONDS if self._due else _LATER_SECONDS if self.leases else float("inf")
 
@@ -177,10 +190,12 @@ class KVTransfer(LoopExtension):
         yield Counter("jaxengine:kv_transfer_refused_leases", self.stats.num_refused)
 
     def _keys(self, request: Request, columns: Sequence[Sequence[int]]) -> list[bytes]:
-        """Return the keys of columns of a request's prompt, of each cache group and then of states.
+        """Return the distinct keys of the named columns (pages) of a request's prompt, for each cache group and then
+        for states.
 
-        columns: indices of pages in the prompt, for each cache group, and last for the states if the model has them.
-        Columns that the prompt does not have, or that the request computes in any case, are left out.
+        columns: for each cache group the indices of pages in the prompt, and last those of states if the model has
+        them. Columns that the prompt does not have, or that the request computes in any case, are left out. Sets the
+        request's page digests.
         """
         rank = self.loop.scheduler.ranks[0]
         request.compute_with(rank.weights_digest)
@@ -195,8 +210,12 @@ class KVTransfer(LoopExtension):
         return list(dict.fromkeys(keys))
 
     def _lease(self, request: Request) -> dict[str, object] | None:
-        """Keep the pages of a request that has ended, and return the kv_transfer_params by which another engine gets
-        them, as plain JSON values; None if it has no pages, or host memory has no room for them.
+        """Lease the prompt pages of a request that has ended, and return the kv_transfer_params with which another
+        engine gets them, as JSON values.
+
+        Returns None, and counts a refusal, if the request has no pages or host memory has no room for them. Pins the
+        keys in host memory, queues copies of pages that are still on the devices, and offers the pages through the
+        transport.
         """
         rank, offload = self.loop.scheduler.ranks[request.rank], self._offload
         digests = request.page_hashes[: (request.num_prompt_tokens - 1) // rank.config.page_size]
@@ -230,20 +249,24 @@ class KVTransfer(LoopExtension):
         )
 
     def _has_room(self, keys: Sequence[bytes]) -> bool:
-        """Return whether host memory can keep these keys in addition to those of other leases; False for no keys."""
+        """Whether host memory can keep these keys in addition to those of other leases; False for no keys."""
         size = self._offload.mover.block_bytes
         total = len(self._keys_kept) + sum(key not in self._keys_kept for key in keys)
         return bool(keys) and total * size <= self._offload.tiers.host.capacity
 
     def _keep(self, lease: str, keys: list[bytes]) -> None:
-        """Begin a lease: pin keys in host memory, and have the transport announce them, until it ends."""
+        """Begin a lease of kv_lease_duration seconds: pin its keys in host memory, and announce them through the
+        transport without content.
+        """
         self.leases[lease] = time.monotonic() + self._options.kv_lease_duration, keys
         self._keys_kept.keep(keys)
         for key in keys:
             self.transport.offer(key, None)
 
     def _advance(self) -> None:
-        """Copy leased pages as there is room, and end the leases whose time is over or that their readers released."""
+        """Dispatch copies of leased pages as far as there is room, and end the leases that have expired or that their
+        readers released.
+        """
         for key in self._due.advance():
             self._offer(key)
         now = time.monotonic()
@@ -252,8 +275,8 @@ class KVTransfer(LoopExtension):
             self._end_lease(lease)
 
     def _offer(self, key: bytes) -> None:
-        """Have the transport offer the block of a key in host memory, now or once its copy is done; nothing if there is
-        neither.
+        """Offer the block of a key in host memory through the transport, at once or when the copy to host memory is
+        done. Does nothing if there is neither.
         """
         tiers = self._offload.tiers
         if (block := tiers.host.get(key)) is not None:
@@ -262,19 +285,21 @@ class KVTransfer(LoopExtension):
             copy.add_done_callback(lambda done: self._offer_copied(done, key))
 
     def _offer_copied(self, copy: Future[dict[bytes, np.ndarray]], key: bytes) -> None:
-        """Have the transport offer the block of a key that a copy has brought, on the thread that ended the copy."""
+        """Offer the block of a key from a finished copy through the transport, unless the copy failed or its last lease
+        has ended. Runs on the thread that ended the copy.
+        """
         if copy.exception() is None and (block := copy.result().get(key)) is not None:
             self.transport.offer(key, block)
-            if key not in self._keys_kept:  # the engine's thread has ended its last lease
+            if key not in self._keys_kept:  # the engine's thread has meanwhile ended the key's last lease
                 self.transport.withdraw([key])
 
     def _end_lease(self, lease: str) -> None:
-        """End a lease: unpin its keys, and withdraw those that no other lease has."""
+        """Remove a lease: unpin its keys, and withdraw from the transport those that no other lease has."""
         _, keys = self.leases.pop(lease)
         self.transport.withdraw(self._keys_kept.release(keys))
 
     def _forget(self, request: Request) -> None:
-        """Remove from the tiers what other engines have for a request; nothing for a request without it."""
+        """Remove the request's source of pages from the tiers; nothing for a request without one."""
         keys, place = self._places.pop(request, ((), None))
         elsewhere = self._offload.tiers.elsewhere
         for key in keys:
@@ -284,7 +309,7 @@ class KVTransfer(LoopExtension):
 
 
 def _open_transport(runner: ModelRunner, offload: Offload, options: KVHandover) -> Transport:
-    """Return the transport that the options name. Raises ConfigError if it cannot be opened."""
+    """Open the transport that the options name, and return it. Raises ConfigError if it cannot be opened."""
     if options.transport == FOLDER:
         assert options.shared_storage_path is not None
         name = "kv_transfer_config.shared_storage_path"

@@ -1,4 +1,4 @@
-"""The user's own logits processors: writes the parameters of each request into the slot that it takes."""
+"""Users' logits processors: writes the parameters of each request into the slot that it takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class LogitsProcessors(LoopExtension):
         self._written: set[int] = set()
 
     def sync(self, step: ScheduledStep) -> None:
-        """Write the columns of requests that are new in their slots; clear those that earlier requests left there."""
+        """Write the columns of requests that are new in their slots, and clear columns that an earlier request of the
+        slot wrote.
+        """
         host = self.loop.runner.extension("logits_processors")
         rows: list[tuple[int, np.ndarray | None]] = []
         for request in self.loop.rows.admitted(step):

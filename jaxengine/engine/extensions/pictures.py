@@ -36,9 +36,8 @@ class MediaStats:
     shared_bytes: int = 0
 
     def count(self, media: Media | None) -> None:
-        """Count the items of a queued request that were looked up in the cache of processed media, and those found.
-
-        media: None for a request without any.
+        """Count the items of a queued request that were looked up in the cache of processed media, and those found
+        there. media: None for a request without media.
         """
         for item in () if media is None else media.items:
             self.num_queries += item.cached is not None
@@ -56,20 +55,22 @@ class Pictures(LoopExtension):
     name: ClassVar[str] = NAME
 
     def __init__(self, cache: Any = None):
-        """Start without counts. cache: the cache of processed media (jaxengine.requests.media.cache.MediaCache); None
-        for none.
+        """Set all counts to 0. cache: cache of processed media (jaxengine.requests.media.cache.MediaCache); None for
+        none.
         """
         self.stats = MediaStats()
         self._cache = cache
 
     def prepare(self, request: Request) -> None:
-        """Cut the request's sounds into windows where a tower of the model hears in windows."""
+        """Replace the request's media by the same with sounds cut into windows, for a model with a tower that encodes
+        windows.
+        """
         for tower in self.loop.runner.extension(NAME).towers:
             if request.media is not None and tower.hears:
                 request.media = request.media.in_windows(tower.window, tower.merge)
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Count the items of the caller's request, once for all its sequences."""
+        """Count the items of the caller's request once, not for each of its sequences."""
         self.stats.count(requests[0].media)
 
     def before_forward(self, step: ScheduledStep) -> None:
@@ -85,7 +86,9 @@ class Pictures(LoopExtension):
         self._encode(step)
 
     def _encode(self, step: ScheduledStep) -> None:
-        """Dispatch and count the tower's calls for the items of a step."""
+        """Dispatch the tower's calls for the items of a step, and add them to the stats; nothing for a step without
+        items.
+        """
         if any(self.name in batch.sections for batch in step.batches):
             stats, encodes = self.stats, [batch.sections.get(self.name, []) for batch in step.batches]
             start, items = time.monotonic(), [each.item for own in encodes for each in own]
@@ -100,6 +103,7 @@ class Pictures(LoopExtension):
         return {"reset_mm_cache": self._reset_cache, "mm_cache": self._describe_cache}
 
     def metrics(self) -> Iterator[Counter | Gauge]:
+        """Yield counters of items, cache hits, encoder calls and bytes, and gauges of embeddings in the pool."""
         stats, rows = self.stats, self.loop.scheduler.extension(self.name).rows
         yield Counter("vllm:mm_cache_queries", stats.num_queries)
         yield Counter("vllm:mm_cache_hits", stats.num_hits)
@@ -120,7 +124,7 @@ class Pictures(LoopExtension):
 
     def status(self) -> dict[str, Any]:
         """Return the tower's counts since the start, and numbers of embeddings: capacity of the pool, stored, and
-        needed by running requests.
+        needed by running requests, as JSON values under "pictures".
         """
         stats, rows = self.stats, self.loop.scheduler.extension(self.name).rows
         pictures = {
@@ -136,7 +140,7 @@ class Pictures(LoopExtension):
         return {"pictures": pictures}
 
     def _reset_cache(self) -> bool:
-        """Forget the processed media, and the embeddings that no running request needs. Returns True."""
+        """Clear the cache of processed media, and drop the embeddings that no running request needs. Returns True."""
         if self._cache is not None:
             self._cache.clear()
         self.loop.scheduler.extension(self.name).reset_cache()
@@ -144,7 +148,10 @@ class Pictures(LoopExtension):
 
     def _describe_cache(self) -> dict[str, Any]:
         """Return which processes have the cache of processed media (EncoderOptions.mm_cache_placement), and
-        `engine_bytes`, its bytes in this process. A server's engine process answers for its API processes, too.
+        "engine_bytes", its bytes in this process.
+
+        The placement is that of an engine without API processes; a server's engine process has its own utility of this
+        name.
         """
         size = 0 if self._cache is None else self._cache.num_bytes
         return {**self.loop.runner.config.mm_cache_placement(0), "engine_bytes": size}

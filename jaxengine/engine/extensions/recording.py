@@ -37,7 +37,9 @@ class Recording(LoopExtension):
         self._has_warned = False
 
     def attach(self, loop: Loop) -> None:
-        """Open the folder. Raises ConfigError if it cannot be used."""
+        """Store the engine's parts, open the folder, and log a warning that steps are recorded. Raises ConfigError if
+        the folder cannot be used.
+        """
         super().attach(loop)
         config = loop.runner.config
         assert config.record_steps is not None
@@ -50,8 +52,8 @@ class Recording(LoopExtension):
         logger.warning("record_steps: each step is written to %s, with what users sent; steps take longer", path)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Note the arrays of the step just dispatched, with the number of its weights; a write error ends the
-        recording. Returns no events.
+        """Keep the arrays of the step just dispatched, with the index of its weights, until `collected`; a write error
+        ends the recording. Returns no events.
         """
         if step is not None and self._folder is not None:
             newest = self.loop.runner.extension("recording").newest()
@@ -64,7 +66,9 @@ class Recording(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Write a recorded step, with its sampler's results, to the folder; a write error ends the recording."""
+        """Write a recorded step, with its sampler's results, to the folder; a write error ends the recording. A step
+        that is too large is left out.
+        """
         if (taken := self._taken.pop(step, None)) is None or self._folder is None:
             return
         bucket, arrays, weights = taken
@@ -86,8 +90,8 @@ class Recording(LoopExtension):
             self._stop(error)
 
     def status(self) -> dict[str, Any]:
-        """Return the folder, how many steps it has and how many were too large, and what ended the recording, if
-        anything.
+        """Return, under "recorded_steps", the folder, how many steps it has, how many were too large, and what ended
+        the recording, if anything.
         """
         folder = self._folder
         own = {"stopped_by": self._stopped_by} if self._stopped_by else {}
@@ -103,18 +107,20 @@ class Recording(LoopExtension):
 
     @property
     def _num_too_large(self) -> int:
-        """Return the number of steps left out because the folder was full, by the loop or by the writer."""
+        """Number of steps left out because they were larger than record_steps_bytes."""
         written = 0 if self._folder is None else self._folder.num_too_large
         return written + self.loop.runner.extension("recording").num_too_large
 
     def _warn_of_large(self) -> None:
-        """Log, once, that steps are left out because they are too large."""
+        """Log a warning, once, if steps have been left out because they are too large."""
         if self._num_too_large and not self._has_warned:
             self._has_warned = True
             logger.warning("record_steps: a step is larger than record_steps_bytes, and such ones are left out")
 
     def _stop(self, error: OSError) -> None:
-        """End the recording because of an error, here and in the runner."""
+        """End the recording because of an error, here and in the runner: log it, close the folder, and drop steps not
+        yet written.
+        """
         logger.error("record_steps: NO MORE STEPS ARE RECORDED: %s; the engine serves on", error)
         self._stopped_by = str(error)
         self.shutdown()
@@ -122,8 +128,10 @@ class Recording(LoopExtension):
         self.loop.runner.extension("recording").stop()
 
     def _weights_index(self) -> int:
-        """Return the index, in the folder, of the weights that steps use now. New weights are entered first, with their
-        checksums. Raises OSError if that cannot be written.
+        """Return the index, in the folder, of the weights that steps use now. Weights that are not in it are entered
+        first, with their checksums.
+
+        Raises OSError if the folder cannot be written.
         """
         assert self._folder is not None
         # Replaced weights have other ids: they were made while the old arrays still existed.

@@ -24,10 +24,10 @@ _NO_PAGES = np.empty(0, np.int32)
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """Progress of one request.
+    """How far the experts of one request have been returned.
 
     Attributes:
-      num_found: number of leading tokens whose experts the request has got.
+      num_found: number of leading tokens whose experts have been returned, or that the request does not ask for.
       position: position after the last token of the newest collected step.
     """
 
@@ -40,12 +40,15 @@ class _Rows:
     """Tokens of one request in a step.
 
     Attributes:
-      request: whose tokens they are; progress: how far its experts have been returned; rank: index of its replica.
-      row: of the replica's batch; token: index of the first token there; count: number of tokens.
+      request, progress: the request, and how far its experts have been returned.
+      rank: index of the request's replica.
+      row: index of the request's row in the replica's batch.
+      token: index of the request's first token in the batch.
+      count: number of the request's tokens.
       position: position of the first token in the request; None for a decode, which follows the request's newest step.
-      first_column, pages: first page-table column of these tokens, and the page ids of their columns.
-      hits: page ids of the prefix-cache hit, from the first column on; empty but in a request's first step in its slot.
-      is_held: the request has lost its slot since the forward pass.
+      first_column, pages: first page-table column of these tokens, and the page ids from that column on.
+      hits: page ids of the prefix-cache hit, from column 0 on; empty except in a request's first step in its slot.
+      is_held: whether the request has lost its slot since the forward pass.
     """
 
     request: Request
@@ -62,11 +65,11 @@ class _Rows:
 
 
 class RoutedExperts(LoopExtension):
-    """Loop extension that returns the routed experts of all tokens to all requests.
+    """Loop extension that returns the routed experts of all tokens to all requests, each token once.
 
-    A preempted or held request is computed again from its first token. It keeps the experts that its tokens were
-    sampled with; those of the second computation are left out. Steps are collected in order, so a page's experts are
-    read after all steps that wrote them, and before any step that overwrites them.
+    A preempted or held request is computed again from its first token. It keeps the experts with which its tokens were
+    sampled; those of the second computation are left out. Steps are collected in order, so a page's experts are read
+    after all steps that wrote them, and before any step that overwrites them.
     """
 
     def __init__(self) -> None:
@@ -75,7 +78,9 @@ class RoutedExperts(LoopExtension):
         self._progress: dict[Request, _Progress] = {}
 
     def attach(self, loop: Loop) -> None:
-        """Reserve host memory for the experts of all pages, if prefixes are found in pages."""
+        """Store the engine's parts, and reserve host memory for the experts of all pages if prefix caching is on and a
+        cache group keeps all pages of a prefix.
+        """
         super().attach(loop)
         runner, config = loop.runner, loop.runner.config
         self._device = device = runner.extension(NAME)
@@ -92,19 +97,21 @@ class RoutedExperts(LoopExtension):
             self._pages = np.empty((*slots, device.num_layers, device.num_per_token), device.dtype)
 
     def prepare(self, request: Request) -> None:
-        """Exclude the request from finding prefixes if the experts of pages are not kept: because all layers have
+        """Exclude the request from prefix-cache hits if the experts of pages are not kept: because all layers have
         windows, so that a prefix can be found without all of its pages.
         """
         if self._group is None:
             request.params = replace(request.params, reads_prompt=True)
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Begin to return experts to these requests, from their routed_experts_prompt_start on."""
+        """Begin to return experts to these requests, from token routed_experts_prompt_start on."""
         for request in requests:
             self._progress[request] = _Progress(request.params.routed_experts_prompt_start)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Note which tokens and pages the step has, and keep its experts on the devices. Returns no events."""
+        """Record the tokens and pages of the step, and keep its experts on the devices until `collected`. Returns no
+        events.
+        """
         if step is not None:
             batches = zip(self.loop.scheduler.ranks, step.step.batches, strict=True)
             self._rows[step] = [rows for rank, batch in batches for rows in self._rows_of(rank, batch)]
@@ -112,17 +119,17 @@ class RoutedExperts(LoopExtension):
         return NO_EVENTS
 
     def sync(self, step: ScheduledStep) -> None:
-        """Mark requests that have lost their slots since the forward pass. Of the tokens that the step computed for
-        such a request, only the first is certain to be part of it, and its sampled tokens are dropped.
+        """Mark requests that have lost their slots since the newest step's forward pass as held.
+
+        Of the tokens that the step computed for such a request, only the first is certain to be part of it, and its
+        sampled tokens are dropped.
         """
         newest = next(reversed(self._rows))
         for each in self._rows[newest]:
             each.is_held = each.request.slot < 0
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Fetch the step's experts, store them by page, and add those that unfinished requests lack to
-        output.found.
-        """
+        """Fetch the step's experts, store them by page, and add those that unfinished requests lack to output.found."""
         every, counts = self._rows.pop(step), step.pending.result("counts")
         experts = self._device.fetch(step.pending)
         for each in every:
@@ -140,7 +147,7 @@ class RoutedExperts(LoopExtension):
         self._progress.pop(request, None)
 
     def _rows_of(self, rank: Rank, batch: ScheduledBatch) -> list[_Rows]:
-        """Return the tokens, per request, of a replica's batch that has just been scheduled."""
+        """Return the tokens, one entry per request, of a replica's batch that has just been scheduled."""
         slots, found, size = rank.slots, [], self._page_size
         ends, counts = slots.num_computed[batch.slots].tolist(), batch.num_scheduled.tolist()
         admitted = set(map(id, batch.admitted))
@@ -162,7 +169,9 @@ class RoutedExperts(LoopExtension):
         return found
 
     def _write(self, rows: list[_Rows], experts: np.ndarray) -> None:
-        """Store the experts [replicas, T, L, k] of a step at the pages of its tokens, all rows at once."""
+        """Store the experts [replicas, T, L, k] of a step at the pages of its tokens, all rows at once. Does nothing if
+        experts are not kept by page.
+        """
         if self._pages is None or not rows:
             return
         table = [
@@ -178,7 +187,8 @@ class RoutedExperts(LoopExtension):
         self._pages[ranks[row], pages, positions % self._page_size] = experts[ranks[row], tokens[row] + offsets]
 
     def _return_new(self, rows: _Rows, experts: np.ndarray, output: EngineOutput) -> None:
-        """Add to `output` the experts of those tokens of a request that have not been returned yet.
+        """Add to `output` the experts of those tokens of a request that have not been returned yet, first those of a
+        prefix-cache hit, and update its progress.
 
         rows: the request's tokens in the step. experts: of the tokens of its replica, [T, L, k].
         """

@@ -18,11 +18,13 @@ from jaxengine.scheduler.rank import Rank
 
 
 class _ScoredPrompt(NamedTuple):
-    """Stretch of a prompt that a step scores.
+    """Contiguous tokens of a prompt that a step scores.
 
     Attributes:
       request, rank: the request and the index of its replica.
-      token: index of its first token in the replica's batch; position: of that token in the prompt; count: of tokens.
+      token: index of the first token in the replica's batch.
+      position: position of that token in the prompt.
+      count: number of tokens.
     """
 
     request: Request
@@ -33,7 +35,7 @@ class _ScoredPrompt(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """Slice of the stretch's tokens in the replica's batch."""
+        """Slice of these tokens in the replica's batch."""
         return slice(self.token, self.token + self.count)
 
 
@@ -45,7 +47,7 @@ class Scores(LoopExtension):
         self._prompts: dict[InFlight, list[_ScoredPrompt]] = {}
         self._to_score: InFlight | None = None  # a step between its forward pass and its sampler
         self._requests: set[Request] = set()
-        self._with_given: set[Request] = set()  # those of them that name tokens or return the sampling mass
+        self._with_given: set[Request] = set()  # requests among them that name tokens or return the sampling mass
 
     @property
     def is_idle(self) -> bool:
@@ -58,22 +60,24 @@ class Scores(LoopExtension):
             raise RequestError(problem, param="return_sampling_mass")
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Note the requests with logprobs, and those whose given logprobs are to be fetched."""
+        """Register the requests with logprobs, and those among them whose named tokens' logprobs or sampling mass must
+        be fetched.
+        """
         asked = LOGPROBS | PROMPT_LOGPROBS
         self._requests.update(request for request in requests if request.params.features & asked)
         given = (each for each in requests if each.params.logprob_token_ids or each.params.return_sampling_mass)
         self._with_given.update(given)
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Record the prompt stretches of a step that are to be scored. Returns no events."""
+        """Record the prompt tokens of a step that are to be scored, for `sync` and `collected`. Returns no events."""
         if step is not None and (prompts := _scored_prompts(step.step, self.loop.scheduler.ranks)):
             self._prompts[step] = prompts
             self._to_score = step
         return NO_EVENTS
 
     def sync(self, step: ScheduledStep) -> None:
-        """Dispatch the scoring program for the step's prompts. By now the devices have the token ids whose logprobs
-        requests name.
+        """Dispatch the scoring program if the step has prompt tokens to score. By now the devices have the token ids
+        whose logprobs requests name.
         """
         if self._to_score is not None:
             self.loop.runner.extension("scores").score(self._to_score.pending)
@@ -102,8 +106,10 @@ class Scores(LoopExtension):
 
 
 def _scored_prompts(step: ScheduledStep, ranks: list[Rank]) -> list[_ScoredPrompt]:
-    """Return the prompt stretches that a step just scheduled has to score: tokens whose next token is in the prompt,
-    too, from the request's prompt_logprob_start on. ranks: the scheduler's replicas.
+    """Return the prompt tokens that a step just scheduled has to score, for each request with prompt logprobs: tokens
+    whose next token is in the prompt, too, from the request's prompt_logprob_start on.
+
+    ranks: the scheduler's replicas.
     """
     if not step.features & PROMPT_LOGPROBS:
         return []

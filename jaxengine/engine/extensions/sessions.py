@@ -1,4 +1,4 @@
-"""Sessions: conversations whose pages stay in the tiers while they are idle, and can be dropped."""
+"""Sessions: conversations whose pages stay in the storage tiers while they are idle, and can be dropped."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _SOON_SECONDS = 0.005
 
 
 class Sessions(LoopExtension):
-    """Loop extension that copies a conversation's pages to host memory when a request of it ends, and keeps them there.
+    """Loop extension that copies a session's pages to host memory when a request of the session ends, and pins them
+    there.
 
-    Together sessions keep half of host memory at most. The pages of those that were used least recently are unpinned,
+    Together sessions pin half of host memory at most. The pages of the least recently used sessions are unpinned first,
     so that other stored pages may replace them.
 
     Attributes:
-      kept: keys of each session's pages, the session used least recently first.
+      kept: keys of each session's pages, by session, the least recently used first.
     """
 
     def __init__(self, offload: Offload):
@@ -42,7 +43,7 @@ class Sessions(LoopExtension):
         self._ranks = loop.scheduler.ranks
 
     def queued(self, requests: Sequence[Request]) -> None:
-        """Mark the requests' sessions as used last."""
+        """Mark the requests' sessions as the most recently used."""
         for request in requests:
             if request.session in self.kept:
                 self.kept.move_to_end(request.session)
@@ -53,9 +54,10 @@ class Sessions(LoopExtension):
         return NO_EVENTS
 
     def ended(self, request: Request) -> None:
-        """Pin the request's pages for its session, in place of those that the session kept, and queue copies of those
-        that host memory lacks; release the sessions used least recently beyond the limits. Does nothing for a request
-        that has no session, failed, or never ran.
+        """Pin the request's pages for its session, in place of the pages pinned before, and queue copies of those that
+        host memory lacks; release the least recently used sessions beyond the limits.
+
+        Does nothing for a request that has no session, failed, never ran, or has no pages left.
         """
         if not request.session or request.finish_reason is FinishReason.ERROR or request.rank < 0:
             return
@@ -73,13 +75,15 @@ class Sessions(LoopExtension):
         self._due.advance()
 
     def rest(self) -> float:
-        """Dispatch copies that are due; return in how many seconds to call again, inf if none are left."""
+        """Dispatch copies that are due; return the number of seconds after which to call this again, inf if none are
+        left.
+        """
         self._due.advance()
         return _SOON_SECONDS if self._due else float("inf")
 
     def drop(self, session: str) -> bool:
-        """Forget the pages that a session alone keeps, on devices, in host memory and in the folder; return whether it
-        kept any. Running requests go on, and their end begins the session anew.
+        """Remove the pages that only this session keeps from the devices, host memory and the folder; return whether
+        the session existed. Running requests go on, and their end begins the session anew.
         """
         keys = self.kept.get(session)
         if keys is None:
@@ -104,5 +108,7 @@ class Sessions(LoopExtension):
         yield Gauge("jaxengine:kv_session_pages", len(self._keys))
 
     def _release(self, session: str) -> list[bytes]:
-        """End a session, if there is one, and unpin its pages; return the keys that no other session keeps."""
+        """Remove a session and unpin its pages; return the keys that no other session keeps. [] for an unknown
+        session.
+        """
         return self._keys.release(self.kept.pop(session, []))

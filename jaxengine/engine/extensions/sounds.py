@@ -18,18 +18,22 @@ _DATA = "multi_modal_data"
 
 
 class Sounds(Pictures):
-    """Loop extension for requests to a model that attends to sounds. Counts are those of pictures."""
+    """Loop extension for requests to a model that attends to sounds. Its metrics have the names of those of images."""
 
     name: ClassVar[str] = NAME
 
     def __init__(self, rules: TranscriptRules, cache: Any = None):
-        """Start without counts. rules: of the checkpoint. cache: as of Pictures."""
+        """Set all counts to 0. rules: the checkpoint's rules of transcripts. cache: cache of processed media; None for
+        none.
+        """
         super().__init__(cache)
         self._rules = rules
 
     def prepare(self, request: Request) -> None:
         """Forbid the request the tokens that the rules suppress, by its logit_bias, and have the sampler apply the
-        rules. Raises RequestError for a request without exactly one item.
+        rules; changes `request.params`.
+
+        Raises RequestError for a request without exactly one media item.
         """
         if request.media is None or len(request.media.items) != 1:
             problem = f"{_DATA} must have one sound under 'audio': every token of this model attends to one"
@@ -41,8 +45,8 @@ class Sounds(Pictures):
         )
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Dispatch and count the encoder's calls, and send the rows of requests that are new in their slots. The step's
-        forward pass must be dispatched next.
+        """Dispatch and count the encoder's calls, and send the encoder rows of requests that are new in their slots to
+        the devices. The step's forward pass must be dispatched next.
         """
         if admitted := self.loop.rows.admitted(step):
             ranks = self.loop.scheduler.extension(NAME).ranks
@@ -52,14 +56,16 @@ class Sounds(Pictures):
         self._encode(step)
 
     def sync(self, step: ScheduledStep) -> None:
-        """Write the rules of the requests that are new in their slots."""
+        """Write the transcript rules of the requests that are new in their slots to the devices."""
         admitted = self.loop.rows.admitted(step)
         if admitted:
             words = [(self.loop.rows.number(request), self._words(request)) for request in admitted]
             self.loop.runner.extension(NAME).set_rules(words)
 
     def _words(self, request: Request) -> Any:
-        """Return the columns of a request's slot that hold its rules, given the output tokens that it has already."""
+        """Return the packed slot columns with a request's transcript rules, given the output tokens that it has
+        already.
+        """
         rules = self._rules
         is_timed = rules.is_timed(request.prompt_token_ids.tolist())
         row = RuleRow(is_timed, rules.first_timestamp, rules.eos, rules.most_initial)

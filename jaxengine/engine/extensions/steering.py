@@ -25,8 +25,8 @@ class Steering(LoopExtension):
         self._requests.update(request for request in requests if request.params.steer)
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Write the vectors of requests that are new in their slots, and switch on the slots of requests with vectors,
-        and off those that such requests have left.
+        """Write the vectors of requests that are new in their slots. Switch steering on for the slots of requests with
+        vectors, and off for slots that such requests have left.
         """
         rows, device = self.loop.rows, self.loop.runner.extension("steering")
         before, admitted = self._slots, [each for each in rows.admitted(step) if each.params.steer]

@@ -34,9 +34,9 @@ class _Choice(NamedTuple):
 
     Attributes:
       request: the request.
-      row: of its replica's batch.
+      row: index of its row in the replica's batch.
       width: number of positions of the row at which it samples.
-      is_guided: whether each of its drafts has a mask of its own.
+      is_guided: whether each of its drafts has its own token mask.
     """
 
     request: Request
@@ -53,16 +53,16 @@ class Structured(LoopExtension):
     """
 
     def __init__(self, masks: RequestMasks, drafts: Drafts | None = None):
-        """Start without requests. drafts: the extension of drafts, whose masks are computed with the mask before them;
-        None for an engine without drafts.
+        """Set the masks and drafts, without requests. drafts: the extension of drafts, whose masks are computed with
+        the mask before them; None for an engine without drafts.
         """
         self.masks = masks
         self._drafts = drafts
         self._deadline: float | None = None
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Return the configuration; in an engine with drafts, with grammar drafts: tokens that a grammar leaves no
-        alternative to are scheduled before they are sampled.
+        """Return the configuration; in an engine with drafts, with the function for grammar drafts, so that tokens that
+        a grammar leaves no alternative to are scheduled before they are sampled.
         """
         if self._drafts is None:
             return config
@@ -75,7 +75,9 @@ class Structured(LoopExtension):
         return replace(config, extensions=tuple(extensions))
 
     def prepare(self, request: Request) -> None:
-        """Let a request with a grammar wait apart until `poll` reports that its grammar is ready."""
+        """Mark a request with a grammar as waiting apart from the queue until `poll` reports that its grammar is
+        ready.
+        """
         if request.params.grammar is not None:
             request.wait = Wait.APART
 
@@ -86,7 +88,9 @@ class Structured(LoopExtension):
                 self.masks.add(request)
 
     def poll(self) -> Events:
-        """Return the requests whose grammar or mask is ready, and those that end or are refused because of theirs."""
+        """Return the requests whose grammar or mask is ready, and those that end or are refused because of their
+        grammar.
+        """
         events = self.masks.take()
         return Events(events.ready, events.ended, events.refused)
 
@@ -105,8 +109,8 @@ class Structured(LoopExtension):
     def before_sample(self, step: ScheduledStep) -> bool:
         """Return whether the step's sampler may be dispatched; if masks are missing, wait for some and return False.
 
-        After _MASK_SECONDS in all for a step, requests that still lack a mask lose their slots, to be run again once
-        they have it, and True is returned.
+        After _MASK_SECONDS in all for a step, requests that still lack a mask lose their slots (they run again once
+        they have it), and True is returned.
         """
         if not step.features & MASK:
             return True
@@ -122,8 +126,8 @@ class Structured(LoopExtension):
         return True
 
     def sync(self, step: ScheduledStep) -> None:
-        """Send the masks with which the step samples, and clear those that earlier requests left in newly taken
-        slots.
+        """Send the masks with which the step samples to the devices, and clear the masks of slots newly taken by
+        requests without a grammar.
         """
         rows, number = self.loop.rows, self.loop.rows.number
         # Requests without a grammar clear the mask that the earlier request of their slot may have left.
@@ -142,8 +146,8 @@ class Structured(LoopExtension):
             self.loop.runner.extension("structured").set_masks(masks, of_drafts)
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Start the next masks of the requests to which the step's results give a token, and set the stop_reason of
-        those whose mask left no token.
+        """Start computing the next masks of the requests that got a token in the step, and set the stop_reason of those
+        that ended because their mask left no token.
         """
         for request, token_id in result.followed:
             if request.params.grammar is None:
@@ -160,7 +164,9 @@ class Structured(LoopExtension):
         self.masks.drop(request)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a grammar or mask, `seconds` at most; return False at once if no request waits for one."""
+        """Wait for a grammar or mask, `seconds` at most, and return True; return False at once if no request waits for
+        one.
+        """
         if not self.masks.awaits:
             return False
         self.masks.wait(seconds)
@@ -179,7 +185,7 @@ class Structured(LoopExtension):
         yield Counter("jaxengine:mask_seconds", self.masks.seconds)
 
     def _choices(self, step: ScheduledStep) -> Iterator[_Choice]:
-        """Yield the requests with grammars that sample in a step."""
+        """Yield an entry for each request with a grammar that samples in a step."""
         if step.features & MASK:
             for request, row in self.loop.rows.sampling(step, MASK):
                 batch, is_wide = step.batches[request.rank], step.width > 1
@@ -187,8 +193,8 @@ class Structured(LoopExtension):
                 yield _Choice(request, row, width, is_wide and bool(batch.sections["drafts"].is_guided[row]))
 
     def _has_mask(self, each: _Choice) -> bool:
-        """Return whether the mask of the last token that the step samples for a request has been computed; with masked
-        drafts, that of the first.
+        """Whether the mask of the last token that the step samples for a request has been computed; with masked drafts,
+        the mask of the first.
         """
         return self.masks.has(each.request, self._num_output(each))
 
@@ -200,7 +206,9 @@ class Structured(LoopExtension):
         return int(slots.num_tokens[slot] - slots.num_prompt[slot]) - (each.width if each.is_guided else 1)
 
     def _allowed_any(self, request: Request) -> bool:
-        """Return whether the mask and bias of the token that a request sampled last left any token to sample."""
+        """Whether the mask and bias of the token that a request sampled last left any token to sample; True without a
+        mask.
+        """
         mask = self.masks.row(request, len(request.output_token_ids) - 1)
         if mask is None:
             return True

@@ -14,7 +14,9 @@ class Traces(LoopExtension):
         self._written: set[int] = set()
 
     def sync(self, step: ScheduledStep) -> None:
-        """Write the traces of requests that are new in their slots; clear those that earlier requests left there."""
+        """Write the traces of requests that are new in their slots, and clear traces that an earlier request of the
+        slot left there.
+        """
         rows: list[tuple[int, int, tuple[int, ...]]] = []
         for request in self.loop.rows.admitted(step):
             slot, trace = self.loop.rows.number(request), request.params.trace_decode_token_ids

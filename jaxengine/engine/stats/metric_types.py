@@ -33,7 +33,7 @@ class Histogram:
       name: of the metric.
       buckets: cumulative counts of observations by upper bound, the last bound "+Inf", as in Prometheus.
       sum, count: sum and number of all observations.
-      labels: as of Metric.
+      labels: labels that distinguish metrics of one name.
     """
 
     name: str

@@ -36,30 +36,32 @@ class HttpCounts:
         self._parsed: dict[tuple[str, str, str], int] = {}
 
     def observe(self, method: str, route: str, status: str, seconds: float) -> None:
-        """Count a request that took `seconds`. route: a route of the server, such as "/v1/models/{name}", not the path
-        that a client sent, so that clients cannot add rows without bound.
+        """Count a request that took `seconds`. route: a route pattern of the server, such as "/v1/models/{name}", not
+        the path that a client sent, so that clients cannot add rows without bound.
         """
         self._row(method, route, status).observe(seconds)
 
     def parsed(self, mode: str, outcome: str, request_type: str, number: int = 1) -> None:
-        """Count outputs that a parser of tool calls has read to their end; the arguments are vLLM's labels."""
+        """Add `number` outputs that a parser of tool calls has read to their end. mode, outcome, request_type: vLLM's
+        labels.
+        """
         key = mode, outcome, request_type
         self._parsed[key] = self._parsed.get(key, 0) + number
 
     @property
     def has_counts(self) -> bool:
-        """Whether requests were counted since the last `take`."""
+        """Whether anything was counted since the last `take`."""
         return bool(self._rows or self._parsed)
 
     def take(self) -> Rows:
-        """Return the counts since the last call, as plain JSON values for `add`."""
+        """Return the counts since the last call as JSON values, in the form that `add` takes, and clear them."""
         rows, self._rows = self._rows, {}
         parsed, self._parsed = self._parsed, {}
         counted = [[*key, row.counts.tolist(), row.sum] for key, row in rows.items()]
         return counted, [[*key, number] for key, number in parsed.items()]
 
     def add(self, rows: Rows) -> None:
-        """Add counts that another process took."""
+        """Add counts that another process took with `take`."""
         for method, route, status, counts, seconds in rows[0]:
             row = self._row(method, route, status)
             row.counts += np.array(counts, np.int64)
@@ -88,7 +90,7 @@ class HttpCounts:
             yield metric_types.Histogram("http_request_duration_seconds", buckets, row.sum, buckets["+Inf"], labels)
 
     def _row(self, method: str, route: str, status: str) -> Histogram:
-        """Return the histogram of a method, route and status; a new one if it is the first request of them."""
+        """Return the histogram of a method, route and status, adding an empty one if there is none."""
         return self._rows.setdefault((method, route, status), Histogram(_BOUNDS))
 
 
@@ -106,12 +108,14 @@ class ServerStats:
         self._processes: dict[str, dict[str, float]] = {}
 
     def report(self, process: str, rows: Rows, facts: dict[str, float]) -> None:
-        """Add the counts of a process since its last report. rows: of `HttpCounts.take`; facts: of `process_facts`."""
+        """Add the counts of a process since its last report, and replace its figures. rows: from `HttpCounts.take`.
+        facts: from `process_facts`.
+        """
         self._http.add(rows)
         self._processes[process] = facts
 
     def metrics(self) -> Iterator[Metric | metric_types.Histogram]:
-        """Yield all metrics, those of this process included."""
+        """Yield the metrics of HTTP requests, restarts and processes, those of this process included."""
         yield from self._http.metrics()
         yield Counter("jaxengine:engine_restarts", self.num_restarts)
         for process, facts in {"engine": process_facts(), **self._processes}.items():
@@ -121,9 +125,8 @@ class ServerStats:
 
 
 def process_facts() -> dict[str, float]:
-    """Return figures of this process by the names that Prometheus' clients give them.
-
-    CPU and start time in seconds, and, on a system with /proc, resident bytes and the number of open files.
+    """Return figures of this process by their usual Prometheus names: CPU time and start time in seconds, and, on a
+    system with /proc, resident bytes and the number of open files.
     """
     times = os.times()
     facts = {"process_cpu_seconds": times.user + times.system, "process_start_time_seconds": _STARTED}

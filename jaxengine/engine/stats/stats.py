@@ -19,7 +19,7 @@ from jaxengine.scheduler.batches.batch import ScheduledStep, StepResult
 from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.scheduler.rank import Rank
 
-# Upper bounds as vLLM has them, seconds, so that its dashboards fit.
+# Upper bounds in seconds, the same as vLLM's, so that its dashboards fit.
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
     *(40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -48,7 +48,7 @@ class Histogram:
     Attributes:
       bounds: upper bounds, ascending; a value equal to a bound counts under it.
       counts: i64[len(bounds) + 1], not cumulative; the last counts values above all bounds.
-      sum: of all observed values.
+      sum: sum of all observed values.
     """
 
     def __init__(self, bounds: Sequence[float]):
@@ -64,8 +64,8 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: np.ndarray) -> None:
-        """Count observations. values: f64[n] with n > 0."""
-        # The tokens of a step mostly came after nearly equal intervals: one bucket has them all.
+        """Count all values of an array. values: f64[n] with n > 0."""
+        # The intervals of a step's tokens are mostly nearly equal, so that all fall into one bucket.
         lowest, highest = bisect.bisect_left(self.bounds, values.min()), bisect.bisect_left(self.bounds, values.max())
         if lowest == highest:
             self.counts[lowest] += len(values)
@@ -74,14 +74,14 @@ class Histogram:
         self.sum += float(values.sum())
 
     def metric(self, name: str, labels: Mapping[str, str] | None = None) -> metric_types.Histogram:
-        """Return the counts as a metric."""
+        """Return the counts, cumulated, as a metric with this name and these labels."""
         totals = accumulate(self.counts.tolist())
         buckets = dict(zip((*(str(float(bound)) for bound in self.bounds), "+Inf"), totals, strict=True))
         return metric_types.Histogram(name, buckets, self.sum, buckets["+Inf"], labels or {})
 
 
 class Recent:
-    """Ring of the latest observed values, for percentiles of recent work."""
+    """Ring buffer of the latest observed values, for percentiles of recent work."""
 
     def __init__(self, size: int):
         """Begin without values. size: number of values that are held."""
@@ -89,7 +89,9 @@ class Recent:
         self._count = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Add values f64[n], latest last, in place of the oldest ones; of more than `size` values, keep the latest."""
+        """Add values f64[n], latest last, replacing the oldest ones; if n is more than `size`, only the latest are
+        kept.
+        """
         size, first = len(self._values), self._count % len(self._values)
         values = values[-size:]
         fits = min(len(values), size - first)
@@ -98,8 +100,8 @@ class Recent:
         self._count += len(values)
 
     def percentiles(self, *shares: float) -> list[float | None]:
-        """Return percentiles of the held values. shares: percentages from 0 to 100. Returns None for each if no value
-        is held.
+        """Return the percentiles of the stored values at `shares`, percentages from 0 to 100; None for each if no value
+        is stored.
         """
         held = self._values[: min(self._count, len(self._values))]
         return [float(value) for value in np.percentile(held, shares)] if len(held) else [None] * len(shares)
@@ -111,7 +113,7 @@ class BucketUse:
 
     Attributes:
       num_steps: steps of the shape.
-      num_tokens, num_padding_tokens: their real and padding tokens over all replicas.
+      num_tokens, num_padding_tokens: real and padding tokens of these steps over all replicas.
     """
 
     num_steps: int = 0
@@ -125,11 +127,12 @@ class StepStats:
 
     Attributes:
       buckets: uses of each compiled shape.
-      num_steps: steps dispatched; num_tokens, num_padding_tokens: their real and padding tokens.
+      num_steps: steps dispatched.
+      num_tokens, num_padding_tokens: real and padding tokens of these steps.
       schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
-      idle_seconds: time with unfinished requests in which the device had nothing to do, as far as the host sees: from
-        the moment it knew that the device was done until the next step was dispatched.
-      num_generated_tokens: tokens that callers got; tokens sampled after the end of a text are not counted.
+      idle_seconds: time with unfinished requests in which the device was idle, as far as the host can tell: from the
+        moment when the host saw that the device was done until the next step was dispatched.
+      num_generated_tokens: tokens delivered to callers; tokens sampled after the end of a text are not counted.
       _num_undelivered_tokens: counted tokens that callers did not get, still to be subtracted from later counts.
       page_slots_used, page_slots_empty: token slots of pages held by running requests, summed over steps.
     """
@@ -149,8 +152,8 @@ class StepStats:
     _num_undelivered_tokens: int = 0
 
     def count_step(self, step: ScheduledStep, bucket: Bucket, ranks: Sequence[Rank]) -> None:
-        """Count a dispatched step. bucket: its compiled shape; ranks: all replicas, whose used and empty page slots are
-        added.
+        """Count a dispatched step, also under its compiled shape `bucket`. ranks: all replicas, whose used and empty
+        page slots are added.
         """
         padding = bucket.num_tokens * len(step.batches) - step.num_tokens
         for counts in (self, self.buckets[bucket]):
@@ -163,14 +166,16 @@ class StepStats:
             self.page_slots_empty += empty
 
     def count_generated(self, num_tokens: int) -> None:
-        """Add generated tokens, less those that `count_undelivered` has taken back: the total never decreases."""
+        """Add generated tokens, less those reported to `count_undelivered` and not subtracted yet; the total never
+        decreases.
+        """
         undelivered = min(num_tokens, self._num_undelivered_tokens)
         self._num_undelivered_tokens -= undelivered
         self.num_generated_tokens += num_tokens - undelivered
 
     def count_undelivered(self, num_tokens: int) -> None:
-        """Take back tokens that were counted but came after their request's text had ended; later counts are reduced by
-        them.
+        """Record tokens that were counted but came after their request's text had ended; `count_generated` subtracts
+        them from later counts.
         """
         self._num_undelivered_tokens += num_tokens
 
@@ -183,12 +188,12 @@ class RequestStats:
       num_rejections: requests refused because too many waited.
       num_corrupted: requests that ended because their logits were not finite.
       num_prompt_tokens: tokens of completed prompts, including those found in the prefix cache.
-      num_cached_tokens: those of them that were found there when their requests were first admitted.
-      num_external_tokens: those of the cached ones that came from outside of the devices.
+      num_cached_tokens: prompt tokens that were found in the prefix cache when their requests were first admitted.
+      num_external_tokens: cached prompt tokens that came from outside of the devices.
       max_model_len: longest sequence of the engine, which bounds the histograms of tokens.
       finished: number of requests that ended, by reason.
       first_token, intervals, time_per_output_token, e2e, preprocessing, queue, prefill, decode, inference: histograms
-        of seconds; `metrics.HELP` says from when to when, under the names in `Metrics`.
+        of seconds; `metrics.HELP` defines them, under the names that `Metrics` gives them.
       prompt_tokens, generation_tokens, max_tokens, computed_tokens, preemptions, n: histograms of numbers of a request.
       most_generated: histogram of the tokens of the longest among the n outputs of one call.
       step_tokens: histogram of the tokens of a step.
@@ -229,13 +234,13 @@ class RequestStats:
         self.recent_intervals = Recent(16384)
 
     def observe_queued(self, requests: Sequence[Request]) -> None:
-        """Count a call by the requests of its n outputs."""
+        """Count a caller's request by its n outputs. requests: the engine's requests for these outputs."""
         self.n.observe(len(requests))
         if len(requests) > 1:
             self._calls |= dict.fromkeys(requests, [len(requests), 0])
 
     def observe_first_token(self, request: Request) -> None:
-        """Count a request whose first token came: its prompt tokens, and the seconds since its arrival."""
+        """Count a request that got its first token: its prompt tokens, by source, and the seconds since its arrival."""
         assert request.first_token_time is not None
         seconds = request.first_token_time - request.arrival_time
         self.num_prompt_tokens += request.num_prompt_tokens
@@ -245,7 +250,7 @@ class RequestStats:
         self.recent_first_token.add(np.array([seconds]))
 
     def observe_intervals(self, intervals: np.ndarray) -> None:
-        """Count the seconds between successive tokens of requests. intervals: f64[n]."""
+        """Count the seconds between successive tokens of requests. intervals: f64[n]; nothing for n = 0."""
         if len(intervals):
             self.intervals.observe_all(intervals)
             self.recent_intervals.add(intervals)
@@ -258,10 +263,10 @@ class RequestStats:
             self.observe_first_token(request)
 
     def observe_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> int:
-        """Count the end of a request as its caller saw it; return how many of its tokens the caller did not get.
+        """Count the end of a request as its caller saw it; return the number of its tokens that the caller did not get.
 
         reason, num_output: its finish reason and the number of tokens for the caller; None: the request's own. The
-        latency histograms leave out requests that never began to run.
+        histograms of prefill, decode and inference times leave out requests that got no token.
         """
         reason, num_known = reason or request.finish_reason, min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output

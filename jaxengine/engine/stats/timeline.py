@@ -26,17 +26,18 @@ class StepRecord:
     """Times and counts of one step.
 
     Attributes:
-      number: of the step, from when the engine was started.
-      start, scheduled, prepared, dispatched: when scheduling began, it was done, the step's message and slot rows were
-        written, and the forward pass was dispatched.
-      idle_since: when the device ran out of work, as far as the host saw; None if it was still at work.
+      number: of the step, counted from the engine's start.
+      start, scheduled, prepared, dispatched: when scheduling began, when it was done, when the step's message and slot
+        rows were written, and when the forward pass was dispatched.
+      idle_since: when the device ran out of work, as far as the host saw; None if it was still busy.
       waiting, arrived, updated: when the host began to wait for the sampled tokens, got them, and had updated the
         scheduler; 0 before.
-      bucket: its compiled shape.
-      num_running, num_waiting: requests once the step was scheduled. num_new_tokens: tokens that requests got.
+      bucket: the step's compiled shape.
+      num_running, num_waiting: requests once the step was scheduled.
+      num_new_tokens: tokens that requests got.
       num_padded: tokens of the compiled shape over all replicas; num_tokens of them are real.
       num_rows: rows of requests over all replicas.
-      num_bytes: of the step's message to the device.
+      num_bytes: size of the step's message to the device.
       pages_used: referenced pages of all replicas.
       chunks: (request id, tokens) of prefill rows.
       admitted, preempted, first_tokens, finished: request ids.
@@ -74,7 +75,7 @@ class Timeline:
     """Records of the latest steps and of the requests that ended last."""
 
     def __init__(self, num_steps: int = NUM_STEPS, num_requests: int = NUM_REQUESTS):
-        """Begin without records. num_steps, num_requests: how many of each are kept."""
+        """Create an empty timeline. num_steps, num_requests: how many steps and ended requests are kept."""
         self._steps: deque[StepRecord] = deque(maxlen=num_steps)
         self._ended: deque[dict[str, Any]] = deque(maxlen=num_requests)
 
@@ -87,9 +88,9 @@ class Timeline:
         times: tuple[float, float, float, float],
         idle_since: float | None,
     ) -> StepRecord:
-        """Record a dispatched step; return its record.
+        """Append the record of a dispatched step, and return it.
 
-        number: of the step; times: `start` to `dispatched` of StepRecord; idle_since: see StepRecord.
+        number: of the step. times: the fields `start` to `dispatched` of StepRecord. idle_since: see StepRecord.
         """
         bucket = message.bucket
         chunks = []
@@ -127,8 +128,8 @@ class Timeline:
         record.finished = [request.request_id for request in result.finished]
 
     def in_flight(self) -> list[StepRecord]:
-        """Return the records of steps without collected tokens, oldest first. Any thread may call this while the engine
-        is still.
+        """Return the records of steps whose tokens have not been collected, oldest first. Any thread may call this
+        while the engine's thread is not stepping.
         """
         return [step for step in self._steps.copy() if not step.updated]
 
@@ -137,7 +138,7 @@ class Timeline:
         self._ended.append(_life(request))
 
     def last(self, seconds: float, unfinished: list[Request]) -> dict[str, Any]:
-        """Return plain JSON values: `now`, `since` (both in seconds), the completed `steps` that began in the last
+        """Return, as JSON values, `now`, `since` (both in seconds), the completed `steps` that began in the last
         `seconds`, and the `requests` that ended in that time or are in `unfinished`.
         """
         now = time.monotonic()

@@ -1,10 +1,10 @@
-"""The error of an invalid image or video."""
+"""Error of an invalid image, video or sound."""
 
 from __future__ import annotations
 
 
 class MediaError(ValueError):
-    """Raised for an image or video that cannot be used.
+    """Error for an image, video or sound that cannot be used.
 
-    The message continues the item's name, "is an SVG; allowed: ...": the caller that knows the name prepends it.
+    The message continues the item's name, "is an SVG; allowed: ...": the caller that has the name prepends it.
     """

@@ -36,9 +36,10 @@ class Video:
 
 
 def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]) -> np.ndarray:
-    """Choose frame indices, int64 [N], evenly from the first to the last of `total`, as vLLM's VideoBackend does.
+    """Return frame indices, int64 [N], evenly spaced from the first to the last of `total` frames, as in vLLM's
+    VideoBackend.
 
-    seconds: duration of all frames, None if unknown, in which case fps is ignored. sampling: limits (num_frames, fps),
+    seconds: duration of all frames; None if unknown, in which case fps is ignored. sampling: limits (num_frames, fps),
     -1 for none. N is at least 1 and at most `total`.
     """
     num_frames, fps = sampling
@@ -49,6 +50,6 @@ def sample_frames(total: int, seconds: float | None, sampling: tuple[int, float]
 
 
 def check_count(count: int) -> None:
-    """Raise MediaError unless `count` frames are 1 to MAX_FRAMES."""
+    """Raise MediaError unless `count` frames are at least 1 and at most MAX_FRAMES."""
     if not 1 <= count <= MAX_FRAMES:
         raise MediaError(f"has {count} frames; allowed are 1 to {MAX_FRAMES}")

@@ -1,4 +1,4 @@
-"""The interface MediaProcessor: preprocessing of decoded images, videos and sounds for a model family's tower."""
+"""Interface MediaProcessor: preprocessing of decoded images, videos and sounds for a model family's tower."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxengine.scheduler.base.errors import RequestError
 
 
 class Processed(NamedTuple):
-    """Image or video, preprocessed for the tower.
+    """Image, video or sound, preprocessed for the tower.
 
     Attributes:
-      patches, columns, rows: as in jaxengine.scheduler.base.media.MediaItem.
+      patches, columns, rows: fields of the same names of jaxengine.scheduler.base.media.MediaItem.
       num_rows: number of embeddings in the prompt.
       grid: size in patches before merging: time, height, width.
       seconds: for videos of families that use it, the time of each temporal step of the grid; empty otherwise.
@@ -31,13 +31,14 @@ class Processed(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """A prompt with positions for all embeddings.
+    """Prompt with positions for all embeddings.
 
     Attributes:
-      token_ids: with as many placeholders for each item as it has embeddings, and the family's tokens around them.
+      token_ids: the prompt, with as many placeholders for each item as it has embeddings, and the family's tokens
+        around them.
       positions: i32[num_rows] for each item, in the order of the prompt, which `order` gives.
       order: (modality, number within the modality) of each item.
-      rope_positions, rope_delta: as in jaxengine.scheduler.base.media.Media.
+      rope_positions, rope_delta: M-RoPE positions and position delta, fields of jaxengine.scheduler.base.media.Media.
     """
 
     token_ids: list[int]
@@ -48,8 +49,8 @@ class Expanded(NamedTuple):
 
 
 def check_room(modality: str, num_patches: int, most: int | None) -> None:
-    """Raise RequestError for an item of the modality if num_patches is more than `most`, the tower's largest call; None
-    for no limit.
+    """Raise RequestError for an item of the modality if num_patches is more than `most`, the limit of the tower's
+    largest call; None for no limit.
 
     A processor calls this before it computes patches, as a small image may be resized to a large one.
     """
@@ -84,39 +85,39 @@ class MediaProcessor(Protocol):
         value: uint8 [H, W, 3] for an image, jaxengine.media.base.frames.Video for a video,
           jaxengine.media.base.samples.Sound for a sound.
         options: mm_processor_kwargs of the engine, overridden by the request's.
-        most: as of check_room.
+        most: limit of the item's patches; None for none.
 
-        Raises RequestError for an option that is unknown or out of range, and for an item that the family does not
-        take or that has too many patches.
+        Raises RequestError for an option that is unknown or out of range, and for an item that the family does not take
+        or that has too many patches.
         """
         ...
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid (time, height, width), in patches, of an image that is given as `num_rows` embeddings.
 
-        grid: as given with them; None if it was not. Raises RequestError for a number that no image has, and for a
-        missing grid if the family needs one.
+        grid: the grid given with the embeddings; None if there is none. Raises RequestError for a number of embeddings
+        that no image has, and for a missing grid if the family needs one.
         """
         ...
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return the largest possible item (of sounds: one window), for memory plans and limits.
 
-        size: (height, width) in pixels of an image or frames to preprocess instead; None for the largest. The values
+        size: (height, width) in pixels of an image or frames to be measured instead; None for the largest. The values
         of `patches` are meaningless, and may be missing: f32[P, 0].
         """
         ...
 
     def with_options(self, options: Mapping[str, Any]) -> MediaProcessor:
-        """Return the processor whose `largest` is that of an engine with these mm_processor_kwargs, where the family
-        lets them enlarge images.
+        """Return a processor whose `largest` is that of an engine with these mm_processor_kwargs, where the family lets
+        them enlarge images; this processor may be returned if they do not.
 
-        options: mm_processor_kwargs. Raises RequestError for a name or value that is not allowed.
+        Raises RequestError for a name or value that is not allowed.
         """
         ...
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand the prompt's placeholders for its items, given by modality in the order of the prompt.
+        """Return the prompt with its placeholders expanded for its items, given by modality in the order of the prompt.
 
         Raises RequestError if the number of placeholders differs from the number of items.
         """

@@ -1,4 +1,4 @@
-"""Decoded sounds, and what a model's processor makes of parts of them."""
+"""Decoded sounds, and spectrograms that a model's processor computes of parts of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Samples a second of the models that hear.
+# Samples per second that models with sounds take.
 RATE = 16_000
 
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """Sound of one channel. samples: f32[N], RATE a second, from -1 to 1."""
+    """Sound of one channel. samples: f32[N], RATE per second, from -1 to 1."""
 
     samples: np.ndarray
 
     @property
     def seconds(self) -> float:
-        """Return its duration in seconds."""
+        """Duration in seconds."""
         return len(self.samples) / RATE
 
 

@@ -12,9 +12,9 @@ from jaxengine.media.base.errors import MediaError
 MAX_SECONDS = 10.0
 # Limit of a decoder's reads. A file of 32 MiB in the smallest parts that encoders write has some 200,000.
 MAX_READS = 1_000_000
-# Limit of the bytes that a decoder reads, as a multiple of the file's: animations are gone through three times.
+# Limit of the bytes that a decoder reads, as a multiple of the file's: animations are read three times.
 MAX_PASSES = 8
-# Of seconds that are added up.
+# Tolerance for rounding errors of added seconds.
 _ROUNDING = 1e-3
 
 
@@ -44,7 +44,7 @@ class SecondsBudget:
         self._lock = threading.Lock()
 
     def take(self, seconds: float) -> None:
-        """Take `seconds` from the budget. Raises MediaError if it does not suffice; they are taken in any case."""
+        """Add `seconds` to those taken. Raises MediaError if the budget is exceeded; they are counted in any case."""
         with self._lock:
             self._taken += seconds
             if self._taken > self._most + _ROUNDING:
@@ -53,11 +53,11 @@ class SecondsBudget:
 
 
 class TimedFile(io.BytesIO):
-    """File in memory that bounds a decoder: `read` and `check` raise MediaError once it has taken MAX_SECONDS.
+    """File in memory that limits its decoder's time, reads and bytes.
 
-    These are seconds of processor time, of the thread that opens the file and decodes it. `read` also raises after more
-    than MAX_READS reads, or MAX_PASSES times the file's bytes and 1 MiB: a small file may have millions of parts, which
-    may overlap, or have the same pixels decoded a thousand times.
+    `read` and `check` raise MediaError once the thread that opened the file and decodes it has used MAX_SECONDS of
+    processor time. `read` also raises after more than MAX_READS reads, or MAX_PASSES times the file's bytes and 1 MiB:
+    a small file may have millions of parts, which may overlap, or have the same pixels decoded a thousand times.
     """
 
     def __init__(self, data: bytes):
@@ -67,7 +67,9 @@ class TimedFile(io.BytesIO):
         self._bytes_left = MAX_PASSES * len(data) + (1 << 20)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read as io.BytesIO does. Raises MediaError beyond the limits of time, reads and bytes."""
+        """Read at most `size` bytes, all for -1 or None. Raises MediaError beyond the limits of time, reads and
+        bytes.
+        """
         self.check()
         self._num_reads += 1
         if self._num_reads > MAX_READS:

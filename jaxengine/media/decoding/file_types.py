@@ -56,25 +56,29 @@ _HEAD = 512
 
 
 def image_type(data: bytes) -> str | None:
-    """Return the image's type by the first bytes of its file (`data`), a key of IMAGES; None for others."""
+    """Return the type of an image file by its first bytes, a key of IMAGES; None for other files. data: bytes of the
+    file.
+    """
     return _first(IMAGES, data)
 
 
 def video_type(data: bytes) -> str | None:
-    """Return the video's type by the first bytes of its file (`data`), a key of VIDEOS; None for others."""
+    """Return the type of a video file by its first bytes, a key of VIDEOS; None for other files. data: bytes of the
+    file.
+    """
     return _first(VIDEOS, data)
 
 
 def sound_type(data: bytes) -> str | None:
-    """Return the sound's type by the first bytes of its file (`data`), a key of SOUNDS, which has VIDEOS too; None for
-    others.
+    """Return the type of a sound file by its first bytes, a key of SOUNDS, which includes VIDEOS; None for other files.
+    data: bytes of the file.
     """
     return _first(SOUNDS, data)
 
 
 def described(data: bytes) -> str:
-    """Describe a file of the wrong type by its first bytes (of `data`), for an error message: "is a PNG", "has no
-    bytes".
+    """Return a description of a file by its first bytes, for an error message about a wrong type: "is a PNG", "has no
+    bytes", "is a file of an unknown type".
     """
     if not data:
         return "has no bytes"
@@ -87,5 +91,5 @@ def described(data: bytes) -> str:
 
 
 def _first(kinds: dict[str, re.Pattern[bytes]], data: bytes) -> str | None:
-    """Return the name of the first pattern that matches at the beginning; None without one."""
+    """Return the name of the first pattern that matches at the beginning of `data`; None if none does."""
     return next((name for name, pattern in kinds.items() if pattern.match(data)), None)

@@ -33,7 +33,9 @@ class _Jpeg(JpegImagePlugin.JpegImageFile):
 
 class _Tiff(TiffImagePlugin.TiffImageFile):
     def getexif(self) -> Image.Exif:
-        """EXIF of the orientation alone, by which Pillow puts the image upright; other directories are not read."""
+        """Return EXIF with only the orientation, by which Pillow rotates the image upright; other directories are not
+        read.
+        """
         exif = Image.Exif()
         if (orientation := self.tag_v2.get(ORIENTATION)) is not None:
             exif[ORIENTATION] = orientation
@@ -79,22 +81,23 @@ _ARRAYS = "uint8 of shape [H, W, 3], [H, W, 4], [H, W, 1] or [H, W]"
 
 
 def quiet_pillow() -> None:
-    """Switch off the warnings and the log of Pillow, to which untrusted files could write at will.
+    """Switch off the warnings and the log of Pillow for the whole process, since untrusted files could fill them.
 
-    Python remembers every different text of a warning for ever, unless it is ignored.
+    Python stores every different text of a warning for ever, unless it is ignored.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("PIL").setLevel(logging.CRITICAL + 1)
 
 
 def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Return the pixels of an image, uint8 [H, W, 3] RGB.
+    """Return the pixels of an image, uint8 [H, W, 3] RGB, rotated upright.
 
     Args:
       value: bytes of a file, pathlib.Path of a file, a PIL.Image.Image, or a numpy array, which must hold uint8 from 0
         to 255 in the shape [H, W, 3], [H, W, 4] with alpha, [H, W, 1] or [H, W].
       options: limits, and the colour under transparent images.
       budget: the prompt's, from which the pixels are taken.
+
     Raises MediaError for other values, and for an image that is damaged, has too many bytes or pixels, or exceeds the
     budget.
     """
@@ -112,8 +115,8 @@ def read_image(value: Any, options: MediaOptions, budget: PixelBudget) -> np.nda
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file of at most `limit` bytes. Raises MediaError for more, and for a file that
-    cannot be read.
+    """Return the bytes of a regular file of at most `limit` bytes. Raises MediaError for a larger file, and for one
+    that cannot be read.
     """
     try:
         descriptor, size = open_regular(path)
@@ -132,7 +135,7 @@ def check_bytes(size: int, limit: int) -> None:
 
 
 def check_size(size: tuple[int, int], options: MediaOptions) -> None:
-    """Raise MediaError for an image with no pixels, or more than options.max_image_pixels. size: width and height."""
+    """Raise MediaError for an image with no pixels, or more than options.max_image_pixels. size: (width, height)."""
     width, height = size
     if not 1 <= width * height <= options.max_image_pixels or width < 1:
         allowed = f"1 to {options.max_image_pixels} (max_image_pixels)"
@@ -140,15 +143,17 @@ def check_size(size: tuple[int, int], options: MediaOptions) -> None:
 
 
 def open_image(data: bytes, options: MediaOptions) -> tuple[Image.Image, TimedFile]:
-    """Open an image by its header, without decoding pixels; return it with the file it reads from, which limits the
-    time of decoding. Raises MediaError for another type, damage, and more bytes, pixels, scans, tiles or entries than
-    options and this file allow.
+    """Return (image, file): an image opened by its header, without decoding pixels, and the file that it reads from,
+    which limits the time of decoding.
+
+    data: bytes of a file. Raises MediaError for another type, damage, and more bytes, pixels, scans, tiles or entries
+    than options and this module allow.
     """
     check_bytes(len(data), options.max_media_bytes)
     name = image_type(data)
     if name is None:
         raise MediaError(f"{described(data)}; allowed: {ALLOWED}")
-    if name == "WebP":  # some versions of the decoder allocate all pixels before they report the size
+    if name == "WebP":  # some versions of the decoder allocate all pixels before they check the size
         check_size(_webp_size(data), options)
     if name == "JPEG" and data.count(_SCAN) > _MAX_SCANS:
         raise MediaError(f"is a JPEG of more than {_MAX_SCANS} scans, each of which decodes all of its pixels")
@@ -171,10 +176,10 @@ def to_rgb(
     background: tuple[int, int, int],
     orientation: Callable[[Image.Image], Any] = lambda image: orientation_in(image.info),
 ) -> np.ndarray:
-    """Decode an image to uint8 [H, W, 3] and rotate it upright; transparent pixels are laid on `background`.
+    """Decode an image to uint8 [H, W, 3] and rotate it upright; transparent pixels are blended with `background`.
 
-    background: RGB. orientation: finds the EXIF orientation of the decoded image, by default in the metadata of its
-    file. Raises MediaError for damage, and for pixels that are no colours or grey.
+    background: RGB. orientation: returns the EXIF orientation of the decoded image, by default from the metadata of its
+    file. Raises MediaError for damage, and for pixels that are neither colours nor grey.
     """
     name = image.format or "picture"
     _decoding(name, image.load)
@@ -190,8 +195,9 @@ def to_rgb(
 
 
 def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Return the pixels of an image file, uint8 [H, W, 3] RGB and upright, taken from the budget. Raises MediaError for
-    one that is damaged or exceeds the limits of options or budget.
+    """Return the pixels of an image file, uint8 [H, W, 3] RGB and upright, and take them from the budget.
+
+    data: bytes of the file. Raises MediaError for a file that is damaged or exceeds the limits of options or budget.
     """
     image, _ = open_image(data, options)
     budget.take(image.width * image.height)
@@ -199,7 +205,7 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> np.ndarr
 
 
 def _decoding(name: str, step: Any) -> Any:
-    """Call `step`, without arguments, and return its result; any error of a decoder becomes MediaError.
+    """Call `step`, without arguments, and return its result; any exception of a decoder is raised as MediaError.
 
     name: type of the file, for the error.
     """
@@ -215,8 +221,8 @@ def _decoding(name: str, step: Any) -> Any:
 
 
 def _check_scans(count: int, size: tuple[int, int], options: MediaOptions) -> None:
-    """Raise MediaError for a JPEG whose scans decode too many pixels altogether. count: scans. size:
-    width and height.
+    """Raise MediaError for a JPEG whose scans decode more than _FULL_SCANS * max_image_pixels pixels altogether. count:
+    scans. size: (width, height).
     """
     width, height = size
     most = _FULL_SCANS * options.max_image_pixels
@@ -226,8 +232,8 @@ def _check_scans(count: int, size: tuple[int, int], options: MediaOptions) -> No
 
 
 def _check_entries(data: bytes) -> None:
-    """Raise MediaError for a TIFF (`data`) with an entry of more than _MAX_VALUES values other than bytes, before they
-    are read.
+    """Raise MediaError for a TIFF with an entry of more than _MAX_VALUES values other than bytes, before they are read.
+    data: bytes of the file.
     """
     for entry in first_directory(data):
         if entry.count > _MAX_VALUES and entry.kind not in _BYTES:
@@ -236,8 +242,8 @@ def _check_entries(data: bytes) -> None:
 
 
 def _check_tiff(image: Any, options: MediaOptions) -> None:
-    """Raise MediaError for a TIFF whose compression is not allowed, or whose tiles have more than
-    options.max_image_pixels pixels, or twice as many together.
+    """Raise MediaError for an opened TIFF whose compression is not allowed, or with a tile of more than
+    options.max_image_pixels pixels, or with tiles of more than twice as many altogether.
     """
     compression = image.info.get("compression")
     if compression not in _COMPRESSIONS:
@@ -255,10 +261,9 @@ def _check_tiff(image: Any, options: MediaOptions) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Return the width and height in pixels from the first chunk of a WebP file, `data` (RFC 9649); missing bytes are
-    read as 0.
+    """Return (width, height) in pixels from the first chunk of a WebP file (RFC 9649); missing bytes count as 0.
 
-    A chunk of an unknown kind is read as VP8, so that its sizes may be any.
+    data: bytes of the file. A chunk of an unknown kind is read as VP8, so that the sizes may be arbitrary.
     """
     kind, body = data[12:16], data[20:30].ljust(10, b"\0")
     if kind == b"VP8X":
@@ -282,8 +287,8 @@ def _noted_orientation(image: Image.Image) -> Any:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return 16-bit grey reduced to its upper 8 bits, as Pillow does with 16-bit colours: mode L, or LA if its metadata
-    name a transparent grey.
+    """Return 16-bit grey reduced to its upper 8 bits: mode L, or LA if its metadata name a transparent grey value.
+    Pillow reduces 16-bit colours in the same way.
     """
     deep = np.asarray(image)
     grey = Image.fromarray((deep >> 8).astype(np.uint8))
@@ -302,8 +307,9 @@ def _on_colour(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
 
 
 def _from_array(value: np.ndarray, options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Convert an array, in a form that read_image takes, to uint8 [H, W, 3]. Takes its pixels from the budget. Raises
-    MediaError for other arrays, and too many pixels.
+    """Convert an array of a form that `read_image` accepts to uint8 [H, W, 3], and take its pixels from the budget.
+
+    Raises MediaError for other arrays, and for too many pixels.
     """
     channels = value.shape[2] if value.ndim == 3 else 1
     if value.dtype != np.uint8 or value.ndim not in (2, 3) or channels not in (1, 3, 4):

@@ -1,4 +1,4 @@
-"""Orientation in an image's metadata, which says how the camera was held.
+"""Orientation in an image's metadata, which tells how the camera was held.
 
 Metadata are untrusted, so only this number is searched for: Pillow would read all of a directory that may have 65,535
 entries, each of them with as many values as the file has bytes.
@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     """Entry of a TIFF directory.
 
     Attributes:
-      tag: number of what it says.
+      tag: number that identifies the entry's meaning.
       kind: type of its values.
       count: number of its values.
       field: the four bytes with the value, or with its offset in the file.
@@ -36,9 +36,9 @@ class Entry(NamedTuple):
 
 
 def first_directory(data: bytes | memoryview) -> Iterator[Entry]:
-    """Yield the entries of the first directory of a TIFF or of EXIF, as far as they are there; none for other data.
+    """Yield the complete entries of the first directory of a TIFF or of EXIF; none for other data.
 
-    data: from the file's byte order mark on.
+    data: bytes from the byte order mark on.
     """
     order = _ORDERS.get(bytes(data[:4]))
     if order is None or len(data) < 8:
@@ -53,9 +53,10 @@ def first_directory(data: bytes | memoryview) -> Iterator[Entry]:
 
 
 def orientation_in(info: Mapping[Any, Any]) -> int | None:
-    """Return the orientation in the metadata that Pillow found in a file (`Image.info`); None if it is absent.
+    """Return the orientation in the metadata that Pillow found in a file (`Image.info`), from EXIF or else XMP; None if
+    it is absent.
 
-    Its EXIF counts first, then its XMP. The number is unchecked; 1 to 8 are defined.
+    The number is unchecked; 1 to 8 are defined.
     """
     exif = info.get("exif")
     if exif is None and isinstance(text := info.get(_EXIF_TEXT), str):

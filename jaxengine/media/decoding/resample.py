@@ -1,6 +1,6 @@
 """Resampling of sounds by a polyphase filter: a sinc with a Kaiser window (beta 5) that ends after ten of its zeros.
 
-It is the filter of scipy.signal.resample_poly, whose results these are up to rounding.
+The filter is that of scipy.signal.resample_poly, and the results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _ZEROS, _BETA = 10, 5.0
 
 
 def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Return samples f32[ceil(N * wanted / rate)] at `wanted` samples a second, from f32[N] at `rate`; silence is taken
-    to lie before and after them. At the same rate it is `samples` itself.
+    """Return samples f32[ceil(N * wanted / rate)] at `wanted` samples per second, from f32[N] at `rate`. Silence is
+    assumed before and after them. For equal rates the result is `samples` itself.
     """
     common = math.gcd(rate, wanted)
     up, down = wanted // common, rate // common
@@ -26,7 +26,7 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     padded = np.concatenate([np.zeros(num_taps, np.float32), samples, np.zeros(num_taps + down, np.float32)])
     out = np.empty(total, np.float32)
     for first in range(min(up, total)):
-        # Every up-th output has the same taps, and its samples begin `down` further on.
+        # Every up-th output has the same taps; its input samples begin `down` later.
         count = -(-(total - first) // up)
         start = num_taps + (first * down + before) // up - num_taps + 1
         windows = np.lib.stride_tricks.sliding_window_view(padded[start:], num_taps)[::down][:count]
@@ -35,10 +35,10 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
 
 
 def resampled_parts(parts: Iterable[np.ndarray], rate: int, wanted: int, block: int = 1 << 20) -> np.ndarray:
-    """Return what `resampled` makes, from `rate` to `wanted` samples a second, of the joined parts f32[n] each, without
-    holding more of them than about two blocks.
+    """Return the joined parts f32[n], resampled from `rate` to `wanted` samples per second, with the same result as
+    `resampled`, without holding more than about two blocks of the input in memory.
 
-    block: samples that are resampled at a time.
+    block: input samples that are resampled at a time.
     """
     common = math.gcd(rate, wanted)
     up, down = wanted // common, rate // common
@@ -60,7 +60,7 @@ def resampled_parts(parts: Iterable[np.ndarray], rate: int, wanted: int, block: 
 
 def _phases(up: int, down: int) -> tuple[np.ndarray, int]:
     """Return the filter for a rate of up / down times the old one, cut into its phases, f32[up, taps] in the order of
-    samples, and the taps before its middle.
+    samples, and the number of taps before its middle.
     """
     widest = max(up, down)
     before = _ZEROS * widest

@@ -1,4 +1,4 @@
-"""Decodes sound files and arrays to samples at the rate of a model, one channel.
+"""Decodes sound files and arrays to samples of one channel at the rate of a model.
 
 WAV is read here, other files with PyAV (FFmpeg), which the extra `video` installs. What an untrusted file can reach of
 FFmpeg is limited as for videos: one container chosen by its first bytes, no other files, only the usual codecs.
@@ -33,12 +33,12 @@ FORMS = "the bytes or Path of a file, an array of samples at 16,000 a second, or
 
 
 def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Sound | Spectrogram:
-    """Return a sound at RATE samples a second; channels are averaged.
+    """Return a sound at RATE samples per second, with channels averaged; a Sound or Spectrogram is returned unchanged.
 
-    value: see FORMS; also what this function returns, unchanged, and a Spectrogram. Arrays are [N] or [channels, N], of
-    floats from -1 to 1, int16 or int32. budget: of the prompt; what is decoded is taken from it before it is kept.
-    Blocks while it reads and decodes. Raises MediaError for other values, a file that is damaged, of an unknown type,
-    too large or too long, and samples that are none or not finite.
+    value: see FORMS; arrays are [N] or [channels, N], of floats from -1 to 1, int16 or int32. budget: of the prompt;
+    decoded seconds are taken from it before they are stored. Blocks while it reads and decodes. Raises MediaError for
+    other values, a file that is damaged, of an unknown type, too large or too long, no samples, and samples that are
+    not finite.
     """
     if isinstance(value, (Sound, Spectrogram)):
         return value
@@ -61,8 +61,10 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
 
 
 def _decode(data: bytes, budget: SecondsBudget) -> Sound:
-    """Decode a file by its type. data: its bytes. Raises MediaError for other types, damage, more seconds than the
-    budget has, and no samples. budget: of the prompt, from which its seconds are taken.
+    """Decode the bytes of a sound file by its type, at RATE samples per second; take its seconds from the prompt's
+    budget.
+
+    Raises MediaError for other types, damage, more seconds than the budget has, and no samples.
     """
     name = sound_type(data)
     if name is None:
@@ -76,9 +78,10 @@ def _decode(data: bytes, budget: SecondsBudget) -> Sound:
 
 
 def _read_wav(data: bytes, budget: SecondsBudget) -> tuple[np.ndarray, int]:
-    """Return (samples f32[N], rate) of a WAV file. A data chunk that is cut short counts as far as it goes.
+    """Return (samples f32[N], rate) of a WAV file, and take its seconds from the budget. A data chunk that is cut short
+    is read as far as it goes.
 
-    Raises MediaError for a damaged header, a form that is not supported, no samples, and more seconds than the budget
+    Raises MediaError for a damaged header, a format that is not supported, no samples, and more seconds than the budget
     has.
     """
     form: tuple[int, int, int, int] | None = None
@@ -108,8 +111,9 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _wav_form(chunk: memoryview) -> tuple[int, int, int, int]:
-    """Return (code of the format, channels, rate, bits of a sample) of a header, `chunk`, of at least 16 bytes. Raises
-    MediaError for others than PCM and floats, and for rates and numbers of channels that are not allowed.
+    """Return (format code, channels, rate, bits of a sample) of a WAV header, `chunk`, of at least 16 bytes.
+
+    Raises MediaError for formats other than PCM and floats, and for rates and numbers of channels that are not allowed.
     """
     code, channels = (int.from_bytes(chunk[at : at + 2], "little") for at in (0, 2))
     rate, bits = int.from_bytes(chunk[4:8], "little"), int.from_bytes(chunk[14:16], "little")
@@ -125,8 +129,8 @@ def _wav_form(chunk: memoryview) -> tuple[int, int, int, int]:
 
 
 def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.ndarray:
-    """Return the whole frames of a chunk of WAV data as f32[N], channels averaged. code: of the format, a key of _PCM
-    with `bits`, the bits of one number.
+    """Return the complete frames of a chunk of WAV data as f32[N], channels averaged. (code, bits): a key of _PCM, the
+    format code and the bits of a number.
     """
     width = channels * bits // 8
     whole = chunk[: len(chunk) // width * width]
@@ -139,11 +143,11 @@ def _wav_samples(chunk: memoryview, code: int, channels: int, bits: int) -> np.n
 
 
 def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
-    """Return samples f32[N] at RATE of a file of the type `name`, a key of _DEMUXERS, by PyAV. Their seconds are taken
-    from the budget. They are resampled as they come: a small file may hold many at a high rate.
+    """Return samples f32[N] at RATE of a sound file, decoded by PyAV, and take their seconds from the budget.
 
-    Raises MediaError without PyAV, for a damaged file, no sound in it, a codec that is not allowed, and more seconds
-    than the budget has.
+    name: the file's type, a key of _DEMUXERS. Samples are resampled while they are decoded, because a small file may
+    have many at a high rate. Raises MediaError without PyAV, for a damaged file, no sound in it, a codec that is not
+    allowed, and more seconds than the budget has.
     """
     try:
         import av  # pyright: ignore[reportMissingImports]
@@ -164,8 +168,9 @@ def _read_av(data: bytes, name: str, budget: SecondsBudget) -> np.ndarray:
 
 
 def _av_stream(container: Any, name: str) -> Any:
-    """Return the first sound stream of a container of PyAV. Raises MediaError for none, and for a codec or rate that is
-    not allowed. name: the file's type, for errors.
+    """Return the first sound stream of a PyAV container. name: the file's type, for errors.
+
+    Raises MediaError if there is none, and for a codec or rate that is not allowed.
     """
     if not container.streams.audio:
         raise MediaError(f"is in the form {name} and has no sound in it")
@@ -178,7 +183,8 @@ def _av_stream(container: Any, name: str) -> Any:
 
 
 def _av_parts(container: Any, stream: Any, budget: SecondsBudget) -> Iterator[np.ndarray]:
-    """Yield the samples of a sound as they are decoded, f32[n] each, channels averaged.
+    """Yield the samples of a sound stream as they are decoded, f32[n] each, channels averaged; take their seconds from
+    the budget.
 
     container, stream: of PyAV. Raises MediaError if the rate changes, for too many channels, more seconds than the
     budget has, and more than 6 * MAX_SECONDS seconds of decoding.
@@ -197,7 +203,9 @@ def _av_parts(container: Any, stream: Any, budget: SecondsBudget) -> Iterator[np
 
 
 def _mono(values: np.ndarray) -> np.ndarray:
-    """Return samples f32[N] of [N] or [channels, N], uint8, int16 and int32 scaled to -1 to 1, channels averaged.
+    """Return samples f32[N] of an array [N] or [channels, N], channels averaged; uint8, int16 and int32 are scaled to
+    -1 to 1.
+
     Raises MediaError for other types and shapes, and more than MAX_CHANNELS channels.
     """
     kind = values.dtype
@@ -215,7 +223,7 @@ def _mono(values: np.ndarray) -> np.ndarray:
 
 
 def _checked_rate(rate: Any) -> int:
-    """Return a rate, samples a second, as an int. Raises MediaError for other than a whole number from MIN_RATE to
+    """Return a rate in samples per second as an int. Raises MediaError unless it is a whole number from MIN_RATE to
     MAX_RATE.
     """
     is_real = isinstance(rate, (int, float, np.integer, np.floating)) and not isinstance(rate, bool)
@@ -227,15 +235,16 @@ def _checked_rate(rate: Any) -> int:
 
 
 def _at_rate(samples: np.ndarray, rate: int, budget: SecondsBudget) -> Sound:
-    """Return samples f32[N] at `rate` as a Sound, resampled to RATE; take their seconds from the budget. Raises
-    MediaError for more seconds than it has, no samples, and samples that are not finite.
+    """Return samples f32[N] at `rate` as a Sound, resampled to RATE; take their seconds from the budget.
+
+    Raises MediaError for more seconds than the budget has, no samples, and samples that are not finite.
     """
     budget.take(len(samples) / rate)
     return _checked(resampled(samples, rate, RATE))
 
 
 def _checked(samples: np.ndarray) -> Sound:
-    """Return the sound of samples f32[N] at RATE. Raises MediaError for none, and for infinite ones and NaN."""
+    """Return samples f32[N] at RATE as a Sound. Raises MediaError if there are none, or some are not finite."""
     if not len(samples):
         raise MediaError("has no samples")
     if not np.isfinite(samples).all():

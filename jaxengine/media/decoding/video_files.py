@@ -28,8 +28,8 @@ _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
     """Decode frames of an MP4 or WebM file, upright, sampled by options.video_sampling.
 
-    data: must be of a type in file_types.VIDEOS. budget: from which the pixels of these frames are taken. Raises
-    MediaError, also without PyAV, for frames that are too large or too many, and after MAX_SECONDS.
+    data: bytes of a type in file_types.VIDEOS. budget: the pixels of the sampled frames are taken from it. Raises
+    MediaError without PyAV, for damage, for frames that are too large or too many, and after MAX_SECONDS.
     """
     name = video_type(data) or MP4
     try:
@@ -49,9 +49,11 @@ def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Vid
 
 
 def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an opened container of the type `name`; options: limits and sampling; budget: from which the pixels of the
-    frames are taken. Raises MediaError for no video or frame in it, a codec that is not allowed, too many or too large
-    frames, fewer frames than announced, and after MAX_SECONDS.
+    """Decode sampled frames of an opened container of the type `name`, and return them as a video.
+
+    options: limits and sampling. budget: the pixels of the frames are taken from it. Raises MediaError for no video or
+    frame in it, a codec that is not allowed, too many or too large frames, fewer frames than announced, and after
+    MAX_SECONDS.
     """
     if not container.streams.video:
         raise MediaError(f"is a {name} file without a video in it")
@@ -79,11 +81,11 @@ def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget)
 
 
 def _times(container: Any, stream: Any, until: float) -> np.ndarray:
-    """Return float64 [N]: seconds at which each frame is shown, in order, read without decoding, to the end of the
-    container. stream: of PyAV, in `container`.
+    """Return float64 [N], ascending: the seconds at which each frame is shown, read without decoding to the end of the
+    container. The first need not be 0.
 
-    until: deadline of the file, by time.monotonic. The first need not be 0. Raises MediaError after it, and for more
-    than MAX_SOURCE_FRAMES frames.
+    stream: of PyAV, in `container`. until: deadline in time.monotonic seconds. Raises MediaError after the deadline,
+    and for more than MAX_SOURCE_FRAMES frames.
     """
     stamps: list[int] = []
     for packet in container.demux(stream):
@@ -97,10 +99,10 @@ def _times(container: Any, stream: Any, until: float) -> np.ndarray:
 
 def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
     """Decode the wanted frames, uint8 [H, W, 3] each, upright and in order, from the container's position on; fewer if
-    the file ends before.
+    the file ends early.
 
-    stream: of PyAV, in `container`. wanted: numbers of frames from 0, at least one. size: (width, height) of each
-    before it is turned. until: deadline of the file, by time.monotonic. Raises MediaError after it, and for a frame of
+    stream: of PyAV, in `container`. wanted: numbers of frames from 0, at least one. size: (width, height) of each frame
+    before rotation. until: deadline in time.monotonic seconds. Raises MediaError after the deadline, and for a frame of
     another size.
     """
     frames, last = [], max(wanted)
@@ -118,6 +120,6 @@ def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int]
 
 
 def _check_time(until: float) -> None:
-    """Raise MediaError after `until`, by time.monotonic."""
+    """Raise MediaError after `until`, in time.monotonic seconds."""
     if time.monotonic() > until:
         raise MediaError(f"takes more than {MAX_SECONDS:.0f} seconds to decode")

@@ -22,7 +22,7 @@ from jaxengine.media.decoding.video_files import decode_video
 _ANIMATED = ("GIF", "WebP", "PNG")
 # Duration that browsers assume for a frame without one.
 _DEFAULT_SECONDS = 0.1
-# Limits of what is said of decoded frames, with which times are numbers.
+# Limits of the metadata of decoded frames, within which their times are finite.
 _MOST_FPS, _MOST_TOTAL = 1e6, 2**31 - 1
 _METADATA = ("fps", "frames_indices", "total_num_frames")
 FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of images, or (either, dict of fps, ...)"
@@ -59,8 +59,9 @@ def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode a video file or an animated image, as read_video. Raises MediaError for other types, and more bytes than
-    allowed.
+    """Decode the bytes of a video file or an animated image to sampled frames, and take their pixels from the budget.
+
+    Raises MediaError for other types, damage, and more bytes, frames or pixels than allowed.
     """
     check_bytes(len(data), options.max_media_bytes)
     if video_type(data) is not None:
@@ -71,9 +72,10 @@ def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
 
 
 def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
-    """Decode an animated image, frame by frame, to a video; options: limits and sampling; budget: from which the pixels
-    of the frames are taken. Raises MediaError for damage, frames of several sizes, too many frames or pixels, and after
-    the processor time of TimedFile.
+    """Decode an animated image, frame by frame, to a video of sampled frames.
+
+    options: limits and sampling. budget: the pixels of the sampled frames are taken from it. Raises MediaError for
+    damage, frames of several sizes, too many frames or pixels, and after the processor time of TimedFile.
     """
     image, file = open_image(data, options)
     name = image.format or "animation"
@@ -82,8 +84,8 @@ def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video
         file.check()
         try:
             image.seek(frame)
-            # Frames that are not sampled, too: WebP would decode them all at once, without a look at the time, and does
-            # not know their durations before.
+            # Frames that are not sampled, too: WebP would decode them all at once, without checking the time, and does
+            # not have their durations before.
             image.load()
         except MediaError:
             raise
@@ -113,8 +115,9 @@ def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video
 
 
 def _count(image: Any, name: str) -> int:
-    """Return the number of frames of an animation, opened by Pillow, of the type `name`. Raises MediaError for damage,
-    none, and more than MAX_SOURCE_FRAMES.
+    """Return the number of frames of an animation that Pillow has opened. name: the file's type, for errors.
+
+    Raises MediaError for damage, no frames, and more than MAX_SOURCE_FRAMES.
     """
     try:
         total = getattr(image, "n_frames", 1)
@@ -135,8 +138,10 @@ def _seconds(image: Any) -> float:
 
 
 def _joined(pictures: Sequence[Any], options: MediaOptions, budget: PixelBudget) -> np.ndarray:
-    """Return images, each as of read_image, as frames uint8 [N, H, W, 3], and take their pixels from the budget. Raises
-    MediaError if their sizes differ, for more than MAX_FRAMES, and as read_image does.
+    """Decode images and return them as frames uint8 [N, H, W, 3]; take their pixels from the budget.
+
+    pictures: values for `read_image`. Raises MediaError if their sizes differ, for no or more than MAX_FRAMES images,
+    and for an image that cannot be used.
     """
     check_count(len(pictures))
     frames = []
@@ -152,8 +157,9 @@ def _joined(pictures: Sequence[Any], options: MediaOptions, budget: PixelBudget)
 
 
 def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget) -> None:
-    """Check decoded frames and take their pixels from the budget. Raises MediaError for other than uint8 [N, H, W, 3],
-    and for too many frames or pixels.
+    """Check decoded frames, and take their pixels from the budget.
+
+    Raises MediaError for arrays other than uint8 [N, H, W, 3], and for too many frames or pixels.
     """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
         problem = f"is an array of {frames.dtype} and shape {list(frames.shape)}"
@@ -164,11 +170,11 @@ def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget
 
 
 def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
-    """Make a video of decoded frames, uint8 [N, H, W, 3].
+    """Return a Video of decoded frames, uint8 [N, H, W, 3].
 
-    about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); indices
-    count from 0, and the last one is the source's last frame. Raises MediaError for other keys, an fps out of range,
-    and indices that are not N rising numbers below the total.
+    about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); by
+    default the indices count from 0, and the last frame is the source's last. Raises MediaError for other keys, an fps
+    out of range, and indices that are not N ascending numbers below the total.
     """
     if wrong := next((key for key in about if key not in _METADATA), None):
         raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")

@@ -1,4 +1,6 @@
-"""Addresses of hosts: looking up names in bounded time, and telling the public internet from everything else."""
+"""Addresses of hosts: looking up names in bounded time, and distinguishing the public internet from all other
+networks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from jaxengine.turns import FairThreads
 
 # Names being looked up at once. A resolver may take a minute to give up, and cannot be interrupted.
 _LOOKUPS = FairThreads(8, "look up names")
-# Some supported versions of Python take some of these for global. IANA's registries of special addresses, without the
+# Some supported versions of Python count some of these as global. IANA's registries of special addresses, without the
 # anycast addresses in them that nobody serves files from; the deprecated relays of 6to4; and the address at which
 # Azure's machines find their host.
 _SPECIAL_IPV4 = tuple(
@@ -23,19 +25,19 @@ _SPECIAL_IPV4 = tuple(
         *("203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32"),
     )
 )
-# All of the public IPv6 internet, and what is set apart within it.
+# The public IPv6 internet, and the special networks within it.
 _GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_IPV6 = tuple(ipaddress.IPv6Network(each) for each in ("2001::/23", "2001:db8::/32", "3fff::/20"))
-# Addresses that a gateway turns into the IPv4 address in their last four bytes (RFC 6052).
+# Addresses that a gateway translates to the IPv4 address in their last four bytes (RFC 6052).
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 # Third quarter of addresses that tunnel to the IPv4 address in their last four bytes (ISATAP, RFC 5214).
 _ISATAP = (0x5EFE, 0x02005EFE)
 
 
 def look_up(host: str, port: int, until: float) -> list[Any]:
-    """Return the addresses of a host for a TCP connection, as socket.getaddrinfo does. Blocks.
+    """Return the addresses of a host for a TCP connection, in the form of socket.getaddrinfo. Blocks.
 
-    until: deadline by time.monotonic. Raises MediaError for an unknown host, TimeoutError after the deadline.
+    until: deadline in time.monotonic seconds. Raises MediaError for an unknown host, TimeoutError after the deadline.
     """
     try:
         if is_address(host):
@@ -64,7 +66,7 @@ def is_public(address: str) -> bool:
     """Whether an IP address is on the public internet, not in a loopback, private, reserved or provider network.
 
     IPv6 addresses that lead to IPv4 addresses (mapped, NAT64, 6to4, Teredo, ISATAP) are not public if one of these is
-    not. Raises ValueError for text that is no IP address; a zone ("%eth0") is ignored.
+    not. A zone ("%eth0") is ignored. Raises ValueError for text that is not an IP address.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):

@@ -10,7 +10,7 @@ PIECE_BYTES = 1 << 16
 
 
 def decode(text: bytes) -> bytes:
-    """Decode base64 that consists of whole groups of four characters, of which only the last may be padded.
+    """Decode base64 of complete groups of four characters, of which only the last may be padded; b"" for b"".
 
     Raises binascii.Error for any other text.
     """

@@ -44,8 +44,8 @@ def scheme_of(url: str) -> str:
 
 
 def fetch(url: str, options: MediaOptions) -> bytes:
-    """Fetch the address `url`, of the scheme data, http, https or file, and return its content. Blocks; the network for
-    at most options.media_fetch_timeout seconds.
+    """Return the content at the address `url`, of the scheme data, http, https or file. Blocks; the network for at most
+    options.media_fetch_timeout seconds.
 
     Raises MediaError for an address that is not allowed, does not answer, or has too much content.
     """
@@ -61,7 +61,7 @@ def fetch(url: str, options: MediaOptions) -> bytes:
 
 
 def check_source(url: str, options: MediaOptions) -> None:
-    """Raise MediaError for an address that may not be fetched by these options, without any network access.
+    """Raise MediaError for an address that options do not allow, without any network access.
 
     The content of a data URL, the path of a file and the addresses of a host are only checked by `fetch`.
     """
@@ -75,7 +75,9 @@ def check_source(url: str, options: MediaOptions) -> None:
 
 
 def read_data(url: str, limit: int) -> bytes:
-    """Return the bytes of a data URL (RFC 2397). Raises MediaError for other text, and for more than `limit` bytes."""
+    """Return the bytes of a data URL (RFC 2397), base64 or percent-encoded. Raises MediaError for other text, and for
+    more than `limit` bytes.
+    """
     head = _DATA.match(url)
     if head is None:
         raise MediaError("is not a data URL; allowed is data:image/png;base64,... or data:image/png,...")
@@ -96,8 +98,8 @@ def read_data(url: str, limit: int) -> bytes:
 
 
 def _from_base64(text: bytes) -> bytes:
-    """Return the bytes of base64 as found in URLs: white space is ignored, padding is optional. Raises
-    binascii.Error.
+    """Return the bytes of base64 in which white space is ignored and padding is optional, as in URLs. Raises
+    binascii.Error for other text.
     """
     size = base64_pieces.PIECE_BYTES
     text = b"".join([text[at : at + size].translate(None, b" \t\r\n\f") for at in range(0, len(text), size)])
@@ -105,7 +107,9 @@ def _from_base64(text: bytes) -> bytes:
 
 
 def _read_local(url: str, options: MediaOptions) -> bytes:
-    """Read the file of a file: address. Raises MediaError for a host, query or fragment in it, a path outside of
+    """Return the content of the file that a file: address names.
+
+    Raises MediaError for an address with a host other than localhost, a query or a fragment, a path outside of
     options.allowed_local_media_path (links followed), a file that cannot be read, and more than max_media_bytes.
     """
     root = _local_root(options)
@@ -129,10 +133,11 @@ def _local_root(options: MediaOptions) -> Path:
 
 
 def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, int, str]:
-    """Check that an http(s) address may be fetched, without looking up its host.
+    """Check that an http(s) address may be fetched, without looking up its host; return (host in ASCII without a dot at
+    the end, port, percent-encoded path with query).
 
-    scheme: "http" or "https". Returns (host in ASCII without a dot at the end, port, percent-encoded path with query).
-    Raises MediaError for an invalid address, one with a user's name, and a host that options do not allow.
+    scheme: "http" or "https". Raises MediaError for an invalid address, one with credentials, and a host that options
+    do not allow.
     """
     if len(url) > _MAX_URL_CHARS:
         raise MediaError(f"has {len(url)} characters; allowed are {_MAX_URL_CHARS}")
@@ -154,9 +159,11 @@ def _allowed_host(url: str, scheme: str, options: MediaOptions) -> tuple[str, in
 
 
 def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
-    """Fetch an http or https address (`scheme`); return the body. Blocks for at most options.media_fetch_timeout
-    seconds, and closes the connection. Raises MediaError for every failure: a forbidden or unknown host, a timeout, too
-    slow a server, a status other than 200, and too much content.
+    """Return the body at an address of `scheme` http or https. Blocks for at most options.media_fetch_timeout seconds,
+    and closes the connection.
+
+    Raises MediaError for every failure: a forbidden or unknown host, a timeout, too slow a server, a status other than
+    200, and too much content.
     """
     host, port, path = _allowed_host(url, scheme, options)
     until = time.monotonic() + options.media_fetch_timeout
@@ -186,7 +193,7 @@ def _fetch_http(url: str, scheme: str, options: MediaOptions) -> bytes:
 
 
 def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
-    """Return the headers of the request for a host; the port is named unless it is the scheme's own."""
+    """Return the headers of a request; "Host" has the port unless it is the scheme's default."""
     named = f"[{host}]" if ":" in host else host
     return {
         "Host": named if port == _PORTS[scheme] else f"{named}:{port}",
@@ -198,8 +205,8 @@ def _headers(host: str, port: int, scheme: str) -> dict[str, str]:
 
 
 def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
-    """Read the body of a response, to its end, and return it. Raises MediaError for a status other than 200, a
-    compressed body, more than `limit` bytes, and fewer than announced.
+    """Return the complete body of a response. Raises MediaError for a status other than 200, a compressed body, more
+    than `limit` bytes, and fewer than announced.
     """
     if 300 <= response.status < 400:
         raise MediaError(f"is a redirect (status {response.status}); give the address of the file itself")
@@ -218,11 +225,11 @@ def _body(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 
 def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Socket:
-    """Connect to the first of the host's addresses that answers; all must be public, or the host an address that
-    options.allowed_media_domains lists itself.
+    """Return a socket connected to the first of the host's addresses that answers, through options.media_proxy if set.
 
-    until: deadline by time.monotonic, also of later reads. Raises MediaError for a host that is unknown or not allowed,
-    OSError if none answers, TimeoutError.
+    All addresses must be public, unless options.allowed_media_domains lists the host and it is an IP address. until:
+    deadline in time.monotonic seconds, also of later reads. Raises MediaError for a host that is unknown or not
+    allowed, OSError if no address answers, TimeoutError after the deadline.
     """
     named = host in options.allowed_media_domains and is_address(host)
     found = look_up(host, port, until)
@@ -253,8 +260,9 @@ def _connect(host: str, port: int, options: MediaOptions, until: float) -> _Sock
 
 
 def _proxy(options: MediaOptions, until: float) -> Any:
-    """Return the first address of options.media_proxy, as `look_up` does; None without one. until: deadline by
-    time.monotonic. Raises MediaError for an unknown host, TimeoutError.
+    """Return the first address of options.media_proxy, as an entry of socket.getaddrinfo; None without a proxy.
+
+    until: deadline in time.monotonic seconds. Raises MediaError for an unknown host, TimeoutError after the deadline.
     """
     if not options.media_proxy:
         return None
@@ -266,11 +274,11 @@ def _proxy(options: MediaOptions, until: float) -> Any:
 
 
 def _tunnel(sock: _Socket, address: str, port: int) -> None:
-    """Ask the proxy that a socket is connected to for a connection to an IP address and port (RFC 9110, 9.3.6), and
-    wait for the answer.
+    """Request a tunnel to an IP address and port from the proxy that the socket is connected to (CONNECT, RFC 9110,
+    9.3.6), and wait for the answer.
 
-    Raises MediaError for another status than 200 and for no HTTP; OSError, and TimeoutError after the deadline of the
-    socket.
+    Raises MediaError for a status other than 200 and for an answer that is not HTTP; OSError for a broken connection,
+    and TimeoutError after the deadline of the socket.
     """
     target = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     sock.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
@@ -285,9 +293,9 @@ def _tunnel(sock: _Socket, address: str, port: int) -> None:
 
 
 class _Timed:
-    """Mixin for sockets with one deadline for all reads, and a least rate from the call of `hurry` on.
+    """Mixin for sockets with one deadline for all reads, and a minimum rate after `hurry` has been called.
 
-    until: the deadline, by time.monotonic.
+    until: the deadline, in time.monotonic seconds.
     """
 
     until = 0.0
@@ -295,11 +303,15 @@ class _Timed:
     _received = 0
 
     def hurry(self) -> None:
-        """Start to require a minimum rate: from now on the deadline grows with the bytes received, up to `until`."""
+        """Begin to require the minimum rate _LEAST_RATE after _GRACE seconds: from now on the deadline depends on the
+        bytes received, up to `until`.
+        """
         self._hurried_at, self._received = time.monotonic(), 0
 
     def left(self) -> float:
-        """Return the seconds until the deadline. Raises TimeoutError if it has passed."""
+        """Return the seconds until the deadline, or until the minimum rate is missed. Raises TimeoutError if that has
+        passed.
+        """
         until = min(self.until, self._hurried_at + _GRACE + self._received / _LEAST_RATE)
         left = until - time.monotonic()
         if left <= 0:
@@ -307,7 +319,9 @@ class _Timed:
         return left
 
     def recv_into(self, *args: Any, **options: Any) -> int:
-        """Receive as a socket does, within the deadline. Raises TimeoutError after it."""
+        """Receive into a buffer within the deadline; return the number of bytes. Raises TimeoutError after the
+        deadline.
+        """
         self.settimeout(self.left())  # pyright: ignore[reportAttributeAccessIssue]
         count = super().recv_into(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         self._received += count
@@ -323,9 +337,9 @@ class _TlsSocket(_Timed, ssl.SSLSocket):
 
 
 def _secured(sock: _Socket, host: str) -> _TlsSocket:
-    """Return the connection `sock` wrapped in TLS, its certificate verified for `host`; the deadline stays.
+    """Return the connection `sock` wrapped in TLS, with the certificate verified for `host` and the same deadline.
 
-    Raises OSError, of which ssl.SSLError and TimeoutError are some.
+    Raises OSError, including ssl.SSLError and TimeoutError.
     """
     context = ssl.create_default_context()
     context.sslsocket_class = _TlsSocket

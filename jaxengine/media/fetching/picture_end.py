@@ -15,7 +15,7 @@ from jaxengine.media.decoding.file_types import image_type
 from jaxengine.media.fetching.base64_pieces import PIECE_BYTES
 from jaxengine.media.fetching.fetch import read_data
 
-# Blocks of a file to follow. Images have fewer; a file of empty blocks would take seconds.
+# Limit of a file's blocks. Images have fewer; a file of empty blocks would take seconds.
 _MOST_BLOCKS = 200_000
 # Bytes to encode at a time, a multiple of three.
 _ENCODED_BYTES = PIECE_BYTES // 4 * 3
@@ -24,14 +24,15 @@ _NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
 
 def picture_end(data: bytes) -> int:
-    """Return the number of bytes that belong to the image at the beginning of `data`.
+    """Return the number of bytes of the image file at the beginning of `data`.
 
-    All of them if it is no image, is of a type whose end is not looked for (TIFF), or cannot be followed to its end.
+    All bytes count if they are not an image, of a type whose end is not determined (TIFF), or cannot be followed to the
+    end.
     """
     find = _ENDS.get(image_type(data) or "")
     try:
         end = None if find is None else find(data)
-    except (IndexError, struct.error):  # it is cut off
+    except (IndexError, struct.error):  # the file is cut off
         end = None
     return len(data) if end is None else min(end, len(data))
 
@@ -40,7 +41,7 @@ def trimmed_url(url: str) -> str:
     """Return a data URL of the same image without white space and without bytes after the image's end; `url` itself if
     it has neither.
 
-    Another address, and data that is no image, is returned unchanged.
+    Other addresses, and data that are not an image, are returned unchanged.
     """
     if url[:5].lower() != "data:":
         return url
@@ -57,8 +58,8 @@ def trimmed_url(url: str) -> str:
 
 
 def _png(data: bytes) -> int | None:
-    """Return the position in `data` after the block IEND; None if it is too far. Raises struct.error if it is
-    cut off.
+    """Return the position in `data` after the block IEND; None after too many blocks. Raises struct.error if the file
+    is cut off.
     """
     at = 8
     for _ in range(_MOST_BLOCKS):
@@ -70,8 +71,8 @@ def _png(data: bytes) -> int | None:
 
 
 def _jpeg(data: bytes) -> int | None:
-    """Return the position in `data` after the end marker; None without one. Raises struct.error or IndexError if it is
-    cut off.
+    """Return the position in `data` after the end marker; None without one or after too many blocks. Raises
+    struct.error or IndexError if the file is cut off.
     """
     at = 2
     for _ in range(_MOST_BLOCKS):
@@ -87,14 +88,16 @@ def _jpeg(data: bytes) -> int | None:
 
 
 def _webp(data: bytes) -> int:
-    """Return the length that the RIFF header of `data` announces. Raises struct.error if it is cut off."""
+    """Return the length of the file that the RIFF header of `data` announces. Raises struct.error if the header is cut
+    off.
+    """
     (size,) = struct.unpack_from("<I", data, 4)
     return 8 + size + size % 2
 
 
 def _gif(data: bytes) -> int | None:
-    """Return the position in `data` after the trailer; None for an unknown block or too many. Raises IndexError if it
-    is cut off.
+    """Return the position in `data` after the trailer; None for an unknown block or too many blocks. Raises IndexError
+    if the file is cut off.
     """
     at, in_block = 13 + _gif_table(data[10]), False
     for _ in range(_MOST_BLOCKS):
@@ -113,7 +116,7 @@ def _gif(data: bytes) -> int | None:
 
 
 def _gif_table(flags: int) -> int:
-    """Return the size in bytes of the colour table that these flags announce."""
+    """Return the size in bytes of the colour table that the flags of a GIF header or image announce; 0 for none."""
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
@@ -130,7 +133,7 @@ def _bmp(data: bytes) -> int | None:
     return first + (width * bits + 31) // 32 * 4 * abs(height)
 
 
-# By type, the function data -> length of the file at its beginning; None or an error if it is cut off or damaged.
+# By type, the function data -> length of the file at its beginning; None or an exception if it cannot be determined.
 _ENDS: dict[str, Callable[[bytes], int | None]] = {
     "PNG": _png,
     "JPEG": _jpeg,

@@ -1,4 +1,4 @@
-"""PIL images for the user's own program: fetched, converted, and written into messages, by vLLM's names."""
+"""PIL images for a user's program, by vLLM's names: fetching, conversion, and encoding for messages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxengine.media.fetching.fetch import fetch, scheme_of
 
 
 def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None) -> Image.Image:
-    """Fetch the image image_url, RGB and upright, from a data:, http(s): or file: address, or a file's name.
+    """Return the image at image_url, a data:, http(s): or file: address or a file's name, as RGB and upright.
 
     image_io_kwargs: options of media_io_kwargs for images; None for the defaults. Any public host and any file is read,
-    so the program itself must have chosen the address. Blocks. Raises MediaError for an image that cannot be used,
+    so the address must come from a trusted source. Blocks. Raises MediaError for an image that cannot be used,
     ConfigError for unknown options.
     """
     io_kwargs = None if image_io_kwargs is None else {"image": dict(image_io_kwargs)}
@@ -33,10 +33,11 @@ def fetch_image(image_url: str, image_io_kwargs: Mapping[str, Any] | None = None
 def convert_image_mode(
     image: Image.Image, to_mode: str, background_color: Sequence[int] = (255, 255, 255)
 ) -> Image.Image:
-    """Convert an image to a mode of PIL. For "RGB" it is turned upright, and what is transparent gets the background.
+    """Return an image converted to a mode of PIL. For "RGB" it is also rotated upright, and transparent pixels are
+    blended with the background.
 
     background_color: red, green and blue, 0 to 255. Other modes are left to PIL, which raises ValueError for those it
-    cannot make. Raises MediaError for "RGB" of pixels that are no colours or grey.
+    cannot make. Raises MediaError for "RGB" of pixels that are neither colours nor grey.
     """
     if to_mode != "RGB":
         return image.convert(to_mode)
@@ -45,9 +46,11 @@ def convert_image_mode(
 
 
 def encode_image_url(image: Image.Image, *, image_mode: str | None = "RGB", format: str = "PNG") -> str:
-    """Return the data: URL of an image, for `image_url` of a message. image_mode: its mode, as of convert_image_mode;
-    None keeps it. format: of the file, by Pillow's name. Raises MediaError as convert_image_mode does, KeyError for an
-    unknown one, OSError for one that cannot hold the mode.
+    """Return the data: URL of an image, for `image_url` of a message.
+
+    image_mode: mode to which `convert_image_mode` converts it first; None keeps its mode. format: Pillow's name of the
+    file format. Raises the errors of `convert_image_mode`, KeyError for an unknown format, OSError for one that cannot
+    hold the mode.
     """
     converted = image if image_mode is None else convert_image_mode(image, image_mode)
     file = io.BytesIO()

@@ -1,4 +1,6 @@
-"""Processors of Aya Vision and Command A Vision: images are cut into tiles, and added as a whole behind them."""
+"""Processors of Aya Vision and Command A Vision: images are cut into tiles, which the whole image, scaled down,
+follows.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,30 @@ _AYA = {
 
 
 class AyaVisionProcessor(TextPlaceholderProcessor):
-    """Processor of AyaVisionForConditionalGeneration: each tile follows its number. In a prompt a text stands for an
-    image, <image>, which need not be a token.
+    """Processor of AyaVisionForConditionalGeneration: each tile follows its numbered name. In a prompt the text <image>
+    stands for an image; it need not be a token.
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings and the texts around tiles. Raises ModelConfigError or ModelFileError for
+        missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, named = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self._texts = {name: token_text(path, named, name, usual) for name, usual in _AYA.items()}
         self.place_text(path, "image_token", self._texts["image_token"])
 
     def placeholder_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id, at whose positions embeddings go. Raises
-        ModelConfigError as `token_id`.
+        """Return image_token_index of config.json, or else image_token_id, the token at whose positions embeddings go.
+
+        Raises ModelConfigError if it is missing or invalid.
         """
         return self.token_id("image_token_index", "image_token_id")
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its tiles and the whole, each after its name, between two marks."""
+        """Return the tokens of an image (`item`): the start text, each tile's and then the whole image's name and
+        placeholders, and the end text.
+        """
         rows = self.tower.unit // self.tower.merge
         tile, whole = self._texts["tile_token"], self._texts["tile_global_token"]
         names = [*(f"{tile}_{number}" for number in range(1, item.num_rows // rows)), whole]
@@ -52,11 +60,14 @@ class AyaVisionProcessor(TextPlaceholderProcessor):
 
 
 class Cohere2VisionProcessor(TilesProcessor):
-    """Processor of Cohere2VisionForConditionalGeneration: a line break follows each tile."""
+    """Processor of Cohere2VisionForConditionalGeneration: a line break follows each tile and the whole image."""
 
     defaults = {**TilesProcessor.defaults, "size": {"height": 512, "width": 512}}
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings, and tokenize the start, line break and end texts. Raises ModelConfigError or
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         told = read_object(folder, "tokenizer_config.json") or {}
         more = told.get("extra_special_tokens")
@@ -67,8 +78,10 @@ class Cohere2VisionProcessor(TilesProcessor):
         self._start, self._break, self._end = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the limits of tiles, and whether there are any (crop_to_patches). Raises ModelConfigError as
-        TilesProcessor, and for a `patch_size` whose square is not the number of a tile's embeddings.
+        """Read and set the limits of tiles, and whether there are any (crop_to_patches).
+
+        Raises ModelConfigError for limits that are not allowed, and for a `patch_size` whose square is not the number
+        of a tile's embeddings.
         """
         super().read_settings(fields)
         self.crops = fields.boolean("crop_to_patches", True)
@@ -79,12 +92,14 @@ class Cohere2VisionProcessor(TilesProcessor):
             )
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
         return self.token_id("image_token_id")
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         """Return the (rows, columns) of at most `most` tiles that enlarges the image least; where all shrink it, the
-        one that does so least. height, width: of the image in pixels. `least` does not count, as in transformers.
+        one that shrinks it least.
+
+        height, width: of the image in pixels. `least` is ignored, as in transformers.
         """
         best, score = (1, 1), (False, 0.0)
         for rows, columns in tilings(1, most):
@@ -95,7 +110,9 @@ class Cohere2VisionProcessor(TilesProcessor):
         return best
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its tiles and the whole, with a line break each, between marks."""
+        """Return the tokens of an image (`item`): placeholders and a line break for each tile and the whole image,
+        between the start and end tokens.
+        """
         rows = self.tower.unit // self.tower.merge
         lines = [*[self.image_id] * rows, *self._break] * (item.num_rows // rows)
         return [*self._start, *lines, *self._end]

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR 2's processor: an image as a whole, in a square with margins, and if it is large first in tiles."""
+"""Processor of DeepSeek-OCR 2: the whole image in a square with margins, after its tiles if it is large."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ class DeepseekOcr2Processor(TilesProcessor):
     colour: list[int]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the limits of tiles, whether there are any, and the colour of margins. Raises ModelConfigError for
-        limits out of range, sizes other than the tower's, and another colour than three bytes.
+        """Read and set the limits of tiles, whether there are any (crop_to_patches), and the colour of margins.
+
+        Raises ModelConfigError for limits out of range, sizes other than the tower's, and a colour that is not three
+        bytes.
         """
         super().read_settings(fields)
         self.crops = fields.boolean("crop_to_patches", True)
@@ -55,23 +57,26 @@ class DeepseekOcr2Processor(TilesProcessor):
 
     @property
     def tile_side(self) -> int:
-        """Return the side of a tile in pixels."""
+        """Side of a tile in pixels."""
         return self.tower.tile_grid * self.patch
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
         return self.token_id("image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of an image that gets the most tiles, which is larger than one."""
+        """Return (height, width) in pixels of an image that gets the most tiles; the height is larger than a tile's
+        side, so that it is cut.
+        """
         height, width = super().largest_size()
         return max(height, self.tile_side + 1), width
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Cut an image, uint8[H, W, 3], into tiles, if a side is longer than one, and add the whole. options: of
-        option_names; most: limit of patches. Raises RequestError for others, strips, and more patches.
+        """Preprocess an image, uint8[H, W, 3]: its tiles, if a side is longer than a tile's, and then the whole image
+        in a square.
 
-        Where images are not to be cut, the whole is as large as a tile.
+        options: names of option_names. most: limit of patches; None for none. If images are not to be cut, the square
+        has a tile's size. Raises RequestError for other options and values, an extreme aspect ratio, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -105,7 +110,9 @@ class DeepseekOcr2Processor(TilesProcessor):
         return 1, 1, num_rows
 
     def _framed(self, picture: np.ndarray, side: int) -> np.ndarray:
-        """Scale an image, uint8[H, W, 3], to a longer side of `side` pixels, and centre it in a square of `colour`."""
+        """Return an image, uint8[H, W, 3], scaled to a longer side of `side` pixels, in the middle of a square of
+        `colour`.
+        """
         height, width = picture.shape[:2]
         scale = side / max(height, width)
         fitted = self.pixels.resized(picture, *(max(1, round(length * scale)) for length in (height, width)))
@@ -116,8 +123,8 @@ class DeepseekOcr2Processor(TilesProcessor):
         return square
 
     def _joined(self, squares: list[np.ndarray]) -> Processed:
-        """Return the item of squares, uint8[side, side, 3] of the tower's side or a tile's, which are units: their rows
-        in order, and after the last, which is the whole, the separator.
+        """Return the Processed item of tiles and, last, the whole image: uint8[side, side, 3] each, of the tower's side
+        or a tile's. Its rows are theirs in order, and then the separator.
         """
         tower, grid = self.tower, self.side // self.patch
         patches = np.zeros((len(squares), tower.unit, tower.num_features), np.float32)
@@ -130,7 +137,7 @@ class DeepseekOcr2Processor(TilesProcessor):
             corner = patches[number, : grid * grid].reshape(grid, grid, -1)
             corner[:side, :side] = self._cut([square]).reshape(side, side, -1)
             used = side // ahead
-            # Queries are learned for each size, one after the other, whatever lines rows have.
+            # Queries are learned for each size and come one after the other, so rows are not numbered by lines.
             out[number, : used**2] = np.arange(count, count + used**2)
             count += used**2
         out[-1, lines**2] = count

@@ -1,5 +1,5 @@
-"""dots.ocr's processor: Qwen2-VL's for images alone, with larger bounds and patches of one frame; the positions of an
-image's embeddings are those of tokens.
+"""Processor of dots.ocr: Qwen2-VL's for images alone, with larger bounds and patches of one frame; embeddings have the
+positions of tokens, not M-RoPE positions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jaxengine.media.base.processor import Expanded, Processed
 from jaxengine.media.processors.grids import GridProcessor
 from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor
 
-# Around a placeholder in a prompt, by the model's chat template.
+# Texts before and after a placeholder in the model's chat template.
 _AROUND = "<|img|>", "<|endofimg|>"
 
 

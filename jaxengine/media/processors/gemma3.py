@@ -44,8 +44,9 @@ class Gemma3Processor(UnitProcessor):
     ratio: float
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read whether and how pan and scan adds crops. Raises ModelConfigError for a size other than the tower's, and
-        more than _MAX_CROPS crops.
+        """Read and set whether and how pan and scan adds crops.
+
+        Raises ModelConfigError for a size other than the tower's, and more than _MAX_CROPS crops.
         """
         if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
             raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
@@ -59,30 +60,30 @@ class Gemma3Processor(UnitProcessor):
         return ("do_pan_and_scan", _CROPS, _CROP_SIZE, _RATIO)
 
     def placeholder_id(self) -> int:
-        """Return the token that stands for an image in a prompt, boi_token_index of config.json or else boi_token_id,
-        which also comes before its embeddings. Raises ModelConfigError as `token_id`.
+        """Return the token that stands for an image in a prompt and comes before its embeddings: boi_token_index of
+        config.json, or else boi_token_id.
+
+        Raises ModelConfigError if it is missing or invalid.
         """
         return self.token_id("boi_token_index", "boi_token_id")
 
     @property
     def image_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id: the token at whose positions embeddings go.
-        Raises ModelConfigError as `token_id`.
+        """Token at whose positions embeddings go: image_token_index of config.json, or else image_token_id. Raises
+        ModelConfigError if it is missing or invalid.
         """
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of an image with the most crops, or of one square without pan
-        and scan.
-        """
+        """Return (height, width) in pixels of an image with the most crops, or of one square without pan and scan."""
         return (self.crop_size, self.crop_size * self.crops) if self.scans else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Return `picture`, uint8[H, W, 3], stretched to the square, then its crops if options ask for pan and scan,
-        and (1, their number).
+        """Return an image's parts, stretched to the tower's square: the image itself and, with pan and scan, its crops;
+        and (1, number of parts).
 
-        options: mm_processor_kwargs, of which those of `option_names` replace the settings of these names. Raises
-        RequestError for an invalid one.
+        picture: uint8[H, W, 3]. options: mm_processor_kwargs, of which those of `option_names` override the settings.
+        Raises RequestError for an invalid option.
         """
         parts = [picture]
         if boolean_option(options, "do_pan_and_scan", self.scans):
@@ -90,8 +91,8 @@ class Gemma3Processor(UnitProcessor):
         return [self.pixels.resized(part, self.side, self.side) for part in parts], (1, len(parts))
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its embeddings between marks and blank lines; with crops, each part
-        after a sentence.
+        """Return the tokens of an image (`item`): its placeholders between start and end tokens and blank lines; with
+        crops, the image and each crop follow a fixed English sentence.
         """
         rows = self.tower.unit // self.tower.merge
         end = self.token_id("eoi_token_index", "eoi_token_id")
@@ -107,10 +108,11 @@ class Gemma3Processor(UnitProcessor):
         return pieces
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Merge newlines around images with those next to them in the prompt, as the tokenizer would.
+        """Return (token ids, owners) with newlines around images merged with those next to them in the prompt, as the
+        tokenizer would.
 
-        Returns the new token ids and owners. owners: for each token the number of its image in the prompt, -1 for the
-        prompt's own; a merged token belongs to the image.
+        owners: for each token the number of its image in the prompt, -1 for the prompt's own; a merged token belongs to
+        the image.
         """
         out: list[int] = []
         out_owners: list[int] = []
@@ -127,13 +129,13 @@ class Gemma3Processor(UnitProcessor):
         return out, out_owners
 
     def _newlines(self, token: int) -> int:
-        """Return the number of newlines in a token (its id) that consists of nothing else; 0 for other tokens."""
+        """Return the number of newlines in a token (its id) that consists only of newlines; 0 for other tokens."""
         text = self.tokenizer.convert_ids_to_tokens([token])[0] or ""
         return len(text) if text and not text.strip("\n") else 0
 
     def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
-        """Cut an elongated image, uint8 [H, W, 3], into a row or column of crops: at least two unless options allow
-        one.
+        """Cut an elongated image, uint8 [H, W, 3], into a row or column of crops: at least two unless options limit
+        them to one.
 
         [] for an image whose sides' ratio is below the limit, or whose crops would be too small. options:
         mm_processor_kwargs. Raises RequestError for an invalid option.
@@ -156,5 +158,5 @@ class Gemma3Processor(UnitProcessor):
         return [picture[:, span] if wide else picture[span] for span in spans]
 
     def _ids(self, text: str) -> list[int]:
-        """Tokenize a piece of text."""
+        """Return the token ids of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -1,5 +1,5 @@
-"""Gemma 4's processor: an image of any aspect ratio is resized until it fills a budget of embeddings; a video is a
-budget for each frame, with its time before it.
+"""Processor of Gemma 4: an image of any aspect ratio is resized until it fills a budget of embeddings; a video has such
+a budget for each frame, with its time before it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,22 @@ class Settings(NamedTuple):
 
 
 class Gemma4Processor(GridProcessor):
-    """Processor of Gemma4ForConditionalGeneration.
+    """Processor of the images and videos of Gemma4ForConditionalGeneration.
 
-    A model whose images see themselves in both directions takes no video: all frames would have to be in one step.
+    A model whose images attend to themselves in both directions takes no video: all frames would have to be in one
+    step.
 
     Args:
-      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
-        sizes. tokenizer: of the model.
+      folder: of the checkpoint.
+      config_json: content of its config.json.
+      model_config: of the model, with its tower's sizes.
+      tokenizer: of the model; None without one, so that videos are refused.
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for invalid token ids, ModelFileError for missing or
+        invalid settings.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         self.modalities: tuple[str, ...] = ("image",) if self.tower.attends_both_ways else ("image", "video")
@@ -66,9 +72,10 @@ class Gemma4Processor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_settings(self, folder: Path, modality: str) -> Settings:
-        """Read a modality's settings from the checkpoint's folder; those of videos, if it has none that can be read,
-        are those of images with the videos' default budget. Raises ModelFileError for a missing or invalid file, and
-        for settings that do not fit the tower.
+        """Return a modality's settings from the checkpoint's folder. If it has none for videos that can be read, those
+        of images are used with the videos' default budget.
+
+        Raises ModelFileError for a missing or invalid file, and for settings that do not fit the tower.
         """
         path, fields = _found(folder, modality)
         fields = fields.with_defaults(
@@ -90,7 +97,7 @@ class Gemma4Processor(GridProcessor):
 
     @property
     def _most(self) -> int:
-        """Return the largest budget with which a side has no more patches than the tower has positions."""
+        """Largest budget with which a side has no more patches than the tower has positions."""
         return min(max(BUDGETS), self.tower.num_positions // self.tower.spatial_merge_size)
 
     def placeholder(self, modality: str) -> str:
@@ -101,9 +108,10 @@ class Gemma4Processor(GridProcessor):
         return (_BUDGET,)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Resize and cut an image or a video's frames, for the tower. value: uint8[H, W, 3] or frames.Video; options:
-        max_soft_tokens alone; most: limit of patches. Raises RequestError for other options and values, more patches,
-        and extreme aspect ratios.
+        """Resize and cut an image or a video's frames for the tower.
+
+        value: uint8[H, W, 3] or frames.Video. options: only max_soft_tokens. most: limit of patches; None for none.
+        Raises RequestError for other options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         frames = value if modality == "image" else getattr(value, "frames", value)
@@ -116,8 +124,10 @@ class Gemma4Processor(GridProcessor):
         return self.cut(settings.pixels.normalized(resized), seconds)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Cut frames f32[N, H, W, 3] as GridProcessor.cut does, but a patch has the colours of a pixel together and is
-        of one frame. seconds: as in Processed.
+        """Cut frames f32[N, H, W, 3] into patches of one frame, in which the three colours of a pixel are adjacent; the
+        patches of each merged row are together.
+
+        H and W must be multiples of `factor`. seconds: of each frame of a video; () for an image.
         """
         patch, merge = self.tower.patch_size, self.tower.spatial_merge_size
         count, height, width, _ = frames.shape
@@ -128,8 +138,9 @@ class Gemma4Processor(GridProcessor):
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return the largest item, with patches f32[P, 0]: the budget's embeddings in one line, or an image of `size`,
-        (height, width) in pixels, after resizing; LARGEST_FRAMES times for a video. Raises RequestError for an extreme
-        size.
+        (height, width) in pixels, after resizing. A video has LARGEST_FRAMES such frames.
+
+        Raises RequestError for an extreme aspect ratio.
         """
         budget, merge = self.sizes[modality].budget, self.tower.spatial_merge_size
         height, width = (merge, merge * budget) if size is None else self._in_patches(*size, budget)
@@ -137,8 +148,8 @@ class Gemma4Processor(GridProcessor):
         return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
 
     def with_options(self, options: Mapping[str, Any]) -> Gemma4Processor:
-        """Return the processor with the budget that an engine's options give all images and frames. Raises RequestError
-        for options that there are not.
+        """Return a copy with the budget that an engine's options set for all images and frames. Raises RequestError for
+        unknown options and budgets that are not allowed.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -150,15 +161,19 @@ class Gemma4Processor(GridProcessor):
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
-        it is not given. Raises RequestError if it does not make num_rows.
+        no grid is given.
+
+        Raises RequestError if the grid does not make num_rows.
         """
         # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the tokens of `_shown` in the place of each placeholder. items: by modality, in the order of the prompt.
-        Raises RequestError for another number of items, and a video without a tokenizer.
+        """Return the prompt with each placeholder replaced by the tokens of its item. items: by modality, in the order
+        of the prompt.
+
+        Raises RequestError for another number of items than placeholders, and for a video without a tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -175,8 +190,8 @@ class Gemma4Processor(GridProcessor):
         return Expanded([*parts, *ids[copied:].tolist()], positions, order)
 
     def _shown(self, modality: str, item: Processed) -> list[int]:
-        """Return the tokens of an item of this modality: its embeddings between two marks, and before each frame of a
-        video its time.
+        """Return the tokens of an item of this modality: for an image its placeholders between start and end tokens,
+        for a video these for each frame after its time, MM:SS.
 
         Raises RequestError for a video without a tokenizer.
         """
@@ -195,7 +210,9 @@ class Gemma4Processor(GridProcessor):
         return shown
 
     def _asked(self, options: Mapping[str, Any], budget: int) -> int:
-        """Return the budget that options ask for, `budget` if none. Raises RequestError for one that is not allowed."""
+        """Return the budget in options, or `budget` if there is none. Raises RequestError for one that is not
+        allowed.
+        """
         asked = options.get(_BUDGET, budget)
         own = {settings.budget for settings in self.sizes.values()}
         allowed = [each for each in sorted({*own, *BUDGETS}) if each <= self._most]
@@ -204,9 +221,8 @@ class Gemma4Processor(GridProcessor):
         return asked
 
     def _resized_size(self, height: int, width: int, budget: int) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image after resizing, as by transformers'
-        get_aspect_ratio_preserving_size: the largest multiples of `factor` with about its aspect ratio that make at
-        most `budget` embeddings.
+        """Return (height, width) in pixels of an image after resizing: the largest multiples of `factor` with about its
+        aspect ratio that make at most `budget` embeddings, as by transformers' get_aspect_ratio_preserving_size.
 
         Raises RequestError for an extreme aspect ratio.
         """
@@ -220,16 +236,17 @@ class Gemma4Processor(GridProcessor):
         return high * self.factor, wide * self.factor
 
     def _in_patches(self, height: int, width: int, budget: int) -> tuple[int, int]:
-        """Return the resized size of an image of (height, width) pixels as (rows, columns) of patches. Raises
-        RequestError for an extreme aspect ratio.
+        """Return the size of an image of (height, width) pixels after resizing, as (rows, columns) of patches.
+
+        Raises RequestError for an extreme aspect ratio.
         """
         high, wide = self._resized_size(height, width, budget)
         return high // self.tower.patch_size, wide // self.tower.patch_size
 
 
 def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
-    """Return the file with a modality's settings, and the settings. Frames have those of images, without their budget,
-    where a checkpoint has none for videos that can be read.
+    """Return (file, settings) of a modality. Without readable settings for videos, they are those of images without
+    their budget.
 
     folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
     """
@@ -243,6 +260,8 @@ def _found(folder: Path, modality: str) -> tuple[Path, ConfigFields]:
 
 
 def _times(video: Any, count: int) -> tuple[float, ...]:
-    """Return the seconds at which the `count` frames of a video are shown; 24 frames a second if it does not say."""
+    """Return the seconds at which the `count` frames of a video are shown, at UNKNOWN_FPS frames per second if the
+    video's rate is unknown.
+    """
     indices = np.asarray(getattr(video, "frames_indices", range(count)))
     return tuple((indices / (getattr(video, "fps", None) or UNKNOWN_FPS)).tolist())

@@ -1,7 +1,7 @@
-"""GLM-4.1V's processor: Qwen3-VL's, with two differences.
+"""Processor of GLM-4.1V: Qwen3-VL's, with two differences.
 
-Pixel bounds cover all frames of a patch (an image counts as two frames), and a video's frames appear in the prompt as
-images do, each followed by its whole second; in GLM-4.6V, by its second with one decimal.
+Pixel bounds apply to all frames of a patch (an image counts as two frames), and a video's frames appear in the prompt
+as images do, each followed by its whole second; in GLM-4.6V, by its second with one decimal.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Glm4vProcessor(Qwen3VLProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings, among them whether times have decimals. Raises ModelConfigError for token ids
+        that are missing or invalid, ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         fields = ConfigFields(config_json)
         self.around_video = tuple(fields.integer(f"video_{side}_token_id", minimum=0) for side in ("start", "end"))
@@ -41,7 +44,7 @@ class Glm4vProcessor(Qwen3VLProcessor):
         self.with_decimals = "Glm46VProcessor" in classes or fields.text("model_type", None) == "glm46v"
 
     def placeholder(self, modality: str) -> str:
-        """Return the text of a placeholder with the modality's own marks around it."""
+        """Return the text of a placeholder between the start and end tokens of the modality."""
         if modality == "image":
             return super().placeholder(modality)
         before, after = self.around_video
@@ -49,12 +52,12 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def seen_id(self, modality: str) -> int:
-        """Return the placeholder of images, at whose positions embeddings of both modalities go."""
+        """Return the placeholder token of images, at whose positions embeddings of images and videos go."""
         return self.token_ids["image"]
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the time of the first frame of each temporal step of a frames.Video, in seconds; UNKNOWN_FPS frames a
-        second if it does not say.
+        """Return the time in seconds of the first frame of each temporal step of a frames.Video, at UNKNOWN_FPS frames
+        per second if its rate is unknown.
         """
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
         return tuple(shown[:: self.tower.temporal_patch_size].tolist())
@@ -67,19 +70,21 @@ class Glm4vProcessor(Qwen3VLProcessor):
         return resized_frames(depth if modality == "image" else num_frames, height, width, bounds, self.factor, depth)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return the height and width in pixels of the largest frames, the squarest with about their share of
-        bounds.most; an image's is that of the frames of one patch.
+        """Return (height, width) in pixels of the largest frames, the squarest with about their share of bounds.most;
+        an image counts as the frames of one patch.
         """
         return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
-        """Return the span [start, end) of the placeholder at `place` alone: a video's own marks stay around all of its
-        frames.
+        """Return the span [start, end) of the placeholder at `place` alone: a video's start and end tokens stay around
+        all of its frames.
         """
         return place, place + 1
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
-        """Return the tokens of a temporal step: its embeddings between the image's marks, then its time."""
+        """Return the tokens of a temporal step: its placeholders between the image's start and end tokens, then its
+        time as text.
+        """
         before, after = self.around
         each = item.num_rows // item.grid[0]
         said = f"{seconds:.1f} seconds" if self.with_decimals else str(int(seconds))
@@ -87,6 +92,6 @@ class Glm4vProcessor(Qwen3VLProcessor):
 
 
 class GlmOcrProcessor(Glm4vProcessor):
-    """Processor of GlmOcrForConditionalGeneration: the same for images, and no videos."""
+    """Processor of GlmOcrForConditionalGeneration: Glm4vProcessor for images alone."""
 
     modalities: tuple[str, ...] = ("image",)

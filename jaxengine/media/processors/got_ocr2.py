@@ -1,4 +1,4 @@
-"""GOT-OCR 2.0's processor: InternVL's for images alone, each stretched to one square unless tiles are requested."""
+"""Processor of GOT-OCR 2.0: InternVL's for images alone, each stretched to one square unless tiles are requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class GotOcr2Processor(TilesProcessor):
     crops = False
 
     def placeholder_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError as `token_id`."""
+        """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError if it is missing or
+        invalid.
+        """
         return self.token_id("image_token_index", "image_token_id")
 
     def pieces(self, item: Processed) -> list[int]:

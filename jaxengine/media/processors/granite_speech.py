@@ -1,4 +1,4 @@
-"""Granite Speech's processor of sounds: pairs of spectrogram frames, and as many embeddings as its queries make of the
+"""Processor of Granite Speech's sounds: pairs of spectrogram frames, and as many embeddings as its queries make of the
 windows that a sound has begun.
 """
 
@@ -29,8 +29,8 @@ class GraniteSpeechProcessor(SoundProcessor):
     """Processor of GraniteSpeechForConditionalGeneration, which transcribes when it is asked to.
 
     Attributes:
-      languages: empty: the request for a transcript names none.
-      text_mark: None: answers are the text alone.
+      languages: empty: the request for a transcript names no language.
+      text_mark: None: answers are only text.
     """
 
     token_fields = ("audio_token_index", "audio_token_id")
@@ -44,7 +44,9 @@ class GraniteSpeechProcessor(SoundProcessor):
         self.chunk = self.tower.unit
 
     def read_features(self, folder: Path) -> ConfigFields:
-        """Return the settings of spectrograms. Raises ModelFileError for others than the tower's and this module's."""
+        """Return the settings of spectrograms. Raises ModelFileError for settings other than those of the tower and
+        this module.
+        """
         queries, bins = self.tower.queries, self.num_bins // self.tower.frames
         sizes = {"projector_window_size": queries.window, "sampling_rate": RATE}
         found = required_features(folder, **sizes, projector_downsample_rate=queries.window // queries.num_queries)
@@ -64,28 +66,31 @@ class GraniteSpeechProcessor(SoundProcessor):
         return frames[: len(frames) // joined * joined].reshape(-1, self.num_bins)
 
     def num_samples(self, sound: Sound) -> int:
-        """Return the number of a sound's samples, which is not filled up. Raises RequestError for more than the tower
+        """Return the number of samples of a sound, which is not padded. Raises RequestError for more than the tower
         takes.
         """
         check_length(sound, self.num_frames * self.hop)
         return len(sound.samples)
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound: those of each window of pairs that it has begun."""
+        """Return the number of embeddings of a sound: those of each window of frame pairs that the sound fills at least
+        partly.
+        """
         queries = self.tower.queries
         return -(-self._pairs(sound) // queries.window) * queries.num_queries
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column, i32[1, num_frames], 0 within the sound and -1 after it, and the rows, -1 after its
-        embeddings.
+        """Return (columns, rows) of a sound with num_frames pairs of frames: one column, i32[1, num_frames], 0 within
+        the sound and -1 after it, and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after them.
         """
         pairs, rows = np.arange(num_frames), np.arange(num_frames // self.tower.merge)
         columns = np.where(pairs < self._pairs(sound), 0, -1)[None]
         return columns.astype(np.int32), np.where(rows < self.num_rows(sound), rows, -1).astype(np.int32)
 
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that ask for a transcript of a sound; language is ignored. Raises RequestError for a
-        context other than "": the model was not trained with one.
+        """Return the messages that request a transcript of a sound; `language` is ignored.
+
+        Raises RequestError for a context other than "", with which the model was not trained.
         """
         del language  # there is none
         if context:

@@ -25,8 +25,8 @@ class GridProcessor:
     which `columns` of `_coordinates` accompany each patch.
 
     Attributes:
-      token_ids: the placeholder of each modality.
-      factor: pixels along a side of one row of the tower, which is a square of merged patches.
+      token_ids: placeholder token of each modality.
+      factor: side in pixels of the square of merged patches that makes one row (embedding) of the tower.
     """
 
     modalities: tuple[str, ...] = ("image",)
@@ -41,12 +41,14 @@ class GridProcessor:
         return ()
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return this processor: options make no image larger. Raises RequestError for options that there are not."""
+        """Return this processor, since no option enlarges images. Raises RequestError for unknown options."""
         check_options(options, self.option_names())
         return self
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """Raise ModelConfigError if placeholders or the other tokens are not below model_config.vocab_size."""
+        """Raise ModelConfigError if a placeholder or one of the other token ids is not below
+        model_config.vocab_size.
+        """
         for token in (*self.token_ids.values(), *others):
             if token >= model_config.vocab_size:
                 text = f"token ids of images must be below vocab_size {model_config.vocab_size}, got {token}"
@@ -55,7 +57,7 @@ class GridProcessor:
     def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
         """Raise RequestError if resized frames have more than `most` patches; None for no limit.
 
-        height, width: in pixels.
+        frames: number of frames. height, width: of a frame in pixels.
         """
         steps = -(-frames // self.tower.temporal_patch_size)
         check_room(modality, steps * (height // self.tower.patch_size) * (width // self.tower.patch_size), most)
@@ -64,7 +66,7 @@ class GridProcessor:
         """Cut frames f32[N, H, W, 3] into patches in the tower's order: the patches of each merged row together, each
         patch colour by colour and frame by frame.
 
-        H and W must be multiples of `factor`. seconds: of each temporal step of a video, () for none. The last frame is
+        H and W must be multiples of `factor`. seconds: of each temporal step of a video; () for none. The last frame is
         repeated to fill a temporal patch.
         """
         tower = self.tower
@@ -78,10 +80,10 @@ class GridProcessor:
         return self.processed(patches, grid, seconds)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
-        """Reorder patches of a grid, given row by row of merged patches, for the tower.
+        """Return the Processed item of a grid's patches, reordered for the tower, with their columns and rows.
 
-        patches: f32 [number of patches, features]. grid: (time, height, width) in patches. seconds: of each temporal
-        step of a video, () for none. Returns their columns and rows, too.
+        patches: f32 [number of patches, features], merged row by merged row. grid: (time, height, width) in patches.
+        seconds: of each temporal step of a video; () for none.
         """
         tower = self.tower
         order, window = self.order(grid)
@@ -113,17 +115,17 @@ class GridProcessor:
         }
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the tower's rows, as indexes into the image's rows line by line, and the window of each;
-        both int [rows].
+        """Return (order, windows), both int [rows]: the tower's rows as indices into the image's rows line by line, and
+        the window of each.
 
-        grid: (time, height, width) in patches. Here they stay line by line, in one window.
+        grid: (time, height, width) in patches. In this class rows stay line by line, in one window.
         """
         count = int(np.prod(grid)) // self.tower.merge
         return np.arange(count), np.zeros(count, np.int64)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return `grid` as it is. Raises RequestError without one, or if it is not one frame of whole merged squares
-        that make num_rows rows.
+        """Return `grid` unchanged. Raises RequestError without a grid, and for one that is not one frame of whole
+        merged squares that make num_rows rows.
         """
         merge = self.tower.spatial_merge_size
         time, height, width = grid or (0, 0, 0)
@@ -135,8 +137,10 @@ class GridProcessor:
         return time, height, width
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its item has embeddings. items: by modality, in the order of the prompt.
-        Raises RequestError for another number of items.
+        """Return the prompt with each placeholder repeated as often as its item has embeddings. items: by modality, in
+        the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -146,17 +150,17 @@ class GridProcessor:
         return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
-        """Return an item's grid in embeddings, after merging."""
+        """Return an item's grid in embeddings, after merging: (time, rows, columns)."""
         time, height, width = item.grid
         return time, height // self.tower.spatial_merge_size, width // self.tower.spatial_merge_size
 
     def placeholders(
         self, ids: np.ndarray, items: Mapping[str, Sequence[Processed]]
     ) -> tuple[np.ndarray, list[tuple[str, int]]]:
-        """Return positions i64[n] of the placeholders in `ids`, and the item of each: (modality, number within the
-        modality).
+        """Return the positions i64[n] of the placeholders in `ids`, ascending, and the item of each: (modality, number
+        within the modality).
 
-        Raises RequestError if there is not one placeholder for each item.
+        Raises RequestError if the number of a modality's placeholders differs from that of its items.
         """
         found = {modality: np.flatnonzero(ids == token) for modality, token in self.token_ids.items()}
         for modality, places in found.items():
@@ -171,8 +175,8 @@ class GridProcessor:
 
 
 def check_ratio(height: int, width: int) -> None:
-    """Raise RequestError for an image of this size, in pixels, of which one side is more than MAX_ASPECT_RATIO times
-    the other.
+    """Raise RequestError for an image of this size, in pixels, if one side is more than MAX_ASPECT_RATIO times the
+    other.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise RequestError(

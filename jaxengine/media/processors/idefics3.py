@@ -1,5 +1,5 @@
-"""Processor of Idefics3 and base of SmolVLM's: images are scaled to a longest edge, cut into tiles, and added as a
-whole.
+"""Processor of Idefics3 and base of SmolVLM's: images are scaled to a longest edge and cut into tiles, which the whole
+image, scaled down, follows.
 
 In the prompt each tile is preceded by its row and column.
 """
@@ -36,13 +36,13 @@ class Idefics3Processor(UnitProcessor):
         "max_image_size": {"longest_edge": 364},
     }
     needs_tokenizer = True
-    most_given = 1  # the row and column of further ones would be unknown
+    most_given = 1  # the row and column of further tiles would be unknown
     longest_edge: int
     splits: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the longest edge and whether images are cut. Raises ModelConfigError for a tile size other than the
-        tower's.
+        """Read and set the longest edge and whether images are cut. Raises ModelConfigError for a tile size other than
+        the tower's.
         """
         self.longest_edge = read_size(fields, "size", ("longest_edge",))["longest_edge"]
         self.splits = fields.boolean("do_image_splitting", True)
@@ -53,21 +53,22 @@ class Idefics3Processor(UnitProcessor):
         return ("size", "do_image_splitting")
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
         return self.token_id("image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of the largest square; one tile if images are not cut."""
+        """Return (height, width) in pixels of the largest square; that of one tile if images are not cut."""
         edge = min(self.longest_edge, _MAX_EDGE)
         return (edge, edge) if self.splits else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Scale an image, `picture` uint8[H, W, 3], to the longest edge and up to whole tiles; return its tiles, then
-        the whole if there are several, and (rows, columns). The whole is resized to a square. An image that is not to
-        be cut gives the whole alone, and (1, 1).
+        """Return an image's tiles, line by line, and (rows, columns); if there are several tiles, the whole image,
+        resized to a square, follows them.
 
-        options: mm_processor_kwargs, of which `size`, {"longest_edge": n}, and `do_image_splitting` replace
-        longest_edge and splits. Raises RequestError for an invalid one.
+        picture: uint8[H, W, 3], which is scaled to the longest edge and then up to whole tiles. If images are not to be
+        cut, the result is only the whole image, and (1, 1). options: mm_processor_kwargs, of which `size`,
+        {"longest_edge": n}, and `do_image_splitting` override longest_edge and splits. Raises RequestError for an
+        invalid option.
         """
         edge, side, resize = self.edge(options, self.longest_edge), self.side, self.pixels.resized
         height, width = picture.shape[:2]
@@ -89,8 +90,8 @@ class Idefics3Processor(UnitProcessor):
         return [*by_tile, resize(picture, side, side)], (rows, columns)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): each tile after its row and column, lines ended by line breaks, then
-        the whole.
+        """Return the tokens of an image (`item`): the placeholders of each tile after its row and column, with a line
+        break after each line, then those of the whole image.
         """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid
@@ -107,8 +108,9 @@ class Idefics3Processor(UnitProcessor):
         return [*pieces, *fake, *whole, *embeddings, *fake]
 
     def edge(self, options: Mapping[str, Any], default: int) -> int:
-        """Return the longest edge, in pixels, from `options`, or the default. Raises RequestError for another form of
-        `size`, and outside 1 to _MAX_EDGE.
+        """Return the longest edge in pixels from `size` in `options`, or the default.
+
+        Raises RequestError unless `size` is {"longest_edge": n} with n from 1 to _MAX_EDGE.
         """
         asked = options.get("size", {"longest_edge": default})
         edge = asked.get("longest_edge") if isinstance(asked, Mapping) and len(asked) == 1 else None
@@ -117,7 +119,7 @@ class Idefics3Processor(UnitProcessor):
         return edge
 
     def _ids(self, text: str) -> list[int]:
-        """Tokenize a piece of text between special tokens."""
+        """Return the token ids of a text, without special tokens around it."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -132,7 +134,9 @@ def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:
-    """Scale (height, width) in pixels down to a longer side of _MAX_EDGE if that exceeds it; no side gets below 1."""
+    """Return (height, width) in pixels, scaled down to a longer side of _MAX_EDGE if that is exceeded; each side is at
+    least 1.
+    """
     ratio = width / height
     if width >= height and width > _MAX_EDGE:
         height, width = int(_MAX_EDGE / ratio), _MAX_EDGE

@@ -1,5 +1,5 @@
-"""InternVL's processor: images are resized to the tiling of the nearest shape, and added as a whole. Frames of videos
-are resized to one tile each, and numbered in the prompt.
+"""Processor of InternVL: images are resized to the tiling of the nearest aspect ratio, and the whole image, scaled
+down, follows the tiles. Frames of videos are resized to one tile each, and numbered in the prompt.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from jaxengine.models.params.files import read_object
 
 
 class InternVLProcessor(TilesProcessor):
-    """Processor of InternVLForConditionalGeneration; transformers' ignores crop_to_patches in the file, too."""
+    """Processor of InternVLForConditionalGeneration. It ignores crop_to_patches in the checkpoint's file, as
+    transformers' does.
+    """
 
     modalities: tuple[str, ...] = ("image", "video")
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings and start, end and video tokens. Videos are only taken if their placeholder is
+        one token and they are preprocessed like images. Raises ModelConfigError or ModelFileError for missing or
+        invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         named, path = read_object(folder, "tokenizer_config.json") or {}, Path(folder) / "tokenizer_config.json"
         names = ("start_image_token", "<img>"), ("end_image_token", "</img>"), ("video_token", "<video>")
@@ -34,17 +40,18 @@ class InternVLProcessor(TilesProcessor):
             self.modalities = ("image",)
 
     def placeholder_id(self) -> int:
-        """Return image_token_id of config.json. Raises ModelConfigError as `token_id`."""
+        """Return image_token_id of config.json. Raises ModelConfigError if it is missing or invalid."""
         return self.token_id("image_token_id")
 
     def placeholder_id_of(self, modality: str) -> int:
-        """Return the token that stands for an image or, by the tokenizer, a video."""
+        """Return the token that stands for an image, of config.json, or for a video, of the tokenizer."""
         return self.video_id if modality == "video" else self.placeholder_id()
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one tile a frame. options:
-        mm_processor_kwargs; most: limit of patches. Raises RequestError for unknown options, other values, strips, and
-        more patches.
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, with one tile per frame.
+
+        options: mm_processor_kwargs. most: limit of patches; None for none. Raises RequestError for unknown options,
+        other values, extreme aspect ratios, and more patches.
         """
         if modality == "image":
             return super().process(modality, value, options, most)
@@ -53,7 +60,7 @@ class InternVLProcessor(TilesProcessor):
         return self._processed(self._cut(units), 1, len(units))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; of videos one of
+        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of
         LARGEST_FRAMES frames, whatever the size.
         """
         if modality == "image":
@@ -61,7 +68,9 @@ class InternVLProcessor(TilesProcessor):
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of a video (`item`): each frame's number and its embeddings between marks."""
+        """Return the tokens of a video (`item`): for each frame its number, and its placeholders between the start and
+        end tokens.
+        """
         each = self.tower.unit // self.tower.merge
         pieces = []
         for frame in range(item.num_rows // each):
@@ -71,18 +80,20 @@ class InternVLProcessor(TilesProcessor):
         return pieces
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its embeddings between two marks."""
+        """Return the tokens of an image (`item`): its placeholders between the start and end tokens."""
         return [*self.start, *[self.image_id] * item.num_rows, *self.end]
 
 
 class InternVLChatProcessor(InternVLProcessor):
-    """Processor of InternVLChatModel, whose config.json has the limits of tiles. An image is <IMG_CONTEXT> in a prompt
-    here, too, where its own code takes <image>.
+    """Processor of InternVLChatModel, whose config.json has the limits of tiles. In a prompt, <IMG_CONTEXT> stands for
+    an image, although the published code of the model takes <image>.
     """
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the limits of tiles from config.json, and whether there are any. Raises ModelConfigError for limits out
-        of range, and for a force_image_size other than the tower's.
+        """Read and set the limits of tiles from config.json, whether images are cut, and whether the whole image
+        follows the tiles.
+
+        Raises ModelConfigError for limits out of range, and for a force_image_size other than the tower's.
         """
         found = self.config_fields
         if found.integer("force_image_size", self.side) != self.side:
@@ -107,8 +118,9 @@ def context_id(tokenizer: Any) -> int:
 
 
 def internvl(folder: Path, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any) -> InternVLProcessor:
-    """Return the processor of an InternVL checkpoint, as transformers stores it or as it was published first. Arguments
-    and errors are those of UnitProcessor.
+    """Return the processor of an InternVL checkpoint, in transformers' form or in that of its first publication.
+
+    Arguments and errors are those of UnitProcessor.
     """
     kind = InternVLChatProcessor if "llm_config" in config_json else InternVLProcessor
     return kind(folder, config_json, model_config, tokenizer)

@@ -1,4 +1,4 @@
-"""Processor of Kimi K2.5: Kimi-VL's, and videos in chunks of a few frames, each with its time in the prompt."""
+"""Processor of Kimi K2.5: Kimi-VL's, and videos in chunks of a few frames, each chunk with its time in the prompt."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.scheduler.base.errors import RequestError
 
-# Patches of an image and of a frame, and along a side, where settings do not say.
+# Default limits of patches of an image, of a frame, and along a side.
 _IMAGE, _FRAME, _SIDE = 16384, 4096, 512
 _DAY = 24 * 60 * 60
 
 
 class KimiK25Processor(KimiVLProcessor):
-    """Processor of KimiK25ForConditionalGeneration. Settings are those of the published processor, `media_proc_cfg`,
-    or of transformers'.
+    """Processor of KimiK25ForConditionalGeneration. Settings are those of the published processor, `media_proc_cfg`, or
+    of transformers'.
 
-    A video's placeholder is text of which most tokenizers make several tokens, so `encode` replaces it by a token of
-    its own, which need not be in the vocabulary: in the expanded prompt it does not occur then.
+    A video's placeholder is text of which most tokenizers make several tokens, so `encode` replaces it by one token,
+    video_token_id, which need not be in the vocabulary: then it does not occur in the expanded prompt.
 
     Attributes:
-      frame_pixels, frame_limit: as `pixels` and `limit`, of frames of videos.
+      video: text of a video's placeholder.
+      frame_pixels, frame_limit: pixel transform and limit of patches of a video's frames.
       embedded_ids: the token of each modality at whose positions embeddings go.
     """
 
@@ -50,6 +51,9 @@ class KimiK25Processor(KimiVLProcessor):
     most_side = _SIDE
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings of images and videos. Raises ModelConfigError for invalid token ids,
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, found = read_settings(Path(folder), VIDEOS, IMAGES)
         try:
@@ -59,8 +63,9 @@ class KimiK25Processor(KimiVLProcessor):
         self.settings += f" {self.frame_pixels!r} {self.frame_limit} {self.most_side}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
-        """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`. Raises
-        ModelConfigError.
+        """Read the placeholders from config.json, and set `video`, `token_ids` and `embedded_ids`.
+
+        Raises ModelConfigError for invalid token ids, and if images and videos have the same.
         """
         image = fields.integer("media_placeholder_token_id", fields.integer("image_token_id", 163605, minimum=0))
         self.video = fields.text("video_placeholder", "<|kimi_k25_video_placeholder|>")
@@ -73,21 +78,28 @@ class KimiK25Processor(KimiVLProcessor):
         self.embedded_ids = {"image": image, "video": video if video < known else image}
 
     def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
-        """Raise ModelConfigError if the placeholder of images is not in the vocabulary; that of videos need not be."""
+        """Raise ModelConfigError if the placeholder of images is not below vocab_size; that of videos is not
+        checked.
+        """
         if self.token_ids["image"] >= model_config.vocab_size:
             problem = f"image_token_id must be below vocab_size {model_config.vocab_size}"
             raise ModelConfigError(f"{problem}, got {self.token_ids['image']}")
 
     def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Read the transform and the most patches of an image, and set most_side. Raises ModelConfigError."""
+        """Return the pixel transform and the limit of patches of an image from the settings `found`, and set most_side.
+
+        Raises ModelConfigError for invalid settings and those that do not fit the tower.
+        """
         fields, side = self._settings(found)
         self.most_side = side
         name = "in_patch_limit" if fields.has("in_patch_limit") else self.option
         return Pixels.read(fields), read_limit(fields, name, _IMAGE)
 
     def read_frames(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Read the transform and the most patches of a frame from the settings of frames. Raises ModelConfigError, also
-        for another side than that of images.
+        """Return the pixel transform and the limit of patches of a frame from the settings of videos, `found`.
+
+        Raises ModelConfigError for invalid settings, those that do not fit the tower, and another limit of a side than
+        that of images.
         """
         fields, side = self._settings(found)
         if side != self.most_side:
@@ -98,8 +110,10 @@ class KimiK25Processor(KimiVLProcessor):
         return Pixels.read(fields), read_limit(fields, name if fields.has(name) else self.option, default)
 
     def _settings(self, found: ConfigFields) -> tuple[ConfigFields, int]:
-        """Return the settings `found`, or their media_proc_cfg, with defaults, and the most patches along a side.
-        Raises ModelConfigError for those that do not fit the tower.
+        """Return (settings, limit of patches along a side): the settings `found`, or their media_proc_cfg, with
+        defaults.
+
+        Raises ModelConfigError for settings that do not fit the tower.
         """
         fields = ConfigFields(found.mapping("media_proc_cfg") or found.raw)
         fields = fields.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3)
@@ -119,7 +133,9 @@ class KimiK25Processor(KimiVLProcessor):
         return fields, side
 
     def encode(self, text: str, token_ids: Sequence[int] = ()) -> list[int]:
-        """Return the token ids of a prompt, with one for each placeholder of a video. token_ids: not used."""
+        """Return the token ids of a prompt, with video_token_id for each placeholder of a video in the text. token_ids:
+        not used.
+        """
         del token_ids
         first, *others = text.split(self.video)
         ids = list(self.tokenizer.encode(first)) if first else []
@@ -128,7 +144,7 @@ class KimiK25Processor(KimiVLProcessor):
         return ids
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for an image or a video."""
+        """Return the text that stands for an item of the modality in a prompt."""
         return self.video if modality == "video" else super().placeholder(modality)
 
     def raise_limits(self, least: int) -> None:
@@ -136,9 +152,10 @@ class KimiK25Processor(KimiVLProcessor):
         self.frame_limit = max(self.frame_limit, least)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, or a video's frames with the time of each chunk. value: uint8[H, W, 3] or frames.Video;
-        options: max_patches alone; most: limit of patches. Raises RequestError for others, more patches, and a video of
-        a day or more.
+        """Preprocess an image, or a video's frames with the time of each chunk.
+
+        value: uint8[H, W, 3] or frames.Video. options: only max_patches. most: limit of patches; None for none. Raises
+        RequestError for other options and values, more patches, extreme aspect ratios, and a video of a day or more.
         """
         if modality != "video":
             return super().process(modality, value, options, most)
@@ -153,17 +170,20 @@ class KimiK25Processor(KimiVLProcessor):
         return self.padded(modality, frames, self.frame_pixels, limit, most, tuple(seconds.tolist()))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the largest image, or a video of LARGEST_FRAMES frames, with patches f32[P, 0]. size: (height, width)
-        in pixels before scaling; None for the largest.
+        """Return the largest image, or for "video" one of LARGEST_FRAMES frames, with patches f32[P, 0].
+
+        size: (height, width) in pixels before scaling; None for the largest.
         """
         if modality != "video":
             return super().largest(modality, size)
         return self.largest_of(LARGEST_FRAMES, self.frame_limit, size)
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the tower's rows, as indexes into the item's rows line by line, and the window of each,
-        0; int [rows]. grid: (time, height, width) in patches. Within a chunk, the rows at one position of all of its
-        frames follow each other.
+        """Return (order, windows), both int [rows]: the tower's rows as indices into the item's rows line by line, and
+        the window of each, 0.
+
+        grid: (time, height, width) in patches. Within a chunk, the rows at one position of all of its frames follow
+        each other.
         """
         time, cells, most = grid[0], grid[1] * grid[2] // self.tower.merge, self.tower.most_frames
         rows = np.arange(time * cells).reshape(time, cells)
@@ -171,8 +191,9 @@ class KimiK25Processor(KimiVLProcessor):
         return order, np.zeros(len(order), np.int64)
 
     def _coordinates(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the columns of GridProcessor._coordinates, and "frame" (from 1; 0 in a chunk of one) and "frames" of
-        the chunk; a segment is a chunk.
+        """Return the columns of GridProcessor._coordinates by name, with the chunk's number as "segment", and two more:
+        "frame", the frame's number in its chunk from 1 (0 in a chunk of one), and "frames", the chunk's number of
+        frames.
         """
         found, most = super()._coordinates(grid, order), self.tower.most_frames
         chunk, frame = np.divmod(found["segment"], most)
@@ -180,8 +201,10 @@ class KimiK25Processor(KimiVLProcessor):
         return {**found, "segment": chunk, "frame": np.where(frames > 1, frame + 1, 0), "frames": frames}
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
-        """Reorder patches f32[P, features] of a grid, (time, height, width) in patches, for the tower; the frames of a
-        chunk share its embeddings, those of the first.
+        """Return the Processed item of a grid's patches, f32[P, features], reordered for the tower. The frames of a
+        chunk share embeddings, whose rows are those of its first frame.
+
+        grid: (time, height, width) in patches. seconds: of each chunk of a video.
         """
         found = super().processed(patches, grid, seconds)
         cells = grid[1] * grid[2] // self.tower.merge
@@ -191,8 +214,10 @@ class KimiK25Processor(KimiVLProcessor):
         return found._replace(rows=rows, num_rows=-(-grid[0] // self.tower.most_frames) * cells)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the chunks of each item in the place of its placeholder. items: by modality, in the order of the prompt.
-        Raises RequestError for another number of items, and a video without a tokenizer.
+        """Return the prompt with each placeholder replaced by the chunks of its item. items: by modality, in the order
+        of the prompt.
+
+        Raises RequestError for another number of items than placeholders, and for a video without a tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -214,8 +239,10 @@ class KimiK25Processor(KimiVLProcessor):
         return Expanded(whole.tolist(), positions, order)
 
     def _chunks(self, modality: str, item: Processed) -> list[tuple[np.ndarray, int, np.ndarray]]:
-        """Return, for each chunk of a video (`item`), the tokens before its embeddings, their number, and the tokens
-        after them; the same for an image, which is one chunk. Raises RequestError for a video without a tokenizer.
+        """Return, for each chunk of a video (`item`), (tokens before its embeddings, their number, tokens after them).
+        An image is one chunk without such tokens.
+
+        Raises RequestError for a video without a tokenizer.
         """
         none = np.zeros(0, np.int64)
         if modality == "image":
@@ -233,9 +260,10 @@ class KimiK25Processor(KimiVLProcessor):
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return (height, width) in pixels of an image after scaling, and after padding; one with a side that is too
-        long is scaled down, not refused. height, width: in pixels; limit: of patches. Raises RequestError for an
-        extreme aspect ratio.
+        """Return ((height, width) after scaling, (height, width) after padding) of an image, in pixels.
+
+        height, width: of the image. limit: of patches, to about which it is scaled down if it has more. An image with a
+        side that is too long is scaled down, not refused. Raises RequestError for an extreme aspect ratio.
         """
         check_ratio(height, width)
         patch, most = self.tower.patch_size, self.most_side * self.tower.patch_size
@@ -247,7 +275,7 @@ class KimiK25Processor(KimiVLProcessor):
 
 
 def _clock(seconds: float) -> str:
-    """Return a time as hours, minutes, seconds and thousandths, rounded down."""
+    """Return a time in seconds as text, HH:MM:SS and thousandths, rounded down."""
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours:02}:{minutes:02}:{whole % 60:02}.{int(seconds % 1 * 1000):03}"

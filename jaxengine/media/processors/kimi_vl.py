@@ -1,4 +1,4 @@
-"""Kimi-VL's processor: images keep their size unless they have too many patches, and are padded with black to whole
+"""Processor of Kimi-VL: images keep their size unless they have too many patches, and are padded with black to whole
 rows of the tower.
 """
 
@@ -36,11 +36,14 @@ class KimiVLProcessor(GridProcessor):
     """Processor of KimiVLForConditionalGeneration, following the one that is published with the model.
 
     Args:
-      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
-        sizes. tokenizer: of the model.
+      folder: of the checkpoint.
+      config_json: content of its config.json.
+      model_config: of the model, with its tower's sizes.
+      tokenizer: of the model.
 
     Attributes:
-      limit: patches of an image; a larger image is scaled down to about this number.
+      pixels: pixel transform of images.
+      limit: limit of an image's patches, to about which a larger image is scaled down.
     """
 
     # The settings' name of the limit, and the most patches along a side of a padded image.
@@ -48,6 +51,9 @@ class KimiVLProcessor(GridProcessor):
     most_side = _SIDE - 1
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for an invalid placeholder token, ModelFileError for
+        missing or invalid settings.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         self.read_tokens(ConfigFields(config_json), model_config)
@@ -60,12 +66,15 @@ class KimiVLProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.tower!r}"
 
     def read_tokens(self, fields: ConfigFields, model_config: ModelConfig) -> None:
-        """Read the placeholder from a config.json (`fields`) and set token_ids. Raises ModelConfigError."""
+        """Read the placeholder from a config.json (`fields`) and set token_ids. Raises ModelConfigError for an invalid
+        token id.
+        """
         self.token_ids = {"image": fields.integer("media_placeholder_token_id", 163605, minimum=0)}
 
     def read_images(self, found: ConfigFields) -> tuple[Pixels, int]:
-        """Read the transform and the most patches of an image from the settings of images, `found`. Raises
-        ModelConfigError, also for settings that do not fit the tower.
+        """Return the pixel transform and the limit of patches of an image from the settings of images, `found`.
+
+        Raises ModelConfigError for invalid settings and those that do not fit the tower.
         """
         fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)
         # Without pad_input the model's own processor may produce sizes that its tower cannot take.
@@ -83,8 +92,8 @@ class KimiVLProcessor(GridProcessor):
         return (self.option,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor with the limit of patches of an engine's options, where it is higher. Raises
-        RequestError for options that there are not, and for an invalid one.
+        """Return a copy with the limit of patches of an engine's options, where that is higher. Raises RequestError for
+        unknown options, and for an invalid one.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -96,8 +105,11 @@ class KimiVLProcessor(GridProcessor):
         self.limit = max(self.limit, least)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], for the tower. options: `option` alone, the limit of patches to which it
-        is scaled; most: limit of patches. Raises RequestError for others, more patches, and extreme sizes.
+        """Preprocess an image, uint8[H, W, 3], for the tower.
+
+        options: only the one named by `option`, the limit of patches to which the image is scaled. most: limit of
+        patches above which it is refused; None for none. Raises RequestError for other options and values, more
+        patches, and extreme sizes.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -113,10 +125,11 @@ class KimiVLProcessor(GridProcessor):
         most: int | None,
         seconds: tuple[float, ...] = (),
     ) -> Processed:
-        """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them, and cut them into patches.
+        """Scale frames uint8[N, H, W, 3] down to about `limit` patches each, pad them with black, and cut them into
+        patches.
 
-        modality: for errors; pixels: the transform; most: limit of all patches, None for none. Raises RequestError for
-        more, and for extreme sizes. seconds: of each chunk of a video, () for none.
+        modality: for errors. pixels: the transform. most: limit of all patches; None for none. seconds: of each chunk
+        of a video; () for none. Raises RequestError for more patches, and for extreme sizes.
         """
         (height, width), (padded_height, padded_width) = self.scaled(frames.shape[1], frames.shape[2], limit)
         self.check_room(modality, len(frames), padded_height, padded_width, most)
@@ -130,8 +143,10 @@ class KimiVLProcessor(GridProcessor):
         return self.largest_of(1, self.limit, size)
 
     def largest_of(self, num_frames: int, limit: int, size: tuple[int, int] | None) -> Processed:
-        """Return the largest item of so many frames. limit: of patches of each. patches are f32[P, 0]. Raises
-        RequestError for an extreme size. size: (height, width) in pixels before scaling; None for the largest.
+        """Return the largest item of num_frames frames, with patches f32[P, 0].
+
+        limit: of patches of each frame. size: (height, width) in pixels before scaling; None for the largest. Raises
+        RequestError for an extreme size.
         """
         if size is not None:
             _, (height, width) = self.scaled(*size, limit)
@@ -142,17 +157,20 @@ class KimiVLProcessor(GridProcessor):
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """Return the grid, (1, height, width) in patches, of an image given as num_rows embeddings; one line of them if
-        it is not given. Raises RequestError if it does not make num_rows.
+        no grid is given.
+
+        Raises RequestError if the grid does not make num_rows.
         """
         # The prompt does not depend on the grid: without one all rows form a line.
         merge = self.tower.spatial_merge_size
         return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
 
     def scaled(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return (height, width) in pixels of an image after scaling, and after padding to whole rows of the tower.
+        """Return ((height, width) after scaling, (height, width) after padding to whole rows of the tower) of an image,
+        in pixels.
 
         height, width: of the image, which is scaled down to about `limit` patches if it has more. Raises RequestError
-        for an extreme aspect ratio, and for a side of _SIDE patches or more.
+        for an extreme aspect ratio, and for a padded side of _SIDE patches or more.
         """
         check_ratio(height, width)
         patch = self.tower.patch_size
@@ -167,7 +185,7 @@ class KimiVLProcessor(GridProcessor):
         return (height, width), (high, wide)
 
     def _largest_grid(self, limit: int) -> tuple[int, int]:
-        """Return a grid, (rows, columns) of patches, with at least as many patches as any image's.
+        """Return a grid, (rows, columns) of patches, with at least as many patches as any image's. limit: of patches.
 
         An image whose grid begins another row of the tower after `rows` patches, and another column after `columns`, is
         larger than these. If it was scaled down, it has less than `limit` patches times the factor of the partial
@@ -185,8 +203,9 @@ class KimiVLProcessor(GridProcessor):
 
 
 def read_limit(fields: ConfigFields, name: str, default: int) -> int:
-    """Read the limit of patches `name` from a processor's settings; `default` if it is missing. Raises ModelConfigError
-    for other than 1 to MOST_PATCHES.
+    """Return the limit of patches `name` from a processor's settings; `default` if it is missing.
+
+    Raises ModelConfigError unless it is from 1 to MOST_PATCHES.
     """
     limit = fields.integer(name, default)
     if limit > MOST_PATCHES:

@@ -1,4 +1,6 @@
-"""LFM2-VL's processor: an image of about its aspect ratio or, where it is large, tiles and a small whole after them."""
+"""Processor of LFM2-VL: an image keeps about its aspect ratio; a large one is cut into tiles, which the whole image,
+scaled down, follows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from jaxengine.scheduler.base.errors import RequestError
 
 _MOST_TILES, _MOST_TOKENS = 64, 1 << 14
 _BILINEAR = 2
-# Integers of the settings that a request may replace: names, transformers' values, and the most that is allowed.
+# Integers of the settings that a request may override: name -> transformers' value, and the largest allowed.
 _INTEGERS = {
     "min_tiles": (2, _MOST_TILES),
     "max_tiles": (10, _MOST_TILES),
@@ -45,8 +47,10 @@ class Lfm2VlProcessor(GridProcessor):
     """Processor of Lfm2VlForConditionalGeneration.
 
     Args:
-      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
-        sizes. tokenizer: of the model.
+      folder: of the checkpoint.
+      config_json: content of its config.json.
+      model_config: of the model, with its tower's sizes.
+      tokenizer: of the model; None raises ModelConfigError.
 
     Attributes:
       limits: values of _INTEGERS and _BOOLEANS.
@@ -55,6 +59,9 @@ class Lfm2VlProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer and for an invalid config.json,
+        ModelFileError for missing or invalid settings.
+        """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         super().__init__(model_config)
@@ -73,7 +80,10 @@ class Lfm2VlProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"
 
     def _read_sizes(self, fields: ConfigFields) -> None:
-        """Read how images are cut. Raises ModelConfigError, also for settings that do not fit the tower."""
+        """Read the settings by which images are cut, and set tile, tolerance and limits.
+
+        Raises ModelConfigError for settings that are out of range or do not fit the tower.
+        """
         tower = self.tower
         fields.require(do_pad=True)
         for name, default, wanted in (
@@ -99,8 +109,8 @@ class Lfm2VlProcessor(GridProcessor):
         return (*_INTEGERS, *_BOOLEANS)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor whose largest image has the size and the tiles that an engine's options allow. Raises
-        RequestError for options that there are not, and for an invalid one.
+        """Return a copy whose limits, and so its largest image, are overridden by an engine's options. Raises
+        RequestError for unknown options, and for an invalid one.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -108,8 +118,10 @@ class Lfm2VlProcessor(GridProcessor):
         return found
 
     def _limits(self, options: Mapping[str, Any]) -> dict[str, int]:
-        """Return `limits` as `options` replace them. Raises RequestError for an invalid one, and for a least value that
-        is above the most.
+        """Return a copy of `limits` overridden by `options`; a minimum that is not in options is lowered to its
+        maximum.
+
+        Raises RequestError for an invalid option, and for a minimum in options above its maximum.
         """
         found: dict[str, int] = {
             name: integer_option(options, name, self.limits[name], most) for name, (_, most) in _INTEGERS.items()
@@ -127,9 +139,11 @@ class Lfm2VlProcessor(GridProcessor):
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Cut an image, uint8[H, W, 3], into crops and those into patches: its tiles, line by line, and the whole, or
-        the whole alone. options: of option_names; most: limit of patches. Raises RequestError for others, strips, and
-        more patches.
+        """Cut an image, uint8[H, W, 3], into crops and these into patches: its tiles line by line and the whole image,
+        or only the whole.
+
+        options: names of option_names. most: limit of patches; None for none. Raises RequestError for other options and
+        values, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -146,14 +160,18 @@ class Lfm2VlProcessor(GridProcessor):
         return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in crops], (rows, columns))
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
-        """Cut as GridProcessor does, with the colours of a pixel together."""
+        """Cut frames f32[N, H, W, 3] into patches as GridProcessor.cut does, but with the three colours of a pixel
+        adjacent.
+        """
         made, side = super().cut(frames, seconds), self.tower.patch_size
         pixels = made.patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
         return made._replace(patches=np.ascontiguousarray(pixels).reshape(len(pixels), -1))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return an image of at least as many patches as any, or one of `size`, (height, width) in pixels, with patches
-        f32[P, 0]. Raises RequestError for an extreme size.
+        """Return an image with at least as many patches as any, or one of `size`, (height, width) in pixels, with
+        patches f32[P, 0].
+
+        Raises RequestError for an extreme aspect ratio.
         """
         limits = self.limits
         if size is not None:
@@ -176,14 +194,18 @@ class Lfm2VlProcessor(GridProcessor):
     def _grids(
         self, whole: tuple[int, int], rows: int, columns: int, limits: Mapping[str, int]
     ) -> list[tuple[int, int]]:
-        """Return (height, width) in patches of each crop. whole: its size in pixels; rows, columns: of tiles."""
+        """Return (height, width) in patches of each crop: rows * columns tiles, and the whole image if it is encoded.
+        whole: its size in pixels.
+        """
         patch = self.tower.patch_size
         tiles = [(self.tile // patch, self.tile // patch)] * (rows * columns)
         return tiles + [(whole[0] // patch, whole[1] // patch)] * _has_whole(rows, columns, limits)
 
     def _joined(self, crops: Sequence[Processed], tiles: tuple[int, int]) -> Processed:
-        """Return the item of an image's crops. tiles: (rows, columns) of them, (0, 0) for none; the item's grid is that
-        of all, or of the whole without them.
+        """Return the item of an image's crops, whose columns "segment" become the crops' numbers.
+
+        tiles: (rows, columns) of tiles, (0, 0) for none. The item's grid is that of all tiles together, or of the whole
+        image without tiles.
         """
         columns = [crop.columns.copy() for crop in crops]
         for number, each in enumerate(columns):
@@ -200,8 +222,10 @@ class Lfm2VlProcessor(GridProcessor):
         )
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the crops of each image, between marks and after their names, in the place of its placeholder. items: by
-        modality, in the order of the prompt. Raises RequestError for another number of items.
+        """Return the prompt with each placeholder replaced by its image's crops, each after its name, between the start
+        and end tokens. items: by modality, in the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders.
         """
         at, order = self.placeholders(np.asarray(token_ids, np.int64), items)
         out: list[int] = []
@@ -216,7 +240,9 @@ class Lfm2VlProcessor(GridProcessor):
         return Expanded([*out, *token_ids[done:]], positions, order)
 
     def _pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`), with -1 for each of its embeddings."""
+        """Return the tokens of an image (`item`): its crops, each after its name if there are several, between the
+        start and end tokens, with -1 for each embedding.
+        """
         merge = self.tower.spatial_merge_size
         crops = [(high // merge) * (wide // merge) for high, wide in item.crops or (item.grid[1:],)]
         start, end = self._ids("<|image_start|>"), self._ids("<|image_end|>")
@@ -232,12 +258,14 @@ class Lfm2VlProcessor(GridProcessor):
         return [*pieces, *end]
 
     def _ids(self, text: str) -> list[int]:
-        """Tokenize a piece of text between special tokens."""
+        """Return the token ids of a text, without special tokens around it."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _cut_of(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the size (height, width) in pixels that the whole of an image of height x width pixels gets, and
-        (rows, columns) of its tiles, (0, 0) for none. Raises RequestError for an extreme aspect ratio.
+        """Return ((height, width) in pixels of the whole image after resizing, (rows, columns) of its tiles, (0, 0) for
+        none) for an image of height x width pixels.
+
+        Raises RequestError for an extreme aspect ratio.
         """
         check_ratio(height, width)
         whole, factor = self._whole_size(height, width, limits), self.factor
@@ -253,8 +281,8 @@ class Lfm2VlProcessor(GridProcessor):
         return whole, best
 
     def _whole_size(self, height: int, width: int, limits: Mapping[str, int]) -> tuple[int, int]:
-        """Return (height, width) in pixels of the whole, multiples of `factor`, with about min_image_tokens to
-        max_image_tokens rows.
+        """Return (height, width) in pixels of the whole image after resizing, multiples of `factor`, with about
+        min_image_tokens to max_image_tokens embeddings.
         """
         factor = self.factor
         least, most = (limits[f"{end}_image_tokens"] * factor**2 for end in ("min", "max"))
@@ -269,7 +297,7 @@ class Lfm2VlProcessor(GridProcessor):
 
 
 def _floored(length: float, factor: int) -> int:
-    """Return the largest multiple of factor up to `length`, at least factor."""
+    """Return the largest multiple of factor that is at most `length`, but at least factor."""
     return max(factor, math.floor(length / factor) * factor)
 
 
@@ -279,7 +307,7 @@ def _splits(limits: Mapping[str, int]) -> bool:
 
 
 def _has_whole(rows: int, columns: int, limits: Mapping[str, int]) -> bool:
-    """Whether the whole is encoded: without tiles, and after several."""
+    """Whether the whole image is encoded: without tiles, and after several tiles if use_thumbnail."""
     return rows * columns == 0 or (rows * columns > 1 and bool(limits["use_thumbnail"]))
 
 
@@ -287,8 +315,8 @@ def _has_whole(rows: int, columns: int, limits: Mapping[str, int]) -> bool:
 def _layouts(least: int, most: int) -> list[tuple[int, int]]:
     """Return all (columns, rows) with `least` to `most` tiles, sorted by their number.
 
-    Which of two with as many tiles comes first decides where an image is as near to both: transformers takes the order
-    of a Python set of them, and so does this.
+    The order of layouts with equally many tiles decides where an image is equally near to both: transformers uses the
+    order of a Python set of them, and so does this.
     """
     sides = [
         (n, columns, rows) for n in range(least, most + 1) for columns in range(1, n + 1) for rows in range(1, n + 1)
@@ -297,8 +325,8 @@ def _layouts(least: int, most: int) -> list[tuple[int, int]]:
 
 
 def _most_rows(least: int, most: int) -> int:
-    """Return a bound of the rows of a whole: `most`, or what rounding makes of a strip, which is at least one row high,
-    and of a small image, both sides of which are rounded up from `least` rows.
+    """Return an upper bound of the embeddings of a whole image: `most`, or more where a strip is rounded to at least
+    one row, or where both sides of a small image are rounded up from `least` embeddings.
     """
     found = max(most, math.isqrt(MAX_ASPECT_RATIO * most))
     for high in range(1, math.isqrt(least) + 2):

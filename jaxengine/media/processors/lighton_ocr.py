@@ -1,4 +1,4 @@
-"""LightOnOCR's processor: Pixtral's, without tokens between the lines of an image."""
+"""Processor of LightOnOCR: Pixtral's, without tokens between the lines of an image."""
 
 from __future__ import annotations
 

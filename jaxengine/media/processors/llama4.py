@@ -1,5 +1,5 @@
-"""Llama 4's processor: images are fitted into the best of some tilings, padded with black to the right and below, cut
-into tiles, and added as a whole.
+"""Processor of Llama 4: images are fitted into the best tiling, padded with black to the right and below, and cut into
+tiles, which the whole image, scaled down, follows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Llama4Processor(UnitProcessor):
     """Processor of Llama4ForConditionalGeneration.
 
     Attributes:
-      max_tiles: limit of an image's tiles, without the whole.
+      max_tiles: limit of an image's tiles, not counting the whole image.
       fills: whether a small image is enlarged to fill a tiling.
     """
 
@@ -40,13 +40,13 @@ class Llama4Processor(UnitProcessor):
         "resize_to_max_canvas": False,
     }
     needs_tokenizer = True
-    most_given = 1  # the row and column of further ones would be unknown
+    most_given = 1  # the row and column of further tiles would be unknown
     max_tiles: int
     fills: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the limit of tiles and `fills`. Raises ModelConfigError for a size other than the tower's, and too many
-        tiles.
+        """Read and set the limit of tiles and `fills`. Raises ModelConfigError for a size other than the tower's, and
+        too many tiles.
         """
         size = read_size(fields, "size", ("height", "width"))
         if set(size.values()) != {self.side}:
@@ -59,27 +59,28 @@ class Llama4Processor(UnitProcessor):
         return ("max_patches", "resize_to_max_canvas")
 
     def placeholder_id(self) -> int:
-        """Return the token <|image|>."""
+        """Return the id of the token <|image|>."""
         return self._id(_IMAGE)
 
     @property
     def image_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id: the token at whose positions embeddings go.
-        Raises ModelConfigError as `token_id`.
+        """Token at whose positions embeddings go: image_token_index of config.json, or else image_token_id. Raises
+        ModelConfigError if it is missing or invalid.
         """
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of a tiling with the most tiles."""
+        """Return (height, width) in pixels of a tiling with the most tiles."""
         rows, columns = max(_tilings(self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Fit an image, `picture` uint8[H, W, 3], into the best tiling, padded with black; return its tiles, then the
-        whole, resized to a square, if there are several, and (rows, columns).
+        """Return an image's tiles, line by line, and (rows, columns); if there are several tiles, the whole image,
+        resized to a square, follows them.
 
-        options: mm_processor_kwargs, of which `max_patches` and `resize_to_max_canvas` replace max_tiles and fills.
-        Raises RequestError for an invalid one.
+        picture: uint8[H, W, 3], which is fitted into the best tiling and padded with black. options:
+        mm_processor_kwargs, of which `max_patches` and `resize_to_max_canvas` override max_tiles and fills. Raises
+        RequestError for an invalid option.
         """
         side, resize = self.side, self.pixels.resized
         most, fills = self._limits(options)
@@ -104,8 +105,8 @@ class Llama4Processor(UnitProcessor):
         return count + (count > 1)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor whose largest image has the tiles that an engine's options allow. Raises RequestError
-        for options that there are not, and for an invalid one.
+        """Return a copy whose max_tiles and fills, and so its largest image, are overridden by an engine's options.
+        Raises RequestError for unknown options, and for an invalid one.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -113,13 +114,13 @@ class Llama4Processor(UnitProcessor):
         return found
 
     def _limits(self, options: Mapping[str, Any]) -> tuple[int, bool]:
-        """Return max_tiles and `fills` as `options` replace them. Raises RequestError for an invalid one."""
+        """Return (max_tiles, fills), overridden by `options`. Raises RequestError for an invalid option."""
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
         return most, boolean_option(options, "resize_to_max_canvas", self.fills)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its tiles line by line with separators, if there are several, and the
-        whole.
+        """Return the tokens of an image (`item`): the placeholders of its tiles line by line with separators, if there
+        are several, and those of the whole image, between the start and end tokens.
         """
         grid = self.side // self.patch
         rows, columns = item.grid[1] // grid, item.grid[2] // grid
@@ -132,8 +133,8 @@ class Llama4Processor(UnitProcessor):
         return [*pieces, self.placeholder_id(), *tile, self._id(_END)]
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """Normalise uint8[..., 3] to f32[..., 3], rounded to bfloat16 at each operation, as transformers does for this
-        family whatever the model's dtype.
+        """Return uint8[..., 3] normalised to f32[..., 3], rounded to bfloat16 at each operation, as in transformers for
+        this family whatever the model's dtype.
         """
         pixels, half = self.pixels, ml_dtypes.bfloat16
         scaled = (units.astype(np.float32) * np.float32(pixels.scale)).astype(half).astype(np.float32)
@@ -146,8 +147,8 @@ class Llama4Processor(UnitProcessor):
 
 
 def _tilings(most: int) -> list[tuple[int, int]]:
-    """Return all (rows, columns) of at most `most` tiles, most tiles first, those of the same shape
-    next to each other.
+    """Return all (rows, columns) of at most `most` tiles, most tiles first, except that tilings of the same aspect
+    ratio follow each other.
     """
     by_shape: dict[float, list[tuple[int, int]]] = {}
     for count in range(most, 0, -1):
@@ -158,10 +159,10 @@ def _tilings(most: int) -> list[tuple[int, int]]:
 
 
 def _tiling(height: int, width: int, side: int, most: int, fills: bool) -> tuple[int, int]:
-    """Return the (rows, columns) that shrinks an image least. If it fits into several, those that enlarge it least
-    (with `fills` most), and the smallest of these.
+    """Return the (rows, columns) of the tiling that shrinks an image least. If it fits into several without shrinking,
+    the one that enlarges it least (with `fills`, most), and the smallest of equal ones.
 
-    height, width: of the image in pixels; side: pixels of a tile's side. most: limit of tiles.
+    height, width: of the image in pixels. side: of a tile in pixels. most: limit of tiles.
     """
     tilings = _tilings(most)
     sizes = np.asarray(tilings) * side

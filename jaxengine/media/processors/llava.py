@@ -1,4 +1,4 @@
-"""LLaVA's processor: images are resized and cropped to one square, or stretched to it; one token per patch."""
+"""Processor of LLaVA: images are resized and cropped to one square, or stretched to it; one embedding per patch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LlavaProcessor(UnitProcessor):
 
     Attributes:
       size: {"shortest_edge": n} or {"height": n, "width": n}, the size after resizing.
-      crops, pads: whether the centre is cropped after resizing; whether an image is first padded to a square with the
-        mean colour.
+      crops: whether the centre is cropped after resizing.
+      pads: whether an image is first padded to a square with the mean colour.
     """
 
     defaults = {"resample": _BICUBIC, "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}}
@@ -30,7 +30,9 @@ class LlavaProcessor(UnitProcessor):
     pads: bool
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read size, crops and pads. Raises ModelConfigError if they do not make the tower's image_size."""
+        """Read and set size, crops and pads. Raises ModelConfigError if the resulting square is not of the tower's
+        image_size.
+        """
         self.size = read_size(fields, "size", ("shortest_edge",), ("height", "width"))
         self.pads = fields.boolean("do_pad", False)
         self.crops = fields.boolean("do_center_crop", "shortest_edge" in self.size)
@@ -46,15 +48,17 @@ class LlavaProcessor(UnitProcessor):
             )
 
     def placeholder_id(self) -> int:
-        """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError as `token_id`."""
+        """Return image_token_index of config.json, or else image_token_id. Raises ModelConfigError if it is missing or
+        invalid.
+        """
         return self.token_id("image_token_index", "image_token_id")
 
     def largest_size(self) -> tuple[int, int]:
         return self.side, self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Return `picture`, uint8[H, W, 3], padded, resized and cropped as the settings say, as the one square, and (1,
-        1); options are ignored.
+        """Return ([the image as one square, padded, resized and cropped by the settings], (1, 1)). picture: uint8[H, W,
+        3]. options: ignored.
         """
         del options
         if self.pads:
@@ -75,8 +79,8 @@ class LlavaProcessor(UnitProcessor):
 
 
 def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
-    """Centre an image, uint8 [H, W, 3], in a square of this colour (RGB) whose side is the image's longer one; return
-    the square, uint8.
+    """Return an image, uint8 [H, W, 3], in the middle of a square of this colour (RGB), whose side is the image's
+    longer one.
     """
     height, width = picture.shape[:2]
     side = max(height, width)
@@ -88,8 +92,8 @@ def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
 
 
 def middle(picture: np.ndarray, side: int) -> np.ndarray:
-    """Crop the central square of `side` pixels of an image, uint8 [H, W, 3]; a smaller one is padded with black. May be
-    a view.
+    """Return the central square of `side` pixels of an image, uint8 [H, W, 3], perhaps as a view; a smaller image is
+    padded with black.
     """
     height, width = picture.shape[:2]
     if min(height, width) < side:

@@ -1,4 +1,5 @@
-"""LLaVA-NeXT's processor: images are added as a whole, and fitted into the best of some tilings with black margins.
+"""Processor of LLaVA-NeXT: the whole image, scaled down, and its tiles, for which it is fitted into the best tiling
+with black margins.
 
 An image is represented by the whole and then, line by line, by the patches of all tiles except the black ones; a
 newline embedding follows each line.
@@ -26,16 +27,18 @@ class LlavaNextProcessor(LlavaProcessor):
     """Processor of LlavaNextForConditionalGeneration.
 
     Attributes:
-      tilings: allowed (rows, columns).
+      tilings: allowed (rows, columns) of tiles.
     """
 
-    # transformers' image_grid_pinpoints where neither file has them.
+    # transformers' image_grid_pinpoints, for checkpoints that have none in either file.
     pinpoints: Sequence[Sequence[int]] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
     tilings: tuple[tuple[int, int], ...]
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the settings of LLaVA and the tilings. Raises ModelConfigError for sizes other than the tower's, tilings
-        that differ from config.json's, and more than _MAX_TILES tiles.
+        """Read and set the settings of LLaVA and the tilings.
+
+        Raises ModelConfigError for sizes other than the tower's, tilings that differ from config.json's, and more than
+        _MAX_TILES tiles.
         """
         super().read_settings(fields)
         # do_pad makes squares in LLaVA 1.5; here it only concerns batches.
@@ -51,8 +54,9 @@ class LlavaNextProcessor(LlavaProcessor):
             raise fields.fail(_NAME, f"of at most {_MAX_TILES} tiles each")
 
     def _pinpoints(self, fields: ConfigFields, default: Any) -> Any:
-        """Read the sizes of tilings in pixels, a list of [height, width]; `default` if the field is missing. Raises
-        ModelConfigError for other forms, and sides that are no multiples of the tower's image_size.
+        """Return the sizes of tilings in pixels, a list of [height, width]; `default` if the field is missing.
+
+        Raises ModelConfigError for other forms, and for sides that are not multiples of the tower's image_size.
         """
         listed = fields.value(_NAME, default)
         right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_PINPOINTS
@@ -63,13 +67,15 @@ class LlavaNextProcessor(LlavaProcessor):
         return listed
 
     def largest_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of the tiling with the most tiles."""
+        """Return (height, width) in pixels of the tiling with the most tiles."""
         rows, columns = max(self.tilings, key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.side, columns * self.side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Fit an image, `picture` uint8[H, W, 3], into the best tiling with black margins; return the whole, cropped to
-        a square, then the tiles, and (rows, columns).
+        """Return an image's squares and (rows, columns) of its tiles: first the whole image, cropped to a square, then
+        the tiles of the best tiling, into which it is fitted with black margins.
+
+        picture: uint8[H, W, 3]. options: ignored.
         """
         del options
         side, (height, width) = self.side, picture.shape[:2]
@@ -87,9 +93,11 @@ class LlavaNextProcessor(LlavaProcessor):
         return [middle(whole, side), *tiles], (rows, columns)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], in tiles for the tower; rows leave out black margins, and number the
-        newline after each line. most: limit of patches. Raises RequestError for any option, other values, strips, and
-        more patches.
+        """Preprocess an image, uint8[H, W, 3], in tiles for the tower; its rows leave out black margins, and include
+        the newline after each line.
+
+        most: limit of patches; None for none. Raises RequestError for any option, other values, extreme aspect ratios,
+        and more patches.
         """
         made = super().process(modality, value, options, most)
         height, width, _ = value.shape
@@ -97,14 +105,18 @@ class LlavaNextProcessor(LlavaProcessor):
         return self.arranged(self.with_ends(made.patches), made.grid, span)
 
     def with_ends(self, patches: np.ndarray) -> np.ndarray:
-        """Add to the patches of each unit, f32[P, F], empty ones for the ends of its lines."""
+        """Return the patches of each unit, f32[P, F], followed by zeros in the places that the tower has for the ends
+        of its lines.
+        """
         count, unit = self.tower.vit.num_patches, self.tower.unit
         by_unit = np.pad(patches.reshape(-1, count, patches.shape[1]), ((0, 0), (0, unit - count), (0, 0)))
         return by_unit.reshape(-1, patches.shape[1])
 
     def arranged(self, patches: np.ndarray, size: tuple[int, int, int], span: tuple[int, int, int, int]) -> Processed:
-        """Return the item of an image's patches, f32[P, F] with ends of lines: all of the whole, and of the tiles those
-        within `span`, (first line, first column, lines, columns). size: (1, lines, columns) of all tiles in patches.
+        """Return the item of an image's patches, f32[P, F] with places for ends of lines: all patches of the whole
+        image, and those of the tiles within `span`, (first line, first column, lines, columns).
+
+        size: (1, lines, columns) of all tiles in patches.
         """
         grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
         rows, columns = size[1] // grid, size[2] // grid
@@ -124,13 +136,15 @@ class LlavaNextProcessor(LlavaProcessor):
         return Processed(patches, no_columns, out.ravel(), count, size)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, 1, num_rows): an image may have any number. Raises RequestError if a grid is given."""
+        """Return (1, 1, num_rows), since an image may have any number of embeddings. Raises RequestError if a grid is
+        given.
+        """
         if grid is not None:
             raise RequestError("embeddings of an image of this model have no grid", param="image")
         return 1, 1, num_rows  # an image may have any number
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (rows, columns) of `tilings` that keeps most of an image's pixels, and the smallest of such.
+        """Return the (rows, columns) of `tilings` that keeps most of an image's pixels, and of equal ones the smallest.
 
         height, width: of the image in pixels, which keeps its aspect ratio.
         """

@@ -1,5 +1,5 @@
-"""LLaVA-OneVision's processor: LLaVA-NeXT's, which interpolates the embeddings of images in many tiles to fewer, and
-those of each frame of a video to a quarter.
+"""Processor of LLaVA-OneVision: LLaVA-NeXT's, with two interpolations: the embeddings of images with many tiles are
+reduced to a limit, those of each frame of a video to a quarter.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxengine.media.base.processor import Processed
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.models.config.tower import SHARES
 
-# Images with this times as many patches along a side as the limit has are interpolated.
+# Images with more than this many times the limit's patches along a side are interpolated.
 _TOLERANCE = 1.1
 
 
 class LlavaOnevisionProcessor(LlavaNextProcessor):
-    """Processor of LlavaOnevisionForConditionalGeneration. Images of one prompt are all cut into tiles, as where
-    transformers' processor gets them in one list.
+    """Processor of LlavaOnevisionForConditionalGeneration. All images of a prompt are cut into tiles, as in
+    transformers' processor if they are in one list.
     """
 
     defaults = {**LlavaNextProcessor.defaults, "size": {"height": 384, "width": 384}}
@@ -37,14 +37,17 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         return tuple(self.placeholder_id_of(modality) for modality in self.modalities)
 
     def placeholder_id_of(self, modality: str) -> int:
-        """Return the token that stands for an image or a video, of config.json. Raises ModelConfigError as
-        `token_id`.
+        """Return the token of config.json that stands for an image or a video. Raises ModelConfigError if it is missing
+        or invalid.
         """
         return self.token_id("video_token_index", "video_token_id") if modality == "video" else self.placeholder_id()
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, whose frames are stretched to a tile each.
-        most: limit of patches. Raises RequestError for any option, other values, strips, and more patches.
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, each of whose frames is stretched to a
+        tile.
+
+        most: limit of patches; None for none. Raises RequestError for any option, other values, extreme aspect ratios,
+        and more patches.
         """
         if modality != "video":
             return super().process(modality, value, options, most)
@@ -55,8 +58,8 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         return self._item(patches, [*blocks, self._line_ends(1)], (len(frames), half, half))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return an item with the most tiles and, counted, the most embeddings of any image, or the image of `size`,
-        (height, width) in pixels; of videos one of LARGEST_FRAMES frames, whatever the size.
+        """Return an item with the most tiles and, in num_rows, the most embeddings of any image, or the image of
+        `size`, (height, width) in pixels; for "video" a video of LARGEST_FRAMES frames, whatever the size.
         """
         if modality == "video":
             return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
@@ -68,8 +71,11 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         return made._replace(num_rows=grid**2 + max(rows * (columns + 1) for rows, columns in lines))
 
     def arranged(self, patches: np.ndarray, size: tuple[int, int, int], span: tuple[int, int, int, int]) -> Processed:
-        """Return the item of an image: the whole, then line by line the patches within `span`, interpolated if they are
-        too many, with an end of line each. Arguments are LlavaNextProcessor's.
+        """Return the item of an image: the whole image, then line by line the patches within `span`, interpolated if
+        they are too many, with an end of line after each.
+
+        patches: f32[P, F] with places for ends of lines. size: (1, lines, columns) of all tiles in patches. span:
+        (first line, first column, lines, columns).
         """
         grid = self.tower.vit.grid
         top, left, lines, width = span
@@ -83,13 +89,15 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         return [self.placeholder_id_of("video")] * item.num_rows
 
     def _size(self, lines: int, columns: int) -> tuple[int, int]:
-        """Return the lines and columns to which this many are interpolated; the same if they are not too many."""
+        """Return the (lines, columns) to which a grid of this size is interpolated; the same if it is not too large."""
         ratio = math.sqrt(lines * columns / (self.tower.max_tiles * self.tower.vit.num_patches))
         return (int(lines // ratio), int(columns // ratio)) if ratio > _TOLERANCE else (lines, columns)
 
     def _canvas(self, first: int, rows: int, columns: int) -> np.ndarray:
-        """Return where the tower has each patch of units that begin with number `first` and lie side by side:
+        """Return the index in the tower of each patch of rows x columns units that are arranged in a rectangle:
         i32[rows * grid, columns * grid].
+
+        first: number of the first unit.
         """
         grid, unit = self.tower.vit.grid, self.tower.unit
         begins = (first + np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)) * unit
@@ -102,8 +110,9 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         return _between(np.full((lines, 1), self.tower.vit.num_patches, np.int32), lines, 1)
 
     def _item(self, patches: np.ndarray, blocks: Sequence[np.ndarray], size: tuple[int, int, int]) -> Processed:
-        """Return the item of `patches`, f32[P, F], with the embeddings of blocks, i32[6, lines, columns] each, as of
-        _between, one after the other. size: of the item's grid.
+        """Return the item of `patches`, f32[P, F], with the embeddings of all blocks in order.
+
+        blocks: columns of the tower from `_between`, i32[6, lines, columns] each. size: the item's grid.
         """
         found = np.concatenate([block.reshape(len(block), -1) for block in blocks], axis=1)
         count = found.shape[1]
@@ -115,7 +124,8 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
 
 def _between(canvas: np.ndarray, lines: int, columns: int) -> np.ndarray:
     """Return columns of the tower, i32[6, lines, columns], that interpolate the rows numbered in `canvas`, i32[H, W],
-    to a canvas of this size: the four that each is between, and how far down and right it is, in units of 1 / SHARES.
+    to this size: for each place the four rows around it, and how far down and right it is between them, in units of 1 /
+    SHARES.
     """
     above, below, down = _taps(canvas.shape[0], lines)
     left, right, across = _taps(canvas.shape[1], columns)
@@ -125,8 +135,8 @@ def _between(canvas: np.ndarray, lines: int, columns: int) -> np.ndarray:
 
 
 def _taps(size: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for `wanted` places spread over `size`, i64[wanted] each: the places before and after, and how far it is
-    from the first to the second, in units of 1 / SHARES. Pixels are areas (torch's align_corners=False).
+    """Return, for `wanted` points spread evenly over `size` pixels, i64[wanted] each: the pixel before, the pixel
+    after, and the distance from the former in units of 1 / SHARES. Pixels are areas (torch's align_corners=False).
     """
     scale = np.float32(size) / np.float32(wanted)
     at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)

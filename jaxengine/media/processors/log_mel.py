@@ -1,4 +1,4 @@
-"""Log-mel spectrograms, those of transformers' WhisperFeatureExtractor up to rounding. NumPy only."""
+"""Log-mel spectrograms, equal to those of transformers' WhisperFeatureExtractor up to rounding. NumPy only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxengine.models.params.files import read_object
 
 # Windows of 25 milliseconds, 10 apart, at the one rate of the models.
 _WINDOW, HOP = 400, 160
-# Names of its settings in the file of all processors, and the file of this one alone.
+# Names of the settings in the file of all processors, and the file that has only them.
 _FEATURES = ("feature_extractor", "audio_processor", "preprocessor_config.json")
 # Frames whose spectra are computed at a time.
 _BLOCK = 3000
@@ -24,17 +24,19 @@ _FLOOR, _RANGE = 1e-10, 8.0
 
 
 def read_features(folder: Path, num_bins: int) -> ConfigFields:
-    """Return a checkpoint's settings of spectrograms, empty without any: those of this module and `num_bins` mel bins
-    are the only ones allowed. folder: of the checkpoint. Raises ModelFileError for others.
+    """Return a checkpoint's settings of spectrograms, without fields if it has none.
+
+    folder: of the checkpoint. Raises ModelFileError for settings other than this module's and `num_bins` mel bins.
     """
     wanted = {"feature_size": num_bins, "n_fft": _WINDOW, "hop_length": HOP, "sampling_rate": RATE}
     return required_features(folder, **wanted, dither=0.0)
 
 
 def required_features(folder: Path, **wanted: Any) -> ConfigFields:
-    """Return the fields of a checkpoint's feature extractor; empty without one. folder: of the checkpoint.
+    """Return the fields of a checkpoint's feature extractor; without fields if it has none.
 
-    wanted: values by field. Raises ModelFileError if the checkpoint gives another value for one of these fields.
+    folder: of the checkpoint. wanted: values by field. Raises ModelFileError if the checkpoint has another value for
+    one of these fields.
     """
     whole = read_object(folder, WHOLE) or {}
     own = next((whole[key] for key in _FEATURES[:-1] if whole.get(key)), None)
@@ -47,14 +49,16 @@ def required_features(folder: Path, **wanted: Any) -> ConfigFields:
 
 
 def log_mel(samples: np.ndarray, num_bins: int) -> np.ndarray:
-    """Return the log-mel spectrogram f32[N / HOP, num_bins] of samples f32[N], mirrored at both ends."""
+    """Return the log-mel spectrogram f32[N // HOP, num_bins] of samples f32[N], which are mirrored at both ends."""
     return log_spectrogram(samples, _filters(num_bins), len(samples) // HOP)
 
 
 def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.ndarray:
-    """Return the logarithms f32[count, B] of what filters f64[length / 2 + 1, B] let through of windows of samples
-    f32[N], mirrored at both ends, of which the first is centred at the first sample. length: of Fourier transforms.
-    They are base-10 logarithms of powers, at most 8 below the largest, and then (x + 4) / 4.
+    """Return the log power f32[count, B] in each band of windows of samples f32[N], mirrored at both ends; the first
+    window is centred at the first sample, and they are HOP samples apart.
+
+    filters: f64[length / 2 + 1, B], weights of frequencies, where length is that of the Fourier transforms. With x the
+    base-10 logarithm of a power, at least 8 below the largest, the result is (x + 4) / 4.
     """
     half, length = _WINDOW // 2, 2 * (len(filters) - 1)
     padded = np.pad(samples, half, mode="reflect" if len(samples) > half else "symmetric")
@@ -71,15 +75,17 @@ def log_spectrogram(samples: np.ndarray, filters: np.ndarray, count: int) -> np.
 
 @lru_cache
 def _filters(num_bins: int) -> np.ndarray:
-    """Return triangles over frequencies, [201, num_bins], of equal area, evenly spaced in mels as Slaney has them."""
+    """Return triangular filters over frequencies, [201, num_bins], of equal area, evenly spaced on Slaney's mel
+    scale.
+    """
     edges = _hertz(np.linspace(0.0, _mel(RATE / 2), num_bins + 2))
     return triangles(edges, _WINDOW) * (2.0 / (edges[2:] - edges[:-2]))
 
 
 @lru_cache
 def htk_filters(num_bins: int, length: int, lowest: float = 0.0, highest: float = RATE / 2) -> np.ndarray:
-    """Return triangles over frequencies, [length / 2 + 1, num_bins], from `lowest` to `highest` hertz, evenly spaced in
-    mels as HTK has them.
+    """Return triangular filters over frequencies, [length / 2 + 1, num_bins], from `lowest` to `highest` hertz, evenly
+    spaced on HTK's mel scale. length: of Fourier transforms.
     """
     low, high = (2595.0 * np.log10(1.0 + each / 700.0) for each in (lowest, highest))
     mels = np.linspace(low, high, num_bins + 2)
@@ -88,7 +94,9 @@ def htk_filters(num_bins: int, length: int, lowest: float = 0.0, highest: float 
 
 def triangles(edges: np.ndarray, length: int) -> np.ndarray:
     """Return [length / 2 + 1, B]: for each frequency of a Fourier transform of this length, the height of triangle b,
-    which rises from 0 at edges[b] to 1 at edges[b + 1] and falls to 0 at edges[b + 2]. edges: f64[B + 2], in hertz.
+    which rises from 0 at edges[b] to 1 at edges[b + 1] and falls to 0 at edges[b + 2].
+
+    edges: f64[B + 2], in hertz.
     """
     frequencies, widths = np.linspace(0, RATE // 2, length // 2 + 1), np.diff(edges)
     slopes = edges[None, :] - frequencies[:, None]

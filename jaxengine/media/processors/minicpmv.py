@@ -1,7 +1,7 @@
-"""Processor of MiniCPM-V 4.6 and 4.7 and of MiniCPM-OCR: an image as a whole and, where it is large, in slices.
+"""Processor of MiniCPM-V 4.6 and 4.7 and of MiniCPM-OCR: the whole image and, where it is large, slices of it.
 
-The whole and each slice, its crops, keep about their aspect ratio. In the prompt they are between marks, after the
-number of the image; slices are in rows.
+The crops (the whole and each slice) keep about the image's aspect ratio. In the prompt each is between its start and
+end tokens, after the number of the image; slices are in rows.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ _MARKS = {
     "image_id_start_token": "<image_id>",
     "image_id_end_token": "</image_id>",
 }
-# How much longer, for its width, rounding may make a slice.
+# Factor by which rounding may increase a slice's aspect ratio.
 _SLACK = 1.25
 
 
 class Crops(NamedTuple):
-    """Cut of an image, in pixels: (height, width) of the whole, of each slice, and (rows, columns) of slices, (0,
-    0) for none.
+    """Sizes of an image's crops in pixels.
+
+    Attributes:
+      whole: (height, width) of the whole image after resizing.
+      each: (height, width) of a slice.
+      slices: (rows, columns) of slices; (0, 0) for none.
     """
 
     whole: tuple[int, int]
@@ -60,17 +64,22 @@ class MiniCPMVProcessor(GridProcessor):
     """Processor of MiniCPMV4_6ForConditionalGeneration and, with canvas positions, MiniCPMV4_7ForConditionalGeneration.
 
     Args:
-      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with its tower's
-        sizes. tokenizer: of the model.
+      folder: of the checkpoint.
+      config_json: content of its config.json.
+      model_config: of the model, with its tower's sizes.
+      tokenizer: of the model; None raises ModelConfigError.
 
     Attributes:
       resolution: a crop has about this many pixels squared.
       slices: whether images are cut at all.
-      most_slices: of an image; 1 for none.
+      most_slices: limit of an image's slices; 1 for none.
       enlarges: whether an image that is not cut is enlarged to `resolution`.
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings, and tokenize the start and end texts of crops. Raises ModelConfigError
+        without a tokenizer and for an invalid config.json, ModelFileError for missing or invalid settings.
+        """
         if tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         super().__init__(model_config)
@@ -92,7 +101,9 @@ class MiniCPMVProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.pixels!r} {about} {self.tower!r}"
 
     def _read_crops(self, fields: ConfigFields) -> None:
-        """Read how images are cut. Raises ModelConfigError, also for settings that do not fit the tower."""
+        """Read and set how images are cut. Raises ModelConfigError for settings that are out of range or do not fit the
+        tower.
+        """
         joined = self.tower.joined_after is not None
         fields.require(patch_size=self.tower.patch_size)
         if fields.text(_MODE, "16x" if joined else "4x") != ("16x" if joined else "4x"):
@@ -118,8 +129,8 @@ class MiniCPMVProcessor(GridProcessor):
         return (_OPTION,)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor whose largest image has the slices that an engine's options allow. Raises RequestError
-        for options that there are not.
+        """Return a copy whose most_slices, and so its largest image, is overridden by an engine's options. Raises
+        RequestError for unknown options, and for an invalid one.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -127,15 +138,17 @@ class MiniCPMVProcessor(GridProcessor):
         return found
 
     def _limit(self, options: Mapping[str, Any]) -> int:
-        """Return most_slices as `options` replace it, which they do not where the settings cut no image. Raises
-        RequestError for an invalid one.
+        """Return the limit of slices from `options`, or most_slices; 1 if the settings cut no image. Raises
+        RequestError for an invalid option.
         """
         limit = integer_option(options, _OPTION, self.most_slices, _MOST_SLICES)
         return limit if self.slices else 1
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Cut an image, uint8[H, W, 3], into crops and those into patches. options: max_slice_nums alone; most: limit
-        of patches. Raises RequestError for others, strips, and more patches.
+        """Cut an image, uint8[H, W, 3], into crops and these into patches.
+
+        options: only max_slice_nums. most: limit of patches; None for none. Raises RequestError for other options and
+        values, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -151,14 +164,16 @@ class MiniCPMVProcessor(GridProcessor):
         return self._joined([self.cut(self.pixels.normalized(crop[None])) for crop in made], crops.slices)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return an image of at least as many patches as any, or one of `size`, (height, width) in pixels, with patches
-        f32[P, 0]. Raises RequestError for an extreme size.
+        """Return an image with at least as many patches as any, or one of `size`, (height, width) in pixels, with
+        patches f32[P, 0].
+
+        Raises RequestError for an extreme aspect ratio.
         """
         if size is not None:
             crops = self._crops(size[0], size[1], self.most_slices)
             grids = [self._grid(crops.whole), *[self._grid(crops.each)] * math.prod(crops.slices)]
         else:
-            # Of the slices of n + 1 none is longer than by a ratio of 1 / n of the image's: one row of n could be, too.
+            # With n + 1 slices, a slice has at most 1 / n of the image's aspect ratio: n in one row are possible, too.
             each = {n + 1: self._largest_crop(MAX_ASPECT_RATIO / n) for n in range(1, self.most_slices)}
             count = max(each, key=lambda n: n * math.prod(each[n]), default=0)
             crops = Crops((0, 0), (0, 0), (min(count, 1), count))
@@ -167,8 +182,11 @@ class MiniCPMVProcessor(GridProcessor):
         return self._joined(made, crops.slices)
 
     def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
-        """Order patches as the tower joins them, squares in squares. patches: f32[P, F], of each row line by line.
-        grid: (1, height, width) in patches; seconds: not used.
+        """Return the Processed item of one crop's patches, in the order in which the tower joins them: squares within
+        squares.
+
+        patches: f32[P, F], merged row by merged row, each line by line. grid: (1, height, width) in patches. seconds:
+        not used.
         """
         made = super().processed(patches, grid, seconds)
         inside = np.arange(self.tower.merge)
@@ -181,8 +199,10 @@ class MiniCPMVProcessor(GridProcessor):
         return made._replace(patches=made.patches[order], columns=np.ascontiguousarray(made.columns[:, order]))
 
     def _joined(self, crops: Sequence[Processed], slices: tuple[int, int]) -> Processed:
-        """Return the item of an image's crops; its grid is that of all slices, (rows, columns), or of the whole without
-        them.
+        """Return the item of an image's crops, whose columns "segment" become the crops' numbers.
+
+        slices: (rows, columns) of slices, (0, 0) for none. The item's grid is that of all slices together, or of the
+        whole image without slices.
         """
         columns = [crop.columns.copy() for crop in crops]
         for number, each in enumerate(columns):
@@ -195,13 +215,17 @@ class MiniCPMVProcessor(GridProcessor):
         return Processed(patches, np.concatenate(columns, axis=1), order, count, grid, crops=sizes)
 
     def crop_grids(self, item: Processed) -> list[tuple[int, int]]:
-        """Return (height, width) of each crop of an item, in embeddings. One given as embeddings is one crop."""
+        """Return (height, width) of each crop of an item, in embeddings. An image that was given as embeddings is one
+        crop.
+        """
         merge = self.tower.spatial_merge_size
         return [(height // merge, width // merge) for height, width in item.crops or (item.grid[1:],)]
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the crops of each image, between their marks, in the place of its placeholder. items: by modality, in the
-        order of the prompt. Raises RequestError for another number of items.
+        """Return the prompt with each placeholder replaced by its image's crops between their start and end tokens, and
+        with canvas positions if the model has M-RoPE. items: by modality, in the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders.
         """
         at, order = self.placeholders(np.asarray(token_ids, np.int64), items)
         out: list[int] = []
@@ -224,7 +248,9 @@ class MiniCPMVProcessor(GridProcessor):
         return Expanded(out, positions, order, places, delta)
 
     def _append(self, out: list[int], number: int, item: Processed) -> Frame:
-        """Append the tokens of the image with this number in the prompt to `out`, and return where its crops are."""
+        """Append the tokens of the image with this number in the prompt to `out`, and return where its crops are in
+        `out`.
+        """
         grids, marks, token = self.crop_grids(item), self.marks, self.token_ids["image"]
         if self.numbers:
             counted = self.tokenizer.encode(str(number), add_special_tokens=False)
@@ -242,7 +268,7 @@ class MiniCPMVProcessor(GridProcessor):
 
     @property
     def _line_break(self) -> list[int]:
-        """Return the tokens between two rows of slices."""
+        """Token ids of the text between two rows of slices."""
         return self.tokenizer.encode("\n", add_special_tokens=False)
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -250,7 +276,9 @@ class MiniCPMVProcessor(GridProcessor):
         return size[0] // self.tower.patch_size, size[1] // self.tower.patch_size
 
     def _crops(self, height: int, width: int, most_slices: int) -> Crops:
-        """Return how an image of height x width pixels is cut. Raises RequestError for an extreme aspect ratio."""
+        """Return the sizes of the crops of an image of height x width pixels. most_slices: limit of slices. Raises
+        RequestError for an extreme aspect ratio.
+        """
         check_ratio(height, width)
         rows, columns = _slices(height, width, self.resolution, most_slices)
         if not rows:
@@ -259,8 +287,8 @@ class MiniCPMVProcessor(GridProcessor):
         return Crops(self._resized(height, width, False), self._resized(*fine, True), (rows, columns))
 
     def _resized(self, height: float, width: float, enlarges: bool) -> tuple[int, int]:
-        """Return (height, width) in pixels of a crop, multiples of `factor`; one that is larger than `resolution`
-        squared, or is to be enlarged, has about as many pixels.
+        """Return (height, width) in pixels of a crop after resizing, multiples of `factor`. A crop larger than
+        `resolution` squared, or any with `enlarges`, is resized to about that many pixels.
         """
         if height * width > self.resolution**2 or enlarges:
             ratio = width / height
@@ -270,8 +298,10 @@ class MiniCPMVProcessor(GridProcessor):
 
     def _largest_crop(self, ratio: float) -> tuple[int, int]:
         """Return a grid, (height, width) in patches, with at least as many patches as that of any crop whose sides have
-        at most this ratio: before rounding to multiples of `factor`, a crop of some height has at most the width that
-        makes `resolution` squared.
+        at most this ratio.
+
+        Before rounding to multiples of `factor`, a crop of some height has at most the width that makes `resolution`
+        squared.
         """
         longest = math.sqrt(ratio * _SLACK)
         heights = np.arange(max(1, int(self.resolution / longest)), int(longest * self.resolution) + 1)
@@ -282,13 +312,18 @@ class MiniCPMVProcessor(GridProcessor):
 
 
 def _rounded(length: float, divisor: int) -> int:
-    """Return the multiple of divisor, at least divisor, that is nearest to length; of two equally near, the even."""
+    """Return the multiple of divisor nearest to length, but at least divisor; of two equally near, the even
+    multiple.
+    """
     return max(round(length / divisor) * divisor, divisor)
 
 
 def _slices(height: int, width: int, resolution: int, most: int) -> tuple[int, int]:
     """Return (rows, columns) of the slices of an image of height x width pixels, about `resolution` squared each; (0,
-    0) for none. Of the numbers around what is needed, at most `most`, the one whose slices are nearest to squares.
+    0) for none.
+
+    The number of slices is the needed one, or one less or more, at most `most`, whichever allows slices nearest to
+    squares.
     """
     needed = min(math.ceil(width * height / resolution**2), most)
     if needed <= 1:
@@ -305,8 +340,8 @@ def _slices(height: int, width: int, resolution: int, most: int) -> tuple[int, i
 
 
 def _read_marks(folder: Path) -> dict[str, str]:
-    """Return the texts of _MARKS from the tokenizer_config.json of a checkpoint's folder. Raises ModelFileError for
-    other than texts.
+    """Return the texts named by _MARKS, from the tokenizer_config.json in a checkpoint's folder or else transformers'.
+    Raises ModelFileError for a value that is not text.
     """
     found = read_object(folder, "tokenizer_config.json") or {}
     extra = found.get("extra_special_tokens")

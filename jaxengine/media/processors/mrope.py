@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxengine.scheduler.base.errors import RequestError
 
-# Limit of positions in time: float32, in which rotations are computed, has all whole numbers below.
+# Limit of positions in time: float32, in which rotations are computed, represents all smaller whole numbers.
 _MAX_TIME = 1 << 24
 
 
@@ -28,8 +28,9 @@ class EmbeddingRun(NamedTuple):
 
 
 def whole_times(times: np.ndarray) -> np.ndarray:
-    """Return positions in time of a video's steps, f32[n], as whole numbers i64[n], rounded down. Raises RequestError
-    for positions that are not below _MAX_TIME, as those of a video of months are.
+    """Return the temporal positions of a video's steps, f32[n], rounded down to i64[n].
+
+    Raises RequestError for positions that are not below _MAX_TIME, as those of a video of months.
     """
     if not (last := times.max(initial=0)) < _MAX_TIME:
         problem = f"a video's M-RoPE positions in time must be below {_MAX_TIME}, got {last:.3g}"
@@ -38,9 +39,8 @@ def whole_times(times: np.ndarray) -> np.ndarray:
 
 
 def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat the ids at positions `at`, each as often as `counts` says; the others stay.
-
-    Returns the new ids, and the new position of the first of each that was repeated.
+    """Return (token ids, starts): the ids with those at positions `at` repeated `counts` times, and the new position of
+    the first of each.
     """
     repeats = np.ones(len(token_ids), np.int64)
     repeats[at] = counts
@@ -49,14 +49,14 @@ def repeated(token_ids: np.ndarray, at: np.ndarray, counts: Sequence[int]) -> tu
 
 
 def mrope_positions(num_tokens: int, runs: Sequence[EmbeddingRun]) -> tuple[np.ndarray, int]:
-    """Compute M-RoPE positions in time, height and width, i32[3, num_tokens], and the delta of tokens after the
-    prompt.
+    """Return M-RoPE positions in time, height and width, i32[3, num_tokens], and the M-RoPE position delta of tokens
+    after the prompt.
 
-    runs: of the prompt's embeddings, in order; all other tokens are text. Text advances all three. Embeddings count
-    from the end of the text before them, each by its coordinates in the grid, and the following text begins after their
-    largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section 2.1, and transformers 4; transformers 5.23
-    begins after the larger of rows and columns, which is less if a video has more temporal steps than rows and
-    columns). The delta is mrope_position - position for tokens after the prompt.
+    runs: of the prompt's embeddings, in order; all other tokens are text. Text advances all three coordinates.
+    Embeddings count from the end of the text before them, each by its coordinates in the grid, and the following text
+    begins after their largest position (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, section 2.1, and transformers 4;
+    transformers 5.23 begins after the larger of rows and columns, which is less if a video has more temporal steps than
+    rows and columns). The delta is M-RoPE position minus token position.
     """
     places = np.zeros((3, num_tokens), np.int32)
     position = place = 0

@@ -1,4 +1,6 @@
-"""PaddleOCR-VL's processor: Qwen2-VL's for images alone, with other bounds of their pixels and patches of one frame."""
+"""Processor of PaddleOCR-VL: Qwen2-VL's for images alone, with other bounds of their pixels and patches of one
+frame.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ class PaddleOcrVLProcessor(Qwen2VLProcessor):
         super().__init__(folder, {"vision_end_token_id": _END, **config_json}, model_config, tokenizer)
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """Return (height, width) in pixels of an image after resizing, as Qwen2-VL does after sides of less than
-        `factor` pixels have grown to it. Raises RequestError for an extreme aspect ratio.
+        """Return (height, width) in pixels of an image after resizing: a side below `factor` pixels is first enlarged
+        to it, then Qwen2-VL's rule applies.
+
+        Raises RequestError for an extreme aspect ratio.
         """
         check_ratio(height, width)
         if height < self.factor:

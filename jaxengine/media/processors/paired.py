@@ -13,7 +13,7 @@ from jaxengine.scheduler.base.media import AUDIO
 
 
 class PairedProcessor:
-    """MediaProcessor that passes sounds to one processor and all else to another.
+    """MediaProcessor that passes sounds to one processor and all other items to another.
 
     Options (mm_processor_kwargs) are those of images: sounds have none.
     """
@@ -25,15 +25,17 @@ class PairedProcessor:
         self.settings = f"{seeing.settings} {hearing.settings}"
 
     def of(self, modality: str) -> MediaProcessor:
-        """Return the processor of a modality, that of images for all but "audio"."""
+        """Return the processor of a modality: `hearing` for "audio", else `seeing`."""
         return self.hearing if modality == AUDIO else self.seeing
 
     def placeholder(self, modality: str) -> str:
         return self.of(modality).placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an item by its modality's processor. For sounds the options are only checked, as those of images.
-        most: limit of patches. Raises RequestError as that processor does.
+        """Preprocess an item by its modality's processor. For sounds the options are only checked, as options of
+        images.
+
+        most: limit of patches; None for none. Raises the RequestErrors of that processor.
         """
         if modality == AUDIO:
             self.seeing.with_options(options)
@@ -50,14 +52,14 @@ class PairedProcessor:
         return type(self)(self.seeing.with_options(options), self.hearing)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand images first, then sounds among what became of the prompt. Only for models without M-RoPE.
+        """Return the prompt with its images expanded first, and then its sounds. Only for models without M-RoPE.
 
-        items: by modality, in the order of the prompt. Raises RequestError for another number of placeholders than of
-        items.
+        items: by modality, in the order of the prompt. Raises RequestError for another number of items than
+        placeholders.
         """
         seen = self.seeing.expand(token_ids, items)
         heard = self.hearing.expand(seen.token_ids, items)
-        # Each token that is no placeholder of a sound stays one; those of sounds become their embeddings and marks.
+        # Each token stays one token, except placeholders of sounds, which become several.
         counts = np.ones(len(seen.token_ids), np.int64)
         counts[self.hearing.found(seen.token_ids)] = [self.hearing.length(item) for item in items.get(AUDIO, ())]
         moved = np.cumsum(counts) - counts

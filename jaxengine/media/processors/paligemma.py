@@ -1,4 +1,4 @@
-"""PaliGemma's processor: images are stretched to one square, and begin a prompt that ends with a line break."""
+"""Processor of PaliGemma: images are stretched to one square, and begin a prompt that ends with a line break."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ class PaliGemmaProcessor(LlavaProcessor):
     needs_tokenizer = True
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for a model without bos_token_id, ModelConfigError or
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         if model_config.bos_token_id is None:
             raise ModelConfigError("bos_token_id must be a token, which follows images")
         self._bos: int = model_config.bos_token_id
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand the prompt as UnitProcessor does, with a beginning-of-sequence token behind the last image instead of
-        one at the start, and another line break at the end, in one token with those of the prompt.
+        """Return the expanded prompt, with a beginning-of-sequence token after the last image instead of one at the
+        start, and another line break at the end, merged with those of the prompt.
+
+        Raises RequestError for another number of items than placeholders.
         """
         found = list(token_ids)
         if self.image_id in found:

@@ -44,6 +44,9 @@ class PixtralProcessor(GridProcessor):
     """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for an invalid config.json, ModelFileError for
+        missing or invalid settings.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         fields = ConfigFields(config_json)
@@ -70,8 +73,8 @@ class PixtralProcessor(GridProcessor):
         return ("size",)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor with the longest edge of an engine's options, if it is longer; else this one. Raises
-        RequestError for options that there are not, and for an invalid one.
+        """Return a copy with the longest edge of an engine's options, if that is longer than this processor's. Raises
+        RequestError for unknown options, and for an invalid one.
         """
         check_options(options, self.option_names())
         found, longest = copy(self), self._asked_longest(options)
@@ -79,7 +82,9 @@ class PixtralProcessor(GridProcessor):
         return found
 
     def _asked_longest(self, options: Mapping[str, Any]) -> int:
-        """Return the longest edge in pixels, as `options` replace it. Raises RequestError for an invalid one."""
+        """Return the longest edge in pixels from `options`, or this processor's. Raises RequestError for an invalid
+        option.
+        """
         if not options:
             return self.longest
         try:
@@ -88,8 +93,10 @@ class PixtralProcessor(GridProcessor):
             raise bad_option("size", options["size"], str(error)) from None
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Resize an image, uint8[H, W, 3], and cut it into patches for the tower. options: `size` alone, its longest
-        edge; most: limit of patches. Raises RequestError for others, more patches, and extreme aspect ratios.
+        """Resize an image, uint8[H, W, 3], and cut it into patches for the tower.
+
+        options: only `size`, its longest edge. most: limit of patches; None for none. Raises RequestError for other
+        options and values, more patches, and extreme aspect ratios.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
@@ -99,15 +106,19 @@ class PixtralProcessor(GridProcessor):
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return a square of the longest edge, or an image of `size`, (height, width) in pixels, with patches f32[P,
-        0]. Raises RequestError for an extreme size.
+        0].
+
+        Raises RequestError for an extreme aspect ratio.
         """
         height, width = self._resized_size(*(size or (self.longest, self.longest)), self.longest)
         grid = 1, height // self.tower.patch_size, width // self.tower.patch_size
         return self.processed(np.empty((int(np.prod(grid)), 0), np.float32), grid)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put lines of placeholders, each ended by a mark, in the place of each image's. items: by modality, in the
-        order of the prompt. Raises RequestError for another number of items, and for images without a tokenizer.
+        """Return the prompt with each placeholder replaced by lines of placeholders, each ended by the break token, the
+        last by the end token. items: by modality, in the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders, and for images without a tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -142,9 +153,9 @@ class PixtralProcessor(GridProcessor):
         return high, wide
 
     def _mark_ids(self) -> tuple[int, int]:
-        """Return the ids of the tokens (after each line of an image, after its last one).
+        """Return the ids of (the break token, the end token), which end lines of an image.
 
-        Raises RequestError without a tokenizer, and if a mark is not one token of it.
+        Raises RequestError without a tokenizer, and if a mark is not one of its tokens.
         """
         if self.tokenizer is None:
             raise RequestError(
@@ -158,8 +169,9 @@ class PixtralProcessor(GridProcessor):
 
 
 def _read_longest(fields: ConfigFields) -> int:
-    """Return the longest edge in pixels of the field `size`, a number or a mapping. Raises ModelConfigError for other
-    values, and outside 1 to MAX_SIDE.
+    """Return the longest edge in pixels from the field `size`, a number or a mapping with longest_edge.
+
+    Raises ModelConfigError unless it is an integer from 1 to MAX_SIDE.
     """
     size = fields.value("size")
     longest = size.get("longest_edge") if isinstance(size, Mapping) else size

@@ -1,4 +1,4 @@
-"""Qianfan-OCR's processor: InternVL's for images alone, for which a text stands in prompts."""
+"""Processor of Qianfan-OCR: InternVL's for images alone; in prompts a text stands for an image."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ _NAME = "image_placeholder_token"
 
 
 class QianfanOCRProcessor(TextPlaceholderProcessor):
-    """Processor of QianfanOCRForConditionalGeneration; transformers' ignores crop_to_patches in the file, too."""
+    """Processor of QianfanOCRForConditionalGeneration. It ignores crop_to_patches in the checkpoint's file, as
+    transformers' does.
+    """
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings, and tokenize the placeholder, start and end texts. Raises ModelConfigError or
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         path, whole = Path(folder) / WHOLE, read_object(folder, WHOLE) or {}
         self.place_text(path, _NAME, token_text(path, whole, _NAME, "<image>"))
@@ -36,5 +41,5 @@ class QianfanOCRProcessor(TextPlaceholderProcessor):
         return self.token_id("image_token_id") if has_id else context_id(self.tokenizer)
 
     def pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of an image (`item`): its embeddings between two marks."""
+        """Return the tokens of an image (`item`): its placeholders between the start and end tokens."""
         return [*self.start, *[self.image_id] * item.num_rows, *self.end]

@@ -42,7 +42,7 @@ _OPTIONS = ("min_pixels", "max_pixels", "size")
 
 
 class Bounds(NamedTuple):
-    """Inclusive limits of the number of pixels of a resized image or frame: least, most."""
+    """Limits (least, most), both included, of the number of pixels of a resized image or frame."""
 
     least: int
     most: int
@@ -79,6 +79,9 @@ class Qwen2VLProcessor(GridProcessor):
     }
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for token ids that are missing or invalid,
+        ModelFileError for missing or invalid settings.
+        """
         super().__init__(model_config)
         self.tokenizer = tokenizer
         fields = ConfigFields(config_json)
@@ -92,8 +95,10 @@ class Qwen2VLProcessor(GridProcessor):
         self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
 
     def _read_sizes(self, folder: Path, modality: str, *places: tuple[str, str]) -> Sizes:
-        """Read a modality's settings from the first of `places`, as of read_settings. Raises ModelFileError for none,
-        and for settings that are invalid or do not fit the tower.
+        """Return a modality's settings from the first of `places` (as in read_settings) that the checkpoint's folder
+        has.
+
+        Raises ModelFileError if it has none, and for settings that are invalid or do not fit the tower.
         """
         path, found = read_settings(folder, *places)
         fields = found.with_defaults(**{"temporal_patch_size": 2, "merge_size": 2, **self.defaults})
@@ -109,7 +114,7 @@ class Qwen2VLProcessor(GridProcessor):
             raise ModelFileError(path, str(error)) from None
 
     def placeholder(self, modality: str) -> str:
-        """Return the text of a placeholder between the tokens around it. Needs the tokenizer."""
+        """Return the text of a placeholder between its start and end tokens. Needs the tokenizer."""
         before, after = self.around
         ids = before, self.token_ids[modality], after
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
@@ -118,8 +123,10 @@ class Qwen2VLProcessor(GridProcessor):
         return _OPTIONS
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor whose largest items are those that an engine's options allow, if they are larger; else
-        this one. Raises RequestError for options that there are not, and for invalid bounds.
+        """Return a copy whose bounds are widened to those of an engine's options, so that its largest items are at
+        least as large; this processor if they are not wider.
+
+        Raises RequestError for unknown options, and for invalid bounds.
         """
         check_options(options, self.option_names())
         # Bounds that fit images need not fit videos; requests are refused then.
@@ -135,9 +142,11 @@ class Qwen2VLProcessor(GridProcessor):
         return found
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Resize and cut an image or a video's frames, for the tower. value: uint8[H, W, 3] or frames.Video; options:
-        bounds of their pixels, min_pixels, max_pixels or size; most: limit of patches. Raises RequestError for others,
-        more patches, and extreme aspect ratios.
+        """Resize and cut an image or a video's frames for the tower.
+
+        value: uint8[H, W, 3] or frames.Video. options: bounds of their pixels, min_pixels, max_pixels or size. most:
+        limit of patches; None for none. Raises RequestError for other options and values, more patches, and extreme
+        aspect ratios.
         """
         check_options(options, self.option_names())
         if modality == "image":
@@ -155,8 +164,8 @@ class Qwen2VLProcessor(GridProcessor):
         return self.cut(sizes.pixels.normalized(resized), seconds)
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the start of each temporal step of a video in seconds after its first frame; steps have equal
-        duration. video: frames.Video; without fps, UNKNOWN_FPS of its frames a second.
+        """Return the start of each temporal step of a frames.Video, in seconds after its first frame; steps have equal
+        duration. The source is assumed to have UNKNOWN_FPS sampled frames per second if its rate is unknown.
         """
         steps = -(-len(video.frames) // self.tower.temporal_patch_size)
         fps = video.fps
@@ -165,10 +174,10 @@ class Qwen2VLProcessor(GridProcessor):
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
         """Return (height, width) in pixels of an image or a video's frames after resizing, as by transformers'
-        smart_resize.
+        smart_resize: multiples of `factor` near the aspect ratio, with a number of pixels within bounds.
 
-        bounds: of the pixels of an image or frame. modality, num_frames: for subclasses. Raises RequestError if one
-        side is more than MAX_ASPECT_RATIO times the other.
+        bounds: of the pixels of an image or frame. modality, num_frames: only used by subclasses. Raises RequestError
+        if one side is more than MAX_ASPECT_RATIO times the other.
         """
         del modality, num_frames
         check_ratio(height, width)
@@ -182,7 +191,9 @@ class Qwen2VLProcessor(GridProcessor):
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """Return the largest item, or one of `size`, (height, width) in pixels, with patches f32[P, 0]; a video has
-        LARGEST_FRAMES frames. Raises RequestError for an extreme size.
+        LARGEST_FRAMES frames.
+
+        Raises RequestError for an extreme aspect ratio.
         """
         frames, bounds = LARGEST_FRAMES if modality == "video" else 1, self.sizes[modality].bounds
         if size is not None:
@@ -196,18 +207,18 @@ class Qwen2VLProcessor(GridProcessor):
         return self.processed(patches, grid, seconds)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return the height and width in pixels of the frames with the most patches. modality, num_frames: for
+        """Return (height, width) in pixels of the frames with the most patches. modality, num_frames: only used by
         subclasses.
         """
         del modality, num_frames
         return self.widest(bounds.most)
 
     def widest(self, pixels: int) -> tuple[int, int]:
-        """Return the height and width in pixels, multiples of `factor`, whose product is closest to `pixels` from
-        below; the squarest such size.
+        """Return (height, width) in pixels, multiples of `factor`, whose product is closest to `pixels` from below; of
+        equal ones the squarest.
 
-        The width is the longer side, at most about MAX_ASPECT_RATIO times the height. Below factor**2 pixels it is one
-        square of `factor`.
+        The width is the longer side, at most about MAX_ASPECT_RATIO times the height. For less than factor**2 pixels
+        the result is one square of `factor`.
         """
         units = max(1, pixels // self.factor**2)
         sides = range(math.isqrt(units), max(0, math.isqrt(units // MAX_ASPECT_RATIO)), -1)
@@ -215,9 +226,10 @@ class Qwen2VLProcessor(GridProcessor):
         return high * self.factor, units // high * self.factor
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its item has embeddings, and compute M-RoPE positions. items: by
-        modality, in the order of the prompt. Raises RequestError for another number of items, and for a video that
-        lasts too long.
+        """Return the prompt with each placeholder repeated as often as its item has embeddings, and with M-RoPE
+        positions. items: by modality, in the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders, and for a video that lasts too long.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -229,13 +241,15 @@ class Qwen2VLProcessor(GridProcessor):
         runs = [
             EmbeddingRun(int(start), self.merged(item), self.times(item))
             for start, item, (modality, _) in zip(starts, chosen, order, strict=True)
-            if modality != AUDIO  # of a model that hears as well: sounds have the positions of tokens
+            if modality != AUDIO  # sounds, in models that also take them, have the positions of text tokens
         ]
         places, delta = mrope_positions(len(ids), runs)
         return Expanded(ids.tolist(), positions, order, places, delta)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps, i64[grid[0]]: here their numbers."""
+        """Return the temporal M-RoPE positions of an item's steps relative to the first, i64[grid[0]]; in this class 0,
+        1, 2, ...
+        """
         return np.arange(item.grid[0])
 
 
@@ -245,8 +259,10 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
     """
 
     def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the tower's rows, as indexes into the item's rows line by line, sorted by attention
-        window, and the window of each, int [rows]. grid: (time, height, width) in patches.
+        """Return (order, windows), both int [rows]: the tower's rows as indices into the item's rows line by line,
+        sorted by attention window, and the window of each.
+
+        grid: (time, height, width) in patches.
         """
         merge, side = self.tower.spatial_merge_size, self.tower.window_size // self.tower.spatial_merge_size
         time, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
@@ -257,8 +273,10 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
         return order, window[order]
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps, in proportion to seconds; 0 for a single step.
-        Raises RequestError as whole_times.
+        """Return the temporal M-RoPE positions of an item's steps relative to the first, i64[grid[0]], in proportion to
+        seconds; 0 for an image.
+
+        Raises RequestError for a video so long that its positions exceed float32's whole numbers.
         """
         if len(item.seconds) < 2:
             return np.zeros(item.grid[0], np.int64)
@@ -281,10 +299,10 @@ def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]
 
 
 def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
-    """Read pixel bounds: `size` with shortest_edge and longest_edge, which are numbers of pixels here, or min_pixels
-    and max_pixels; the latter have precedence.
+    """Return the pixel bounds in `fields`: min_pixels and max_pixels, or else `size` with shortest_edge and
+    longest_edge, which are numbers of pixels here.
 
-    default: of bounds that are not there. Raises ModelConfigError unless 1 <= least <= most <= MAX_PIXELS.
+    default: bounds for values that are missing. Raises ModelConfigError unless 1 <= least <= most <= MAX_PIXELS.
     """
     size = ConfigFields(fields.mapping("size") or {})
     least = size.integer("shortest_edge", None) or size.integer("min_pixels", default.least)
@@ -298,10 +316,10 @@ def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
 
 
 def _asked_bounds(options: Mapping[str, Any], given: Bounds) -> Bounds:
-    """Read pixel bounds from a request's mm_processor_kwargs (size, min_pixels, max_pixels).
+    """Return the pixel bounds in a request's mm_processor_kwargs (size, min_pixels, max_pixels).
 
-    given: the bounds for values that they leave out. Raises RequestError for bounds that are not integers, of which the
-    least exceeds the most, or beyond MAX_PIXELS.
+    given: bounds for values that are missing. Raises RequestError for bounds that are not integers, exceed MAX_PIXELS,
+    or whose least exceeds the most.
     """
     if not options:
         return given

@@ -16,7 +16,9 @@ from jaxengine.scheduler.base.errors import RequestError
 
 
 class Qwen3VLProcessor(Qwen2VLProcessor):
-    """Processor of Qwen3VLForConditionalGeneration, whose pixel bounds of a video cover all of its frames."""
+    """Processor of Qwen3VLForConditionalGeneration, whose pixel bounds of a video apply to all of its frames
+    together.
+    """
 
     defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     default_bounds: ClassVar[Mapping[str, Bounds]] = {
@@ -25,8 +27,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     }
 
     def seconds(self, video: Any) -> tuple[float, ...]:
-        """Return the midpoint between the first and last frame of each temporal step, in seconds. video: frames.Video;
-        without fps, UNKNOWN_FPS frames a second.
+        """Return the midpoint between the first and last frame of each temporal step of a frames.Video, in seconds, at
+        UNKNOWN_FPS frames per second if its rate is unknown.
         """
         depth = self.tower.temporal_patch_size
         shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
@@ -34,23 +36,26 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return tuple(((shown[:, 0] + shown[:, -1]) / 2).tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        """Return (height, width) in pixels after resizing, within bounds of an image's pixels or of those of all
-        num_frames of a video. Raises RequestError for an extreme aspect ratio.
+        """Return (height, width) in pixels after resizing. bounds: of an image's pixels, or of those of all num_frames
+        of a video together.
+
+        Raises RequestError for an extreme aspect ratio.
         """
         if modality == "image":
             return super().resized_size(modality, num_frames, height, width, bounds)
         return resized_frames(num_frames, height, width, bounds, self.factor, self.tower.temporal_patch_size)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        """Return the height and width in pixels of the largest frames, the squarest with at most bounds.most; the
-        num_frames of a video share it.
+        """Return (height, width) in pixels of the largest frames, the squarest with at most bounds.most pixels, of
+        which each of a video's num_frames has an equal share.
         """
         return self.widest(bounds.most if modality == "image" else bounds.most // num_frames)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the tokens of `_steps` in the place of each placeholder, and compute M-RoPE positions. items: by
-        modality, in the order of the prompt. Raises RequestError for another number of items, and a video without a
-        tokenizer.
+        """Return the prompt with each placeholder replaced by the tokens of its item's steps, and with M-RoPE
+        positions. items: by modality, in the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders, and for a video without a tokenizer.
         """
         ids = np.asarray(token_ids, np.int64)
         at, order = self.placeholders(ids, items)
@@ -81,15 +86,15 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
     def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
         """Return the span [start, end) of the prompt to replace for a video: its placeholder at `place` in the token
-        ids and, if they are there, the tokens around it, as each step has its own.
+        ids, with the start and end tokens around it if they are there, as each step has its own.
         """
         before, after = self.around
         whole = 0 < place < len(ids) - 1 and ids[place - 1] == before and ids[place + 1] == after
         return (place - 1, place + 2) if whole else (place, place + 1)
 
     def _steps(self, modality: str, item: Processed) -> list[np.ndarray]:
-        """Return tokens, i64, of each step of an item of this modality: placeholders for an image, which is one step; a
-        time and placeholders for each temporal step of a video.
+        """Return the tokens, i64, of each step of an item of this modality: placeholders for an image, which is one
+        step; a time and placeholders for each temporal step of a video.
 
         Raises RequestError for a video without a tokenizer.
         """
@@ -108,7 +113,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
     def step_tokens(self, item: Processed, seconds: float) -> list[int]:
         """Return the tokens of a temporal step of a video (`item`) that is shown at `seconds`: the time, and its
-        embeddings between two marks.
+        placeholders between the start and end tokens.
         """
         before, after = self.around
         each = item.num_rows // item.grid[0]
@@ -121,7 +126,7 @@ def resized_frames(
 ) -> tuple[int, int]:
     """Return (height, width) in pixels of frames after resizing, as by transformers' smart_resize of Qwen3-VL.
 
-    bounds: of the pixels of all frames together. factor: pixels along a side of a row of the tower. depth: frames of a
+    bounds: of the pixels of all frames together. factor: side in pixels of one row of the tower. depth: frames of a
     patch. Raises RequestError if one side is more than MAX_ASPECT_RATIO times the other.
     """
     # Fewer frames are repeated to fill a patch.

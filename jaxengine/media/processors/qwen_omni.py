@@ -40,14 +40,16 @@ class Qwen2_5OmniImages(Qwen2_5VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps, in whole numbers, in proportion to seconds; 0 for a
-        single step. Raises RequestError for a video that lasts too long.
+        """Return the temporal M-RoPE positions of an item's steps relative to the first, i64[grid[0]], in proportion to
+        seconds; 0 for a single step.
+
+        Raises RequestError for a video that lasts too long.
         """
         return _times(item, self.per_second)
 
 
 class Qwen3OmniImages(Qwen2VLProcessor):
-    """Processor of the images and videos of Qwen3-Omni: Qwen2-VL's, over the patches of Qwen3-VL.
+    """Processor of the images and videos of Qwen3-Omni: Qwen2-VL's, with the patches of Qwen3-VL.
 
     Attributes:
       per_second: M-RoPE positions in time per second of video.
@@ -64,58 +66,66 @@ class Qwen3OmniImages(Qwen2VLProcessor):
         self.per_second = _per_second(config_json)
 
     def times(self, item: Processed) -> np.ndarray:
-        """Return the temporal M-RoPE positions of an item's steps, in whole numbers, in proportion to seconds; 0 for a
-        single step. Raises RequestError for a video that lasts too long.
+        """Return the temporal M-RoPE positions of an item's steps relative to the first, i64[grid[0]], in proportion to
+        seconds; 0 for a single step.
+
+        Raises RequestError for a video that lasts too long.
         """
         return _times(item, self.per_second)
 
 
 class Qwen2_5OmniSounds(Qwen2AudioProcessor):
-    """Processor of the sounds of Qwen2.5-Omni: windows of two seconds, with 25 embeddings a second."""
+    """Processor of the sounds of Qwen2.5-Omni: windows of two seconds, with 25 embeddings per second."""
 
     chunk = 4  # frames of an embedding
     token_fields = ("audio_token_id",)
 
     def num_samples(self, sound: Sound) -> int:
-        """Return the number of a sound's samples, filled up to whole frames and _APART more of silence."""
+        """Return the number of samples of a sound, padded to whole frames and _APART more frames of silence."""
         return -(-len(sound.samples) // HOP) * HOP + _APART * HOP
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """Return the frames f32[P, bins] of samples f32[N], without those of the silence."""
+        """Return the spectrogram f32[P, bins] of samples f32[N], without the last _APART frames, which are silence."""
         return log_mel(samples, self.num_bins)[:-_APART]
 
 
 class Qwen3OmniSounds(Qwen3SoundProcessor):
-    """Processor of the sounds of Qwen3-Omni: one that is shorter than a chunk is not filled up."""
+    """Processor of the sounds of Qwen3-Omni: a sound that is shorter than a chunk is not padded."""
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column, i32[1, num_frames], 0 within the sound and after it -1, or the tower's `cut` in a single
-        chunk, and the rows, i32, -1 where there is no embedding.
+        """Return (columns, rows) of a sound with num_frames frames: one column, i32[1, num_frames], 0 within the sound
+        and -1 after it (the tower's `cut` if there is a single chunk), and rows, i32, the numbers of its embeddings and
+        -1 where there is none.
         """
         columns, rows = super().placed(sound, num_frames)
         return (np.where(columns < 0, self.tower.cut, columns) if num_frames == self.chunk else columns), rows
 
 
 class OmniProcessor(PairedProcessor):
-    """Both processors of a model with M-RoPE, in which sounds have the positions of tokens."""
+    """Processors of images and of sounds of a model with M-RoPE, in which sounds have the positions of text tokens."""
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand images, videos and sounds together: the processor of images knows the placeholder of sounds. M-RoPE
-        positions are computed, too. Raises RequestError for another number of placeholders than of items.
+        """Return the prompt expanded for its images, videos and sounds together, with M-RoPE positions.
+
+        Raises RequestError for another number of items than placeholders.
         """
         return self.seeing.expand(token_ids, items)
 
 
 def qwen2_5_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen2.5-Omni for the towers that it is served with. folder: of the checkpoint;
-    config_json: content of its config.json; tokenizer: None without one. Raises ModelFileError, ModelConfigError.
+    """Return the processor of Qwen2.5-Omni for the towers that it is served with.
+
+    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
+    ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
     return _processor(Qwen2_5OmniImages, Qwen2_5OmniSounds, folder, config_json, model_config, tokenizer)
 
 
 def qwen3_omni(folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of Qwen3-Omni; folder: of the checkpoint; config_json: content of its config.json;
-    tokenizer: None without one. Raises ModelFileError, ModelConfigError.
+    """Return the processor of Qwen3-Omni for the towers that it is served with.
+
+    folder: of the checkpoint. config_json: content of its config.json. tokenizer: None without one. Raises
+    ModelFileError and ModelConfigError for missing or invalid files and settings.
     """
     return _processor(Qwen3OmniImages, Qwen3OmniSounds, folder, config_json, model_config, tokenizer)
 
@@ -128,13 +138,14 @@ def _processor(
     model_config: ModelConfig,
     tokenizer: Any,
 ) -> MediaProcessor:
-    """Return the processor of the towers that model_config has: of both, or the only one's own.
+    """Return the processor of the towers that model_config has: an OmniProcessor for both, or that of the only one.
 
-    images, sounds: classes of the two. folder: of the checkpoint; config_json: its config.json, whose thinker_config
-    counts first; tokenizer: None without one. Raises ModelFileError, ModelConfigError.
+    images, sounds: classes of the two processors. folder: of the checkpoint. config_json: its config.json, in which
+    fields of thinker_config take precedence. tokenizer: None without one. Raises ModelFileError and ModelConfigError
+    for missing or invalid files and settings.
     """
     thinker = {**_IDS, **config_json, **(config_json.get("thinker_config") or {})}
-    # Qwen2.5-Omni calls them otherwise.
+    # Qwen2.5-Omni has other names for these fields.
     ids = {f"{kind}_token_id": thinker.get(f"{kind}_token_index") for kind in ("image", "video", AUDIO)}
     thinker = {**{name: token for name, token in ids.items() if token is not None}, **thinker}
     parts: dict[bool, Any] = {}
@@ -149,13 +160,17 @@ def _processor(
 
 
 def _per_second(config_json: Mapping[str, Any]) -> float:
-    """Return position_id_per_seconds of a config.json, 25 if it is missing. Raises ModelConfigError."""
+    """Return position_id_per_seconds of a config.json; 25 if it is missing. Raises ModelConfigError for a value that is
+    not a number above 0.
+    """
     return ConfigFields(config_json).number("position_id_per_seconds", 25)
 
 
 def _times(item: Processed, per_second: float) -> np.ndarray:
-    """Return the temporal M-RoPE position of each step of an item, i64[grid[0]], rounded down: 0 for a single step.
-    per_second: positions a second. Raises RequestError for a video that lasts too long.
+    """Return the temporal M-RoPE position of each step of an item relative to the first, i64[grid[0]], rounded down; 0
+    for a single step.
+
+    per_second: positions per second. Raises RequestError for a video that lasts too long.
     """
     if len(item.seconds) < 2:
         return np.zeros(item.grid[0], np.int64)

@@ -25,15 +25,15 @@ OPTIONS = "mm_processor_kwargs"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Limits of pixels of a side, and of an image, in settings and requests.
 MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
-# Limit of the numbers of a pixel transform, with which float32 holds its results.
+# Limit of the numbers of a pixel transform, so that float32 can represent its results.
 _MOST = 1e6
 
 
 def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
-    """Read a processor's settings from the first of `places` that the checkpoint has; return the file and the settings.
+    """Return (file, settings) of a processor, from the first of `places` that the checkpoint has.
 
-    places: pairs of a key in the file of all processors (WHOLE) and the name of a file of this one alone. folder: of
-    the checkpoint. Raises ModelFileError if it has none of them, and for an unreadable file.
+    folder: of the checkpoint. places: pairs of a key in the file of all processors (WHOLE) and the name of a file with
+    only this processor. Raises ModelFileError if it has none of them, and for an unreadable file.
     """
     whole = read_object(folder, WHOLE) or {}
     for key, name in places:
@@ -45,8 +45,10 @@ def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigF
 
 
 def token_text(path: Path, found: Mapping[str, Any], name: str, usual: str) -> str:
-    """Return the text of the token `name` in the content `found` of the file `path`, which has it by itself or as
-    {"content": text}; `usual` if it is not there. Raises ModelFileError for other values.
+    """Return the text of the token `name` in a file's content, where it is a text or {"content": text}; `usual` if it
+    is missing.
+
+    path: the file, for errors. found: its content. Raises ModelFileError for other values.
     """
     text = found.get(name)
     text = text.get("content") if isinstance(text, Mapping) else usual if text is None else text
@@ -57,9 +59,8 @@ def token_text(path: Path, found: Mapping[str, Any], name: str, usual: str) -> s
 
 @dataclass(frozen=True)
 class Pixels:
-    """Pixel transform: resizing, and (byte * scale - mean) / std per colour.
-
-    resample: number of Pillow's filter for all resizing.
+    """Pixel transform: resizing, and (byte * scale - mean) / std per colour. resample: number of Pillow's filter for
+    all resizing.
     """
 
     resample: int
@@ -69,10 +70,10 @@ class Pixels:
 
     @classmethod
     def read(cls, fields: ConfigFields) -> Pixels:
-        """Read the transform from a processor's settings.
+        """Return the transform in a processor's settings.
 
-        Missing: bicubic resizing, scale 1/255; the colours' mean and deviation are needed unless do_normalize is false.
-        Raises ModelConfigError for an invalid field, and for do_resize false.
+        Defaults are bicubic resizing and scale 1/255; the colours' mean and standard deviation are required unless
+        do_normalize is false. Raises ModelConfigError for an invalid field, and for do_resize false.
         """
         fields.require(do_resize=True)
         resample = fields.value("resample", int(Image.Resampling.BICUBIC))
@@ -86,20 +87,21 @@ class Pixels:
         return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", least=1 / _MOST))
 
     def resized(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
-        """Resize uint8[H, W, 3] to uint8[height, width, 3]; one of that size is returned itself."""
+        """Return uint8[H, W, 3] resized to uint8[height, width, 3]; the array itself if it has that size."""
         if picture.shape[:2] == (height, width):
             return picture
         return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling(self.resample)))
 
     def normalized(self, pictures: np.ndarray) -> np.ndarray:
-        """Normalise uint8[..., 3] to f32[..., 3]: (byte * scale - mean) / std."""
+        """Return uint8[..., 3] normalised to f32[..., 3]: (byte * scale - mean) / std."""
         scaled = pictures.astype(np.float32) * np.float32(self.scale)
         return (scaled - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
 
 
 def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[float, ...]:
-    """Read the field `name`, a number for each of the three colours; a single one counts for all. Raises
-    ModelConfigError for one that is not from `least` to _MOST.
+    """Return the field `name`, a number for each of the three colours; a single number counts for all.
+
+    Raises ModelConfigError for a number that is not from `least` to _MOST.
     """
     value = fields.value(name)
     listed = value if isinstance(value, (list, tuple)) else [value] * 3
@@ -109,8 +111,8 @@ def _colours(fields: ConfigFields, name: str, least: float = -_MOST) -> tuple[fl
 
 
 def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise RequestError for mm_processor_kwargs (`options`) that the model does not have. known: names of those that
-    it has.
+    """Raise RequestError for the first of the mm_processor_kwargs `options` whose name is not in `known`, the model's
+    options.
     """
     for name in options:
         if name not in known:
@@ -124,10 +126,8 @@ def bad_option(name: str, value: Any, allowed: str) -> RequestError:
 
 
 def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim: int) -> None:
-    """Raise RequestError for a value that is not an image (ndim 3) or not frames (ndim 4), or a modality that is not
-    in `modalities`, those of the model.
-
-    The value must be an array uint8 with 3 colours last, and not empty.
+    """Raise RequestError unless the value is an image, uint8[H, W, 3] (ndim 3), or frames, uint8[N, H, W, 3] (ndim 4),
+    none of whose sizes is 0, and its modality is one of `modalities`, which the model takes.
     """
     if modality not in modalities:
         text = f"{modality} is not supported by this model; it takes {', '.join(modalities)}"

@@ -1,6 +1,6 @@
-"""SmolVLM's processor: Idefics3's for images, and for videos each frame as one square.
+"""Processor of SmolVLM: Idefics3's for images, and for videos each frame as one square.
 
-The prompt states the number of frames, the duration of the video, and the time of each frame in words.
+The prompt states the number of frames, the duration of the video, and the time of each frame as text.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class SmolVLMProcessor(Idefics3Processor):
     video_edge: int
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        """Read the checkpoint's settings. Videos are only taken if their settings are valid and preprocess frames like
+        images. Raises ModelConfigError or ModelFileError for missing or invalid settings.
+        """
         super().__init__(folder, config_json, model_config, tokenizer)
         edge = self._read_videos(Path(folder))
         self.video_edge = edge or self.side
@@ -49,10 +52,10 @@ class SmolVLMProcessor(Idefics3Processor):
         self.settings = f"{self.settings} {edge}"
 
     def _read_videos(self, folder: Path) -> int | None:
-        """Read video_edge from the settings of videos in the checkpoint's folder. Raises ModelFileError if it has no
-        settings.
+        """Return video_edge from the settings of videos in the checkpoint's folder.
 
         None if they are invalid, or frames are preprocessed differently from images: such videos are not supported.
+        Raises ModelFileError if the folder has no settings.
         """
         _, found = read_settings(folder, VIDEOS, IMAGES)
         fields = found.with_defaults(**self.defaults)
@@ -70,17 +73,18 @@ class SmolVLMProcessor(Idefics3Processor):
 
     @property
     def in_tokens(self) -> tuple[str, ...]:
-        """Return the modalities whose placeholder is one token: images."""
+        """Modalities whose placeholder is one token: only images."""
         return ("image",)
 
     def placeholder(self, modality: str) -> str:
-        """Return the text that stands for an image or, <video>, a video."""
+        """Return the text that stands for an item: <video> for a video, for an image the placeholder token's."""
         return _VIDEO if modality == "video" else super().placeholder(modality)
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one square a frame, with their times.
-        options: mm_processor_kwargs; most: limit of patches. Raises RequestError for unknown options, other values,
-        strips, more patches, and too long a video.
+        """Preprocess an image, uint8[H, W, 3], in tiles, or a frames.Video, one square per frame, with their times.
+
+        options: mm_processor_kwargs. most: limit of patches; None for none. Raises RequestError for unknown options,
+        other values, extreme aspect ratios, more patches, and too long a video.
         """
         if modality == "image":
             return super().process(modality, value, options, most)
@@ -91,7 +95,7 @@ class SmolVLMProcessor(Idefics3Processor):
         return self._processed(self._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; of videos one of
+        """Return the image with the most tiles, or one of `size`, (height, width) in pixels; for "video" a video of
         LARGEST_FRAMES frames, whatever the size.
         """
         if modality == "image":
@@ -99,11 +103,11 @@ class SmolVLMProcessor(Idefics3Processor):
         return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand the prompt's placeholders for its items, given by modality in order; with videos the prompt's text is
-        tokenized again.
+        """Return the prompt with its placeholders expanded for its items, given by modality in order. With videos, the
+        prompt's text is tokenized again, because a video is represented by text whose tokens depend on the text around
+        it.
 
-        Raises RequestError if the number of placeholders differs from the number of items. A video is represented by
-        text whose tokens depend on the text around it. Without videos `<video>` is an ordinary word.
+        Without videos `<video>` is an ordinary word. Raises RequestError for another number of items than placeholders.
         """
         pictures, videos = items.get("image", ()), items.get("video", ())
         if not videos:
@@ -116,7 +120,7 @@ class SmolVLMProcessor(Idefics3Processor):
         frame = Processed(_NOTHING, _NOTHING, _NOTHING, each, (1, side, side))
         whole, left = "", iter(enumerate(pictures))
         shown: list[Processed] = []  # the item of each image placeholder
-        owners: list[tuple[str, int]] = []  # and its modality and number
+        owners: list[tuple[str, int]] = []  # the modality and number of that item
         for number, before in enumerate(texts):
             for index, item in islice(left, before.count(image)):
                 shown.append(item)
@@ -137,8 +141,8 @@ class SmolVLMProcessor(Idefics3Processor):
 def _times(video: Any, count: int) -> tuple[float, ...]:
     """Return the times of the `count` frames of a video, followed by its duration, all in seconds.
 
-    video: frames.Video, or the frames alone. Without fps, 24 frames a second are assumed, and it ends with the last
-    frame. Raises RequestError for times beyond _MOST_SECONDS.
+    video: frames.Video, or only the frames. Without fps, UNKNOWN_FPS frames per second are assumed, and the duration is
+    the last frame's time. Raises RequestError for times beyond _MOST_SECONDS.
     """
     indices = np.asarray(getattr(video, "frames_indices", range(count)))
     fps = getattr(video, "fps", None)
@@ -151,7 +155,7 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
 
 
 def _described(video: Processed, image: str) -> str:
-    """Return the text for a video, with an image placeholder for each frame."""
+    """Return the text that represents a video in a prompt, with the placeholder `image` for each frame."""
     *times, seconds = video.seconds
     parts = [_INTRO.format(count=in_words(len(times)), duration=timedelta(seconds=int(seconds)))]
     parts += [_FRAME.format(minutes=int(time // 60), seconds=int(time % 60)) + image for time in times]

@@ -26,30 +26,34 @@ el=Greek hi=Hindi hu=Hungarian id=Indonesian it=Italian ja=Japanese ko=Korean mk
 pl=Polish pt=Portuguese ro=Romanian ru=Russian es=Spanish sv=Swedish th=Thai tr=Turkish vi=Vietnamese
 """
 
-# Limit of samples to which a checkpoint may fill up a sound that is shorter.
+# Limit of the samples to which a checkpoint may pad shorter sounds.
 _LONGEST_LEAST = 60 * RATE
 
 
 class SoundProcessor:
     """Base class of a MediaProcessor of sounds, whose patches are frames of a spectrogram and whose units are windows.
-
     A subclass implements `num_samples` and `num_rows`.
 
     Args:
-      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with a tower that
-        hears. tokenizer: of the model; None without one.
+      folder: of the checkpoint.
+      config_json: content of its config.json.
+      model_config: of the model, with a tower for sounds.
+      tokenizer: of the model; None without one.
     """
 
     modalities: tuple[str, ...] = (AUDIO,)
     # Names in config.json of the placeholder token; tokens before and after a sound, as templates write them.
     token_fields: tuple[str, ...] = ("audio_token_id",)
     around: tuple[str, str] = ("", "")
-    # Spectrograms are filled up with zeros to a multiple of this many patches.
+    # Spectrograms are padded with zeros to a multiple of this many patches.
     chunk = 1
     # Tokens that are put before and after a sound's embeddings; none where templates write them.
     marks: tuple[int, ...] = ()
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError for a placeholder token that is missing or invalid,
+        ModelFileError for invalid settings.
+        """
         self.tower: Any = model_config.tower
         self.num_frames, self.num_bins = self.tower.window, self.tower.num_features
         self.features = self.read_features(Path(folder))
@@ -63,20 +67,22 @@ class SoundProcessor:
 
     @property
     def hop(self) -> int:
-        """Return the number of samples from one patch to the next."""
+        """Number of samples from one patch to the next."""
         return HOP * self.tower.frames
 
     def read_features(self, folder: Path) -> ConfigFields:
-        """Return the checkpoint's settings of spectrograms. Raises ModelFileError."""
+        """Return the checkpoint's settings of spectrograms. Raises ModelFileError for settings that are not
+        supported.
+        """
         return read_features(folder, self.num_bins)
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """Return the frames f32[P, bins] of samples f32[N]."""
+        """Return the spectrogram f32[P, bins] of samples f32[N]."""
         return log_mel(samples, self.num_bins)
 
     @abstractmethod
     def num_samples(self, sound: Sound) -> int:
-        """Return the number of samples to which a sound is filled up with silence. Raises RequestError for one that
+        """Return the number of samples to which a sound is padded with silence. Raises RequestError for a sound that
         the model does not take.
         """
 
@@ -85,20 +91,22 @@ class SoundProcessor:
         """Return the number of embeddings of a sound; 0 for one that is too short."""
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return columns and rows (jaxengine.scheduler.base.media.MediaItem) of a sound of num_frames frames, those of
-        silence included: all rows of the tower in order, and no columns.
+        """Return (columns, rows), fields of jaxengine.scheduler.base.media.MediaItem, of a sound with num_frames frames
+        including silence: no columns, and all rows of the tower in order.
         """
         count = num_frames // self.tower.merge
         return np.zeros((0, num_frames), np.int32), np.arange(count, dtype=np.int32)
 
     def placeholder(self, modality: str) -> str:
-        """Return the text of the placeholder token between those around it. Needs the tokenizer."""
+        """Return the text of the placeholder token between the texts of `around`. Needs the tokenizer."""
         begin, end = self.around
         return f"{begin}{self.tokenizer.convert_ids_to_tokens([self.token_id])[0]}{end}"
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Return the item of a Sound (`value`): its spectrogram, filled up to whole chunks. most: limit of patches,
-        None for none. Raises RequestError for options, other values, and a sound that is too short or long.
+        """Return the item of a Sound (`value`): its spectrogram, padded to whole chunks.
+
+        most: limit of patches; None for none. Raises RequestError for any option, other values, and a sound that is too
+        short or too long.
         """
         check_options(options, ())
         if modality != AUDIO or not isinstance(value, Sound):
@@ -114,7 +122,7 @@ class SoundProcessor:
         return Processed(frames, *self.placed(value, len(frames)), num_rows, (1, len(frames), 1))
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Raise RequestError: sounds are not given as embeddings."""
+        """Raise RequestError, since sounds cannot be given as embeddings."""
         raise RequestError("sounds are not given as embeddings", param=AUDIO)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
@@ -124,21 +132,23 @@ class SoundProcessor:
         return Processed(none, *self.placed(sound, count), self.num_rows(sound), (1, count, 1))
 
     def with_options(self, options: Mapping[str, Any]) -> SoundProcessor:
-        """Return this processor, which has no options. Raises RequestError for any."""
+        """Return this processor, which has no options. Raises RequestError for any option."""
         check_options(options, ())
         return self
 
     def found(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Return the indices i64[n] of the placeholders in a prompt's token ids."""
+        """Return the indices i64[n], ascending, of the placeholders in a prompt's token ids."""
         return np.flatnonzero(np.asarray(token_ids, np.int64) == self.token_id)
 
     def length(self, item: Processed) -> int:
-        """Return how many tokens a sound (`item`) has in a prompt: its embeddings and marks."""
+        """Return the number of tokens of a sound (`item`) in an expanded prompt: its embeddings and `marks`."""
         return item.num_rows + len(self.marks)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Repeat each placeholder as often as its sound has embeddings, with marks around them. items: by modality, in
-        the order of the prompt. Raises RequestError for another number of sounds.
+        """Return the prompt with each placeholder repeated as often as its sound has embeddings, between `marks` if
+        there are any. items: by modality, in the order of the prompt.
+
+        Raises RequestError for another number of sounds than placeholders.
         """
         ids, found = np.asarray(token_ids, np.int64), items.get(AUDIO, ())
         at = self.found(token_ids)
@@ -158,28 +168,30 @@ class SoundProcessor:
 
 
 class Qwen2AudioProcessor(SoundProcessor):
-    """Processor of Qwen2AudioForConditionalGeneration: one window for each sound, of whose embeddings those of the
-    sound itself are in the prompt.
+    """Processor of Qwen2AudioForConditionalGeneration: one window for each sound; the prompt has only the embeddings of
+    the sound itself, not those of the silence after it.
     """
 
     token_fields = ("audio_token_index", "audio_token_id")
     around = ("<|audio_bos|>", "<|audio_eos|>")
 
     def num_samples(self, sound: Sound) -> int:
-        """Return the samples of a window, to which every sound is filled up. Raises RequestError for a longer one."""
+        """Return the number of samples of a window, to which every sound is padded. Raises RequestError for a longer
+        sound.
+        """
         most = self.num_frames * HOP
         check_length(sound, most)
         return most
 
     def num_rows(self, sound: Sound) -> int:
-        """Return the number of embeddings of a sound without the silence."""
-        # The second convolution, and the mean of two.
+        """Return the number of embeddings of a sound without the silence after it."""
+        # The second convolution has stride 2; then pairs are averaged.
         positions = (_frames_of(sound) - 1) // 2 + 1
         return (positions - 2) // 2 + 1
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column, i32[1, num_frames], 0 within the sound and -1 after it, and the rows, -1 after its
-        embeddings.
+        """Return (columns, rows) of a sound with num_frames frames: one column, i32[1, num_frames], 0 within the sound
+        and -1 after it, and rows, i32[num_frames // merge], the numbers of its embeddings and -1 after them.
         """
         frames, rows = np.arange(num_frames, dtype=np.int32), np.arange(num_frames // self.tower.merge, dtype=np.int32)
         return np.where(frames < _frames_of(sound), 0, -1)[None].astype(np.int32), _cut(rows, self.num_rows(sound))
@@ -200,7 +212,7 @@ class VoxtralProcessor(SoundProcessor):
     around = ("[BEGIN_AUDIO]", "")
 
     def num_samples(self, sound: Sound) -> int:
-        """Return the number of a sound's samples, filled up to whole windows."""
+        """Return the number of samples of a sound, padded to whole windows."""
         window = self.num_frames * HOP
         return -(-len(sound.samples) // window) * window
 
@@ -210,18 +222,18 @@ class VoxtralProcessor(SoundProcessor):
 
 
 class Qwen3SoundProcessor(SoundProcessor):
-    """Processor of sounds in chunks of a second, of which the last may have fewer embeddings, as of Qwen3-Omni.
+    """Processor of sounds in chunks of a second, as in Qwen3-Omni, of which the last may have fewer embeddings.
 
     Attributes:
-      least: samples of the shortest sound.
+      least: number of samples to which shorter sounds are padded.
     """
 
     around = ("<|audio_start|>", "<|audio_end|>")
-    # Where settings do not say it.
+    # Default of the settings' min_length.
     least_length = 0
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        # Qwen3-ASR's first published checkpoints are called after a part of Qwen3-Omni.
+        # Qwen3-ASR's first published checkpoints have their configuration in a field named after a part of Qwen3-Omni.
         super().__init__(folder, config_json.get("thinker_config") or config_json, model_config, tokenizer)
         self.chunk = self.tower.chunk
         self.least = self.features.integer("min_length", self.least_length, minimum=0)
@@ -229,7 +241,7 @@ class Qwen3SoundProcessor(SoundProcessor):
             raise self.features.fail("min_length", f"an integer >= 0 and <= {_LONGEST_LEAST}")
 
     def num_samples(self, sound: Sound) -> int:
-        """Return the number of a sound's samples, at least `least`."""
+        """Return the number of samples of a sound, padded to at least `least`."""
         return max(self.least, len(sound.samples))
 
     def num_rows(self, sound: Sound) -> int:
@@ -237,12 +249,14 @@ class Qwen3SoundProcessor(SoundProcessor):
         return int((self._rows(sound) >= 0).sum())
 
     def placed(self, sound: Sound, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column, i32[1, num_frames], 0 within the sound and -1 after it, and the rows of `_rows`."""
+        """Return (columns, rows) of a sound with num_frames frames: one column, i32[1, num_frames], 0 within the sound
+        and -1 after it, and the rows of `_rows`.
+        """
         held = self.num_samples(sound) // HOP
         return np.where(np.arange(num_frames) < held, 0, -1)[None].astype(np.int32), self._rows(sound)
 
     def _rows(self, sound: Sound) -> np.ndarray:
-        """Return i32[num_chunks * num_slots]: the index in the prompt of the embedding of each row of the tower; -1 for
+        """Return i32[num_chunks * num_slots]: the index, among the sound's embeddings, of each row of the tower; -1 for
         rows that begin after the last frame of the chunk or of the sound.
         """
         chunk, held = self.chunk, self.num_samples(sound) // HOP
@@ -258,8 +272,8 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
     """Processor of Qwen3ASRForConditionalGeneration, which transcribes.
 
     Attributes:
-      languages: names of the languages that a transcript may be asked for in, by their codes.
-      text_mark: what an answer has between the language and the text.
+      languages: names of the languages in which a transcript may be requested, by their codes.
+      text_mark: text between the language and the transcript in an answer.
     """
 
     languages: Mapping[str, str] = {
@@ -269,8 +283,10 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
     least_length = 8000
 
     def transcription(self, language: str | None, context: str) -> list[dict[str, Any]]:
-        """Return the messages that ask for a transcript of a sound. language: a key of `languages`; None lets the model
-        name it; KeyError for others. context: text whose words the transcript may have, "" for none.
+        """Return the messages that request a transcript of a sound.
+
+        language: a key of `languages`; None lets the model detect it. context: text whose words the transcript may
+        have; "" for none. Raises KeyError for another language.
         """
         said: list[dict[str, Any]] = [{"role": "system", "content": context}] if context else []
         said.append({"role": "user", "content": [{"type": AUDIO}]})
@@ -280,10 +296,10 @@ class Qwen3ASRProcessor(Qwen3SoundProcessor):
 
 
 def _frames_of(sound: Sound) -> int:
-    """Return the number of frames of HOP samples that a sound has, a last partial one included."""
+    """Return the number of frames of HOP samples that a sound has, including a partial one at its end."""
     return -(-len(sound.samples) // HOP)
 
 
 def _cut(rows: np.ndarray, count: int) -> np.ndarray:
-    """Return i32 rows, -1 from `count` on."""
+    """Return a copy of `rows`, i32, in which values of at least `count` are -1."""
     return np.where(rows < count, rows, -1).astype(np.int32)

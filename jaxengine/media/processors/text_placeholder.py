@@ -1,4 +1,4 @@
-"""Part of processors whose placeholder is a text that need not be a token."""
+"""Base of processors whose placeholder is a text that need not be a token."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from jaxengine.models.params.errors import ModelFileError
 
 
 class TextPlaceholderProcessor(TilesProcessor):
-    """Base class of a TilesProcessor in whose prompts a text stands for an image: its tokens are found and replaced by
-    one.
+    """Base class of a TilesProcessor in whose prompts a text stands for an image: the text's tokens are replaced by one
+    token, image_id.
     """
 
     _placeholder: str
     _written: list[int]
 
     def place_text(self, path: Path, name: str, text: str) -> None:
-        """Let `text` stand for an image. path, name: the file and the field that say so, for the error. Raises
-        ModelFileError for a text without tokens.
+        """Set `text` as the placeholder of images. path, name: the file and the field that have it, for the error.
+
+        Raises ModelFileError for a text without tokens.
         """
         self._placeholder, self._written = text, self.ids(text)
         if not self._written:
@@ -32,9 +33,11 @@ class TextPlaceholderProcessor(TilesProcessor):
         return self._placeholder
 
     def encode(self, text: str, token_ids: Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt, with one for each placeholder text, whose tokens may depend on the text
-        around it. token_ids: of the whole text; what is before its own, of its beginning, stays there. Token ids of
-        another text are returned as they are.
+        """Return the token ids of a prompt `text`, with image_id for each placeholder text.
+
+        token_ids: of the whole text, tokenized with or without special tokens at its beginning, which are kept. The
+        text between placeholders is tokenized again, because a placeholder's tokens may depend on the text around it.
+        Token ids that are not those of `text` are returned unchanged.
         """
         plain, pieces = self.ids(text), text.split(self._placeholder)
         before = len(token_ids) - len(plain)
@@ -46,7 +49,11 @@ class TextPlaceholderProcessor(TilesProcessor):
         return found
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Expand the prompt as UnitProcessor does, after putting one token for each placeholder text in it."""
+        """Return the expanded prompt of UnitProcessor.expand, after replacing the tokens of each placeholder text by
+        image_id.
+
+        Raises RequestError for another number of items than placeholders.
+        """
         found, count, at = list[int](), len(self._written), 0
         while at < len(token_ids):
             written = list(token_ids[at : at + count]) == self._written
@@ -55,6 +62,6 @@ class TextPlaceholderProcessor(TilesProcessor):
         return super().expand(found, items)
 
     def ids(self, text: str) -> list[int]:
-        """Tokenize a piece of text between special tokens."""
+        """Return the token ids of a text, without special tokens around it."""
         tokenizer: Any = self.tokenizer
         return tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,6 @@
-"""Base of processors that resize images to the tiling of the nearest shape and add them as a whole."""
+"""Base of processors that resize images to the tiling of the nearest aspect ratio; the whole image, scaled down,
+follows the tiles.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ class TilesProcessor(UnitProcessor):
     """Base class of a UnitProcessor with a limited number of tiles.
 
     Attributes:
-      min_tiles, max_tiles: limits of an image's tiles, without the whole.
-      adds_whole: whether several tiles are followed by the whole.
-      crops: whether images are cut into tiles, unless a request says otherwise.
+      min_tiles, max_tiles: limits of an image's tiles, not counting the whole image.
+      adds_whole: whether several tiles are followed by the whole image.
+      crops: whether images are cut into tiles by default.
     """
 
     defaults = {
@@ -39,8 +41,8 @@ class TilesProcessor(UnitProcessor):
     max_tiles: int
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits out of
-        range.
+        """Read and set the limits of tiles. Raises ModelConfigError for a size other than the tower's, and for limits
+        out of range.
         """
         size = read_size(fields, "size", ("height", "width"))
         if set(size.values()) != {self.side}:
@@ -51,23 +53,24 @@ class TilesProcessor(UnitProcessor):
 
     @property
     def tile_side(self) -> int:
-        """Return the side of a tile in pixels: here that of the whole."""
+        """Side of a tile in pixels; in this class that of the whole image's square."""
         return self.side
 
     def option_names(self) -> tuple[str, ...]:
         return ("crop_to_patches", "min_patches", "max_patches")
 
     def largest_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of an image that gets the most tiles."""
+        """Return (height, width) in pixels of an image that gets the most tiles."""
         rows, columns = max(tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
         return rows * self.tile_side, columns * self.tile_side
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Resize an image, `picture` uint8[H, W, 3], to the nearest tiling; return its tiles, then the whole if there
-        are several, and (rows, columns). The whole is resized to a square.
+        """Return an image's tiles, line by line, and (rows, columns); if there are several tiles and `adds_whole`, the
+        whole image, resized to a square, follows them.
 
-        options: mm_processor_kwargs, of which `min_patches` and `max_patches` replace the limits of tiles; with
-        `crop_to_patches` False the whole alone is returned, and (1, 1). Raises RequestError for an invalid one.
+        picture: uint8[H, W, 3], which is resized to the nearest tiling. options: mm_processor_kwargs, of which
+        `min_patches` and `max_patches` override the limits of tiles; with `crop_to_patches` False the result is only
+        the whole image, and (1, 1). Raises RequestError for an invalid option.
         """
         side, resize = self.side, self.pixels.resized
         rows, columns = self._tiling_for(picture.shape[0], picture.shape[1], options)
@@ -82,8 +85,8 @@ class TilesProcessor(UnitProcessor):
         return rows * columns + (rows * columns > 1 and self.adds_whole)
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return the processor whose largest image has the tiles that an engine's options allow. Raises RequestError
-        for options that there are not, and for an invalid one.
+        """Return a copy whose limits of tiles and crops, and so its largest image, are overridden by an engine's
+        options. Raises RequestError for unknown options, and for an invalid one.
         """
         check_options(options, self.option_names())
         found = copy(self)
@@ -91,23 +94,26 @@ class TilesProcessor(UnitProcessor):
         return found
 
     def _limits(self, options: Mapping[str, Any]) -> tuple[int, int, bool]:
-        """Return min_tiles, max_tiles and crops as `options` replace them. Raises RequestError for an invalid one."""
+        """Return (min_tiles, max_tiles, crops), overridden by `options`. Raises RequestError for an invalid option."""
         most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
         least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
         return least, most, boolean_option(options, "crop_to_patches", self.crops)
 
     def _tiling_for(self, height: int, width: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the (rows, columns) of an image of height x width pixels with these options; (1, 1) if it is not cut.
-        Raises RequestError for an invalid one.
+        """Return the (rows, columns) of tiles of an image of height x width pixels with these options; (1, 1) if it is
+        not cut.
+
+        Raises RequestError for an invalid option.
         """
         least, most, crops = self._limits(options)
         return self.tiling(height, width, least, most) if crops and most > 1 else (1, 1)
 
     def tiling(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the (rows, columns) whose shape is nearest to the image's; (1, 1) if the limits allow no tiling.
+        """Return the (rows, columns) whose aspect ratio is nearest to the image's; (1, 1) if the limits allow no
+        tiling.
 
-        height, width: of the image in pixels; least, most: limits of the number of tiles. Among equals it is the one
-        with the most tiles, as long as they have less than twice the image's area.
+        height, width: of the image in pixels. least, most: limits of the number of tiles. Among equally near ones it is
+        the one with the most tiles whose area is less than twice the image's.
         """
         best, nearest = (1, 1), float("inf")
         for rows, columns in tilings(least, most):

@@ -28,10 +28,10 @@ from jaxengine.scheduler.base.errors import RequestError
 
 
 def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
-    """Read the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
+    """Return the mapping `name` of sides to pixels, whose keys are exactly those of one of `allowed`.
 
-    A plain number stands for a mapping with a single key. Sides that are None do not count. Raises ModelConfigError for
-    other keys, and outside 1 to MAX_SIDE.
+    A plain number stands for a mapping with a single key. Sides that are None are ignored. Raises ModelConfigError for
+    other keys, and for pixels outside 1 to MAX_SIDE.
     """
     value = fields.value(name)
     single = next((keys for keys in allowed if len(keys) == 1), None)
@@ -46,9 +46,10 @@ def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dic
 
 
 def check_placeholders(modality: str, shown: str | int, found: int, given: int) -> None:
-    """Raise RequestError if the prompt does not have one placeholder per item.
+    """Raise RequestError unless the prompt has one placeholder per item.
 
-    shown: the placeholder. found: placeholders in the prompt; given: items of the modality.
+    modality: for the message. shown: the placeholder. found: number of placeholders in the prompt. given: number of
+    items.
     """
     if found != given:
         problem = f"the prompt has {found} of the placeholder {shown!r}, and {given} {modality}s are given"
@@ -61,14 +62,17 @@ class UnitProcessor:
     A subclass implements `units`, the squares of an image, and `pieces`, its tokens in the prompt.
 
     Args:
-      folder: of the checkpoint. config_json: content of its config.json. model_config: of the model, with a tower whose
-        configuration has the `vit` (jaxengine.models.vision.base.vit) that encodes units. tokenizer: of the model.
+      folder: of the checkpoint.
+      config_json: content of its config.json.
+      model_config: of the model, with a tower whose configuration has the `vit` (jaxengine.models.vision.base.vit) that
+        encodes units.
+      tokenizer: of the model; None without one.
     """
 
     modalities: tuple[str, ...] = ("image",)
     # Whether images are represented by text that must be tokenized.
     needs_tokenizer = False
-    # Limit of units whose embeddings may be passed instead of an image.
+    # Limit of units in embeddings that are passed instead of an image.
     most_given: float = np.inf
     # transformers' defaults of missing settings, and of missing fields of config.json.
     defaults: Mapping[str, Any] = {}
@@ -77,6 +81,9 @@ class UnitProcessor:
     places: tuple[tuple[str, str], ...] = (IMAGES,)
 
     def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        """Read the checkpoint's settings. Raises ModelConfigError without a tokenizer if it is needed, ModelFileError
+        for missing or invalid settings.
+        """
         if self.needs_tokenizer and tokenizer is None:
             raise ModelConfigError("this model's images need its tokenizer: leave skip_tokenizer_init False")
         self.tower: Any = model_config.tower
@@ -94,12 +101,14 @@ class UnitProcessor:
         self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
 
     def read_settings(self, fields: ConfigFields) -> None:
-        """Read the family's settings from `fields` and keep them, in addition to those of Pixels. Raises
-        ModelConfigError.
+        """Read the family's settings, other than those of Pixels, from `fields` and set them. Raises ModelConfigError
+        for invalid ones.
         """
 
     def makes_videos_alike(self, folder: Path) -> bool:
-        """Return whether the checkpoint preprocesses video frames like images; other videos are not supported.
+        """Return whether the checkpoint preprocesses video frames in the same way as images; other videos are not
+        supported.
+
         folder: of the checkpoint. Raises ModelFileError for a missing or invalid file.
         """
         _, found = read_settings(folder, VIDEOS, IMAGES)
@@ -112,19 +121,20 @@ class UnitProcessor:
 
     @abstractmethod
     def placeholder_id(self) -> int:
-        """Return the token that stands for one image in a prompt."""
+        """Return the id of the token that stands for one image in a prompt."""
 
     @abstractmethod
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        """Cut an image, uint8[H, W, 3], into squares of `side` pixels, uint8[side, side, 3]; return them and their
-        (rows, columns).
+        """Return an image, uint8[H, W, 3], cut into squares of `side` pixels, uint8[side, side, 3], and (rows, columns)
+        of these.
 
-        options: mm_processor_kwargs, of which it uses `option_names`. Raises RequestError for an invalid one.
+        options: mm_processor_kwargs, of which it uses `option_names`. Raises RequestError for an invalid option.
         """
 
     def num_units(self, height: int, width: int, options: Mapping[str, Any]) -> int:
-        """Return how many units an image of height x width pixels has, or 0 if the family only makes few. options: as
-        of `units`. Raises RequestError for an invalid one.
+        """Return how many units an image of height x width pixels has; 0 if the family only makes few.
+
+        options: mm_processor_kwargs. Raises RequestError for an invalid option.
         """
         del height, width, options
         return 0
@@ -135,35 +145,36 @@ class UnitProcessor:
 
     @abstractmethod
     def largest_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of an image with the most units."""
+        """Return (height, width) in pixels of an image with the most units."""
 
     def option_names(self) -> tuple[str, ...]:
         """Return the names of mm_processor_kwargs that `units` uses."""
         return ()
 
     def with_options(self, options: Mapping[str, Any]) -> Any:
-        """Return this processor: options make no image larger. Raises RequestError for options that there are not."""
+        """Return this processor, since no option enlarges images. Raises RequestError for unknown options."""
         check_options(options, self.option_names())
         return self
 
     @property
     def in_tokens(self) -> tuple[str, ...]:
-        """Return the modalities whose items are a single token in a prompt before expansion."""
+        """Modalities whose items are a single token in a prompt before expansion."""
         return self.modalities
 
     @property
     def image_id(self) -> int:
-        """Return the placeholder token at whose positions embeddings go."""
+        """Placeholder token at whose positions embeddings go."""
         return self.placeholder_id()
 
     @property
     def embedded_ids(self) -> tuple[int, ...]:
-        """Return the tokens at whose positions embeddings go: here image_id, for all modalities."""
+        """Tokens at whose positions embeddings go; in this class image_id for all modalities."""
         return (self.image_id,)
 
     def token_id(self, *names: str) -> int:
-        """Return a token id from the first of these fields that config.json has. Raises ModelConfigError if none is
-        there, or it is not below vocab_size.
+        """Return a token id from the first of the fields `names` that config.json has.
+
+        Raises ModelConfigError if it has none of them, or the id is not below vocab_size.
         """
         name = next((name for name in names if self.config_fields.has(name)), names[0])
         found = self.config_fields.integer(name, minimum=0)
@@ -176,26 +187,30 @@ class UnitProcessor:
         return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id_of(modality)])[0])
 
     def placeholder_id_of(self, modality: str) -> int:
-        """Return the token that stands for one item of a modality in a prompt."""
+        """Return the id of the token that stands for one item of a modality in a prompt; in this class that of
+        images.
+        """
         del modality
         return self.placeholder_id()
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """Return the tokens of a video in the prompt. Families that take videos override it; this raises
-        RequestError.
+        """Return the tokens of a video in the prompt. This raises RequestError; families that take videos override
+        it.
         """
         raise RequestError(
             f"video is not supported by this model; it takes {', '.join(self.modalities)}", param="video"
         )
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Cut an image, uint8[H, W, 3], into units and those into patches. options: of option_names; most: limit of
-        patches. Raises RequestError for others, strips, and more patches.
+        """Cut an image, uint8[H, W, 3], into units and these into patches.
+
+        options: names of option_names. most: limit of patches; None for none. Raises RequestError for other options and
+        values, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         check_ratio(*value.shape[:2])
-        # Before they are made: a small image may become many units.
+        # Checked before units are made: a small image may become many units.
         count = self.num_units(value.shape[0], value.shape[1], options)
         check_room(modality, count * self.tower.vit.num_patches, most)
         units, (rows, columns) = self.units(value, options)
@@ -203,10 +218,10 @@ class UnitProcessor:
         return self._processed(self._cut(units), rows, columns)
 
     def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
-        """Check a video and return its frames, uint8 [N, H, W, 3], of each of which a unit is to be made.
+        """Check a video and return its frames, uint8 [N, H, W, 3], each of which becomes one unit.
 
-        value: frames.Video, or the frames alone. options: mm_processor_kwargs; most: None for no limit. Raises
-        RequestError for unknown options, a value without frames, strips, and more than `most` patches.
+        value: frames.Video, or only the frames. options: mm_processor_kwargs. most: limit of patches; None for none.
+        Raises RequestError for unknown options, a value without frames, extreme aspect ratios, and more patches.
         """
         check_options(options, self.option_names())
         frames = getattr(value, "frames", value)
@@ -216,12 +231,14 @@ class UnitProcessor:
         return frames
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
-        """Return the item of a black image of the largest size, or of this one in pixels."""
+        """Return the item of a black image of the largest size, or of `size`, (height, width) in pixels."""
         return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Return (1, side, side * units) in patches. Raises RequestError if a grid is given, for partial units, and for
-        more than most_given.
+        """Return the grid (1, height, width) in patches of an image given as num_rows embeddings: its units in one
+        line.
+
+        Raises RequestError if a grid is given, for partial units, and for more units than most_given.
         """
         rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
@@ -232,8 +249,10 @@ class UnitProcessor:
         return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Put the pieces of each item in the place of its placeholder, and adjust the tokens by `joined`. items: by
-        modality, in the order of the prompt. Raises RequestError for another number of items.
+        """Return the prompt with each placeholder replaced by the pieces of its item, and then adjusted by `joined`.
+        items: by modality, in the order of the prompt.
+
+        Raises RequestError for another number of items than placeholders.
         """
         wanted = {self.placeholder_id_of(modality): modality for modality in self.in_tokens}
         for token, modality in wanted.items():
@@ -257,15 +276,15 @@ class UnitProcessor:
         return Expanded(out, positions, order)
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
-        """Adjust an expanded prompt, and the owners of its tokens, to the tokenization of the expanded text; return
-        both, here unchanged. token_ids: of the prompt.
+        """Return (token_ids, owners) of an expanded prompt, adjusted to the tokenization of the expanded text; in this
+        class unchanged.
 
         owners: for each token the number of its image or video in the prompt; -1 for the prompt's own tokens.
         """
         return token_ids, owners
 
     def normalized(self, units: np.ndarray) -> np.ndarray:
-        """Normalise units uint8[..., 3] to f32[..., 3] by `pixels`."""
+        """Return units uint8[..., 3] normalised to f32[..., 3] by `pixels`."""
         return self.pixels.normalized(units)
 
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
@@ -279,7 +298,9 @@ class UnitProcessor:
         return Processed(patches, no_columns, np.arange(count, dtype=np.int32), count, (1, rows * side, columns * side))
 
     def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
-        """Cut units uint8[side, side, 3] into f32[all patches, 3 * patch * patch], colour by colour, row by row."""
+        """Return units uint8[side, side, 3] cut into patches, f32[all patches, 3 * patch * patch], colour by colour and
+        row by row.
+        """
         values, patch = self.normalized(np.stack(units)), self.patch
         count, side = len(values), values.shape[1] // patch
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
@@ -287,7 +308,7 @@ class UnitProcessor:
 
 
 def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    """Return the option `name` of mm_processor_kwargs, an integer from 1 to `most`; `default` if it is not given.
+    """Return the option `name` of mm_processor_kwargs, an integer from 1 to `most`; `default` if it is missing.
 
     Raises RequestError for other values.
     """
@@ -298,7 +319,7 @@ def integer_option(options: Mapping[str, Any], name: str, default: int, most: in
 
 
 def boolean_option(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return the option `name` of mm_processor_kwargs, a boolean; `default` if it is not given. Raises RequestError for
+    """Return the option `name` of mm_processor_kwargs, a boolean; `default` if it is missing. Raises RequestError for
     other values.
     """
     value = options.get(name, default)

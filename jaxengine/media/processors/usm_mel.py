@@ -1,5 +1,5 @@
-"""Log-mel spectrograms of Universal Speech Models, those of transformers' Gemma4AudioFeatureExtractor up to rounding.
-NumPy only.
+"""Log-mel spectrograms of Universal Speech Models, equal to those of transformers' Gemma4AudioFeatureExtractor up to
+rounding. NumPy only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxengine.models.config.fields import ConfigFields
 
 # Frames whose spectra are computed at a time.
 _BLOCK = 3000
-# Limits of settings, with which no spectrogram has anything but numbers.
+# Limits of settings, within which every spectrogram is finite.
 _MOST, _MOST_MILLISECONDS = 1e6, 1000
 
 
@@ -25,13 +25,14 @@ class UsmMel:
 
     Attributes:
       num_bins: mel bins of a spectrum.
-      window, length: samples of a window, and those to which it is filled up with zeros.
+      window, length: samples of a window, and the length to which it is padded with zeros.
       lowest, highest: limits of the mel bins in hertz.
-      emphasis: preemphasis: share of the preceding sample that is subtracted from each.
-      whole_first: from the first sample of a window the same share of itself is subtracted, not of its predecessor.
+      emphasis: preemphasis: share of the preceding sample that is subtracted from each sample.
+      whole_first: from the first sample of a window, that share of the sample itself is subtracted, not of its
+        predecessor.
       scale: factor of samples.
       floor: added to magnitudes before the logarithm.
-      mean, deviation: a number for each bin, which is subtracted from logarithms, and by which they are then divided.
+      mean, deviation: for each bin a number that is subtracted from logarithms, and one by which they are then divided.
     """
 
     num_bins: int
@@ -48,8 +49,10 @@ class UsmMel:
 
     @classmethod
     def read(cls, fields: ConfigFields, num_bins: int) -> UsmMel:
-        """Read the settings of a feature extractor (`fields`), with transformers' defaults. Raises ModelConfigError for
-        values out of range. num_bins: of a spectrum, the tower's.
+        """Return the settings of a feature extractor (`fields`), with transformers' defaults. num_bins: mel bins of the
+        tower.
+
+        Raises ModelConfigError for values out of range.
         """
         if (milliseconds := fields.number("frame_length_ms", 20.0)) > _MOST_MILLISECONDS:
             raise fields.fail("frame_length_ms", f"a number > 0 and <= {_MOST_MILLISECONDS}")
@@ -77,7 +80,9 @@ class UsmMel:
         )
 
     def num_frames(self, count: int) -> int:
-        """Return how many windows lie within `count` samples and the half of a window before them."""
+        """Return how many windows fit into `count` samples with half a window of silence before them; 0 for too few
+        samples.
+        """
         return max(0, (count + self.window // 2 - self.window - 1) // HOP + 1)
 
     def of(self, samples: np.ndarray) -> np.ndarray:
@@ -87,7 +92,7 @@ class UsmMel:
         found = np.empty((count, self.num_bins), np.float32)
         if not count:
             return found
-        # One more than a window: a sample is compared with the one before it, and windows are those of the earlier.
+        # One sample more than a window, since preemphasis also needs each sample's predecessor.
         windows = np.lib.stride_tricks.sliding_window_view(padded, self.window + 1)[::HOP][:count]
         for first in range(0, count, _BLOCK):
             spectrum = np.fft.rfft(self._emphasised(windows[first : first + _BLOCK]) * self._shape, self.length)
@@ -96,7 +101,7 @@ class UsmMel:
         return found
 
     def _emphasised(self, windows: np.ndarray) -> np.ndarray:
-        """Apply preemphasis to windows f32[N, window + 1] of overlapping samples; return [N, window]."""
+        """Return windows f32[N, window + 1] of overlapping samples after preemphasis, [N, window]."""
         if self.emphasis <= 0:
             return windows[:, :-1]
         if not self.whole_first:
@@ -106,17 +111,19 @@ class UsmMel:
 
     @cached_property
     def _shape(self) -> np.ndarray:
-        """Return the Hann window, f32[window]; kept."""
+        """Hann window, f32[window]."""
         return np.hanning(self.window + 1)[:-1].astype(np.float32)
 
     @cached_property
     def _filters(self) -> np.ndarray:
-        """Return the mel filters, [length / 2 + 1, num_bins]; kept."""
+        """Mel filters, [length / 2 + 1, num_bins]."""
         return htk_filters(self.num_bins, self.length, self.lowest, self.highest)
 
 
 def _from_zero(fields: ConfigFields, name: str, most: float) -> float:
-    """Read the field `name`, a number from 0 to `most`; 0.0 where it is missing. Raises ModelConfigError for others."""
+    """Return the field `name`, a number from 0 to `most`; 0.0 if it is missing. Raises ModelConfigError for other
+    values.
+    """
     value = fields.number(name) if fields.value(name, 0) != 0 else 0.0
     if value > most:
         raise fields.fail(name, f"a number from 0 to {most}")
@@ -124,8 +131,10 @@ def _from_zero(fields: ConfigFields, name: str, most: float) -> float:
 
 
 def _of_bins(fields: ConfigFields, name: str, count: int, default: float, least: float) -> tuple[float, ...]:
-    """Return the field `name`, a number from `least` to _MOST for each of `count` bins, `default` for all if the field
-    is missing or null. Raises ModelConfigError for others.
+    """Return the field `name`, a number from `least` to _MOST for each of `count` bins; `default` for all if the field
+    is missing or null.
+
+    Raises ModelConfigError for other values.
     """
     given = fields.raw.get(name)
     try:

@@ -28,22 +28,25 @@ class WhisperProcessor:
     """Preprocessing of sounds for one Whisper checkpoint; implements MediaProcessor.
 
     Attributes:
-      num_frames: frames of the spectrogram of a window, 3,000; num_bins: mel bins of a frame.
+      num_frames: frames of the spectrogram of a window, 3,000.
+      num_bins: mel bins of a frame.
       languages: token ids of languages by their codes, {"en": 50259}; empty for a model of English alone.
-      tasks: token ids by task, of TASKS; empty likewise.
-      start, no_timestamps: token ids that begin a transcript, and that ask for one without timestamps.
+      tasks: token ids by task, of TASKS; empty for a model of English alone.
+      start, no_timestamps: token ids that begin a transcript, and that request one without timestamps.
       previous: token id before the text that a transcript continues; None if the vocabulary has none.
       no_speech: token id that stands for a window without speech; None if the vocabulary has none.
       rules: constraints on the tokens of transcripts.
-      has_alignment: whether the checkpoint says which heads align words with the sound.
+      has_alignment: whether the checkpoint lists the attention heads that align tokens with the sound.
     """
 
     modalities: tuple[str, ...] = (AUDIO,)
 
     def __init__(self, folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
-        """Read the checkpoint's settings. folder: of the checkpoint; config_json: content of its config.json;
-        model_config: with the tower's sizes; tokenizer None: no `previous` or `no_speech`. Raises ModelFileError for
-        settings that are invalid or not the tower's.
+        """Read the checkpoint's settings.
+
+        folder: of the checkpoint. config_json: content of its config.json. model_config: with the tower's sizes.
+        tokenizer: None without one, so that `previous` and `no_speech` are None. Raises ModelFileError for settings
+        that are invalid or not the tower's.
         """
         tower: Any = model_config.tower
         self.num_frames, self.num_bins = tower.unit, tower.num_features
@@ -64,7 +67,9 @@ class WhisperProcessor:
 
     def _read(self, fields: ConfigFields, vocab_size: int) -> None:
         """Set the attributes that follow from generation_config.json (`fields`). vocab_size: exclusive limit of token
-        ids. Raises ModelConfigError for a missing or invalid field.
+        ids.
+
+        Raises ModelConfigError for a missing or invalid field.
         """
         self.start, self.no_timestamps = (
             _token(fields, name, vocab_size) for name in ("decoder_start_token_id", "no_timestamps_token_id")
@@ -90,19 +95,20 @@ class WhisperProcessor:
         )
 
     def encode(self, text: str, token_ids: Sequence[int] = ()) -> list[int]:
-        """Return the token ids of a prompt: a tokenizer would begin any other text with a transcript's first tokens.
-        token_ids: not used.
+        """Return the token ids of a prompt without special tokens, with which the tokenizer would otherwise begin a
+        transcript. token_ids: not used.
         """
         del token_ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def placeholder(self, modality: str) -> str:
-        """Return "": prompts have no placeholder of the sound."""
+        """Return "", since prompts have no placeholder of the sound."""
         return ""
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
-        """Return a Sound or Spectrogram of at most one window, filled up with silence, as one item. Raises RequestError
-        for options, longer sounds, and spectrograms of another shape.
+        """Return a Sound or Spectrogram of at most one window, padded with silence, as one item.
+
+        Raises RequestError for any option, longer sounds, and spectrograms of another shape.
         """
         check_options(options, ())
         if isinstance(value, Sound):
@@ -120,11 +126,11 @@ class WhisperProcessor:
         return Processed(frames, *self._place(), 1, (1, self.num_frames, 1))
 
     def _place(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return columns and rows of an item: no column, and the one row."""
+        """Return (columns, rows) of an item: no columns, and one row, 0."""
         return np.zeros((0, self.num_frames), np.int32), np.zeros(1, np.int32)
 
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        """Raise RequestError: sounds are not given as embeddings."""
+        """Raise RequestError, since sounds cannot be given as embeddings."""
         raise RequestError("sounds are not given as embeddings", param="multi_modal_data")
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
@@ -132,13 +138,13 @@ class WhisperProcessor:
         return Processed(np.zeros((self.num_frames, 0), np.float32), *self._place(), 1, (1, self.num_frames, 1))
 
     def with_options(self, options: Mapping[str, Any]) -> WhisperProcessor:
-        """Return this processor, which has no options. Raises RequestError for any."""
+        """Return this processor, which has no options. Raises RequestError for any option."""
         check_options(options, ())
         return self
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        """Return the prompt unchanged, with one sound at position 0. Raises RequestError for another number
-        of sounds.
+        """Return the prompt unchanged, with one sound at position 0. Raises RequestError unless exactly one sound is
+        given.
         """
         count = len(items.get(AUDIO, ()))
         if count != 1:
@@ -146,7 +152,7 @@ class WhisperProcessor:
         return Expanded(list(token_ids), [np.zeros(1, np.int32)], [(AUDIO, 0)])
 
     def spectrogram(self, samples: np.ndarray) -> np.ndarray:
-        """Return the log-mel spectrogram f32[N / HOP, num_bins] of samples f32[N]."""
+        """Return the log-mel spectrogram f32[N // HOP, num_bins] of samples f32[N]."""
         return log_mel(samples, self.num_bins)
 
 
@@ -157,7 +163,7 @@ def _older(config_json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(fields: ConfigFields, name: str, vocab_size: int) -> int:
-    """Read the token id `name`. Raises ModelConfigError if it is missing or not below vocab_size."""
+    """Return the token id in the field `name`. Raises ModelConfigError if it is missing or not below vocab_size."""
     found = fields.integer(name, minimum=0)
     if found >= vocab_size:
         raise fields.fail(name, f"a token id below vocab_size {vocab_size}")
@@ -165,8 +171,10 @@ def _token(fields: ConfigFields, name: str, vocab_size: int) -> int:
 
 
 def _tokens(fields: ConfigFields, name: str, vocab_size: int, most: int) -> tuple[int, ...]:
-    """Read the field `name`, a token id below vocab_size or a list of at most `most`, without the -1 that some files
-    have for none; empty for an absent field. Raises ModelConfigError for others.
+    """Return the token ids in the field `name`, a token id below vocab_size or a list of at most `most`, without the -1
+    that some files use for none; () if the field is missing.
+
+    Raises ModelConfigError for other values.
     """
     value = fields.value(name, ())
     ids = value if isinstance(value, (list, tuple)) else (value,)
@@ -176,8 +184,9 @@ def _tokens(fields: ConfigFields, name: str, vocab_size: int, most: int) -> tupl
 
 
 def _tokens_by_name(fields: ConfigFields, name: str, vocab_size: int) -> Mapping[str, int]:
-    """Read the field `name`, a mapping of names to token ids below vocab_size; empty for an absent field. Raises
-    ModelConfigError for others.
+    """Return the field `name`, a mapping of names to token ids below vocab_size; {} if the field is missing.
+
+    Raises ModelConfigError for other values.
     """
     found = fields.mapping(name) or {}
     if any(type(each) is not int or not 0 <= each < vocab_size for each in found.values()):

@@ -1,4 +1,4 @@
-"""Reasoning of gpt-oss, the messages of the channel analysis. Bodies of messages to the user are content.
+"""Reasoning of gpt-oss, which is the messages of the channel analysis. Bodies of messages to the user are content.
 
 A message that calls a function stays content as written, for the tool parser. Messages of one kind are separated by a
 line break.
@@ -26,7 +26,7 @@ from jaxengine.parsers.scan.harmony import (
 
 
 class HarmonyFormat:
-    """registry.ReasoningFormat of gpt-oss."""
+    """Implementation of registry.ReasoningFormat for gpt-oss."""
 
     special_tokens = True
     # Calls are separate messages before the one that may be constrained.
@@ -34,29 +34,32 @@ class HarmonyFormat:
     stop_words = STOP_WORDS
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Create the parser of one output that follows `prompt` and continues the answer `continued`; see
-        registry.ReasoningFormat.open.
+        """Return a parser for one output. calls: calls that the tool parser will find, of which only the function names
+        matter; None for none.
+
+        prompt, continued: not used.
         """
         return HarmonyReasoningParser(() if calls is None else calls.functions)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return reasoning_end of structured_outputs, the channel name and <|message|> of the answer, between which the
-        model may write a constraint; {} for a continued answer; the prompt does not matter. See
-        registry.ReasoningFormat.waits_for.
+        """Return {"reasoning_end": ...} for structured_outputs: the channel name and <|message|> of the answer, between
+        which the model may write a constraint. {} if `continued`, the beginning of the answer, is not empty; the prompt
+        is not used.
         """
         return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after for such an output; None for a continued answer. Calls and remarks before
-        them are not the answer. See registry.ReasoningFormat.answers_after.
+        """Return {"reasoning_end": ...} for stop_after, the words that begin the answer; None if `continued`, the
+        beginning of the answer, is not empty. Calls and remarks before these words are not the answer. prompt, calls:
+        not used.
         """
         return self.waits_for(prompt, continued) or None
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words, of which only a first message of the channel analysis is limited: what
-        ends and begins reasoning, and the text that closes it.
+        """Return the fields of thinking_words: what ends and begins reasoning, and the text that closes it. Only a
+        first message of the channel analysis is limited.
 
-        None for an output that continues a given answer, the text `continued`; the prompt does not matter.
+        None if `continued`, the beginning of the answer, is not empty; the prompt is not used.
         """
         if continued:
             return None
@@ -69,7 +72,7 @@ class HarmonyFormat:
 
 
 class HarmonyReasoningParser:
-    """Splitter of one output into reasoning and content. functions: names of the request's functions."""
+    """Splitter of one output of gpt-oss into reasoning and content. functions: names of the request's functions."""
 
     late_ends = ()
 
@@ -89,7 +92,7 @@ class HarmonyReasoningParser:
         return self._events(self._reader.finish())
 
     def _events(self, parts: list[Part]) -> list[Event]:
-        """Return the events of these parts, adjacent ones of one kind merged, empty ones left out."""
+        """Return the events of these parts, with adjacent events of one kind merged and empty ones left out."""
         events = [event for part in parts if (event := self._event(part)).text]
         joined: list[Event] = []
         for event in events:
@@ -100,8 +103,8 @@ class HarmonyReasoningParser:
         return joined
 
     def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
-        """Return the event of one part, and remember the message it belongs to, with an empty text for a part that is
-        not part of any message's text.
+        """Return the event of one part, and record the message that it belongs to. The event's text is "" for a part
+        that is not shown, and a line break for the header of a further message of its kind.
         """
         if isinstance(part, Header):
             self._header, self._is_call = part, part.function(self._functions) is not None

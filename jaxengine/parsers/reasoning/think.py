@@ -3,9 +3,9 @@
 The opening word may be in the prompt already. Later occurrences belong to the answer.
 
 A model may call a tool without the word that ends its reasoning. As in vLLM the beginning of a call ends the reasoning:
-waiting for an end word would hold the call back until the output ends. Unlike vLLM, which takes any opening word of a
-call for one, it must be the beginning of a call of a function that the request has, so reasoning may speak of calls. An
-end word after the call is removed, see message.py.
+waiting for an end word would hold the call back until the output ends. Unlike in vLLM, where any opening word of a call
+counts, it must be the beginning of a call of a function that the request has, so reasoning may mention calls. An end
+word after the call is removed, see message.py.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _TAIL_CHARS = 1000
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """registry.ReasoningFormat of a model that encloses reasoning in fixed words.
+    """Implementation of registry.ReasoningFormat for models that enclose reasoning in fixed words.
 
     Attributes:
-      begins, ends: words around reasoning, and alternative spellings; the model writes the first one.
-      calls: words around calls that reasoning never mentions: such a word ends it, whatever follows.
-      answer: words before and after the answer, if there are any; alternatives are separated in tuples.
-      always: an output begins with reasoning, with or without the opening word in prompt or output.
-      shown: reasoning stays in the content, between <think> and the end word.
+      begins, ends: words before and after reasoning, with alternative spellings; the model writes the first one.
+      calls: words before calls that reasoning never mentions: such a word ends it, whatever follows.
+      answer: words before and words after the answer, alternatives of each in a tuple; None if there are none.
+      always: whether an output begins with reasoning, with or without the opening word in prompt or output.
+      shown: whether reasoning stays in the content, between <think> and the end word.
       special_tokens: see registry.ReasoningFormat.
     """
 
@@ -46,20 +46,22 @@ class ThinkFormat:
     stop_words = ()
 
     def open(self, prompt: str, continued: str = "", *, calls: CallStarts | None = None) -> ReasoningParser:
-        """Create the parser of one output that follows `prompt` and continues the answer `continued`, "" for a new one.
+        """Return a parser for one output that follows `prompt` and continues the answer `continued`, "" for a new
+        answer.
 
         calls: calls that end reasoning; None: no call does.
         """
         inside = bool(self._begins_inside(prompt, continued))
         if self.shown:
-            # The beginning of a continued answer has the word already, or should not have it.
+            # The beginning of a continued answer already has the word if it should have it.
             return ShownParser(self.begins[0] if inside and not continued else "")
         parser = ThinkParser(self, inside, calls)
         return parser if self.answer is None else AnswerParser(parser, *self.answer)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
-        """Return the fields reasoning_end and reasoning_begin of structured_outputs for such an output as in `open`;
-        reasoning_begin is None if the output begins inside reasoning; {} if its reasoning is over.
+        """Return the fields of structured_outputs for an output that follows `prompt` and continues the answer
+        `continued`, "" for a new answer: reasoning_end, the end words, and reasoning_begin, the opening word, or None
+        if the output begins inside reasoning. {} if its reasoning has ended before it.
         """
         inside = self._begins_inside(prompt, continued)
         if inside is False:
@@ -68,27 +70,31 @@ class ThinkFormat:
         return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
     def answers_after(self, prompt: str, continued: str = "", *, calls: bool = True) -> dict[str, Any] | None:
-        """Return the fields of stop_after for such an output as in `open`: reasoning_end, and reasoning_begin, None if
-        it begins inside reasoning. Never None here: even after an end word in the prompt, an output may begin with an
-        opening word. calls: whether a parser of tool calls follows.
+        """Return the fields of stop_after for an output that follows `prompt` and continues the answer `continued`, ""
+        for a new answer: reasoning_end, the words that end reasoning, and reasoning_begin, the opening words, or None
+        if the output begins inside reasoning.
+
+        calls: whether a parser of tool calls follows, so that `calls` of the format end reasoning, too. Never None
+        here: even after an end word in the prompt, an output may begin with an opening word.
         """
         inside = self._begins_inside(prompt, continued)
         ends = (*self.ends, *(self.calls if calls else ()))
         return {"reasoning_end": ends, "reasoning_begin": None if inside else self.begins}
 
     def limited_by(self, prompt: str, continued: str = "") -> dict[str, Any] | None:
-        """Return the fields of thinking_words for such an output as in `open`: reasoning_end, the end words and those
-        around calls; reasoning_begin, None if it begins inside reasoning; closing, the end word. Never None here:
-        reasoning may always be opened.
+        """Return the fields of thinking_words for an output that follows `prompt` and continues the answer `continued`,
+        "" for a new answer: reasoning_end, the words that end reasoning; reasoning_begin, the opening word, or None if
+        the output begins inside reasoning; closing, the end word. Never None here: reasoning may always be opened.
         """
         begin = None if self._begins_inside(prompt, continued) else self.begins[0]
         return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": begin, "closing": self.ends[0]}
 
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
-        """Whether an output begins inside reasoning, by the words before it or else by `always`.
+        """Whether an output begins inside reasoning, by the words before it or else by `always`. False if reasoning has
+        ended before it, or if it continues an answer without reasoning; None if it does not begin inside but may open
+        reasoning.
 
-        prompt, continued: the prompt, and the beginning of the answer after it, "" for a new answer. None: it does not,
-        but may open reasoning. False: reasoning has ended before it, or it continues an answer without reasoning.
+        prompt: of which only a word at its end counts. continued: the beginning of the answer; "" for a new answer.
         """
         for text, decides in ((continued, False), (prompt[-_TAIL_CHARS:].rstrip(), True)):
             # The line break after a word at the end of a prompt has been stripped.
@@ -109,18 +115,24 @@ def _end_of_last(text: str, word: str) -> int:
 class ThinkParser:
     """Splitter of one output into reasoning and content.
 
-    words, calls: what ends reasoning; calls None: no calls do. inside: the output begins with reasoning, with or
-    without opening word.
+    words: the words around reasoning and before calls. inside: whether the output begins inside reasoning, with or
+    without the opening word. calls: calls that end reasoning; None: no call does.
+
+    Attributes:
+      late_ends: end words that may still come after a call that has ended the reasoning; else ().
     """
 
     def __init__(self, words: ThinkFormat, inside: bool, calls: CallStarts | None):
+        """Begin in the state before reasoning, with the words that open it and the words that end it or may begin a
+        call.
+        """
         self._inside = inside
         self._kept = () if calls is None else words.calls
         self._starts = [each for each in (() if calls is None else calls.words) if each[0] not in self._kept]
         self._ends = words.ends
         self._opening = Opening(*words.begins)
         self._end = Marker(*words.ends, *self._kept, *dict.fromkeys(each[0] for each in self._starts))
-        # A word that may begin a call, and the text after it that decides.
+        # A word that may begin a call, and the following text, which decides whether it does.
         self._word, self._call = "", Opening()
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -133,7 +145,7 @@ class ThinkParser:
         return self._take()
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back: reasoning, or content if no reasoning was
+        """End the output; return the events of text that was held back: as reasoning, or as content if no reasoning was
         opened.
         """
         if self._state == self._first:
@@ -145,21 +157,20 @@ class ThinkParser:
         return self._take()
 
     def _take(self) -> list[Event]:
-        """Return the events since the last call, and keep them no longer."""
+        """Return the events of the text since the last call, reasoning first, and clear it."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
         self._reasoning, self._content = [], []
         return _events(reasoning, content)
 
     def _read(self, text: str) -> None:
-        """Read a text from the current state on."""
+        """Read all of a text, from the current state on."""
         at = 0
         while at < len(text):
             at = self._state(text, at)
 
     def _first(self, text: str, at: int) -> int:
-        """State at the output's start, where reasoning may be opened.
-
-        Reads `text` from the position `at`; returns the position after the last character read.
+        """State at the output's start, where reasoning may be opened. Reads `text` from index `at`; returns the index
+        after what it read.
         """
         at, found = self._opening.read(text, at)
         if found is not None:
@@ -169,8 +180,8 @@ class ThinkParser:
         return at
 
     def _thoughts(self, text: str, at: int) -> int:
-        """State in reasoning, up to a word that ends it (the answer follows) or may begin a call. Reads `text` from
-        `at`; returns the position after what it read.
+        """State inside reasoning, up to a word that ends it (the answer follows) or may begin a call. Reads `text` from
+        index `at`; returns the index after what it read.
         """
         plain, at, word = self._end.read(text, at)
         self._reasoning.append(plain)
@@ -184,9 +195,8 @@ class ThinkParser:
         return at
 
     def _after_word(self, text: str, at: int) -> int:
-        """State after a word that ends the reasoning if a call of one of the functions begins with it.
-
-        Reads `text` from the position `at`; returns the position after the last character read.
+        """State after a word that ends the reasoning if a call of one of the functions begins with it. Reads `text`
+        from index `at`; returns the index after what it read.
         """
         at, found = self._call.read(text, at)
         if found:
@@ -198,19 +208,21 @@ class ThinkParser:
         return at
 
     def _end_by_call(self, text: str) -> None:
-        """End the reasoning by a call that begins with this text, which is content; an end word may still come."""
+        """End the reasoning by a call that begins with this text, which becomes content. Sets `late_ends`, since an end
+        word may still come.
+        """
         self._content.append(text)
         self.late_ends, self._state = self._ends, self._answer
 
     def _answer(self, text: str, at: int) -> int:
-        """State after reasoning: all text from `at` is content. Returns the end of the text."""
+        """State after reasoning: all text from index `at` is content. Returns the length of the text."""
         self._content.append(text[at:])
         return len(text)
 
 
 class ShownParser:
-    """Parser that leaves reasoning in the content. before: the opening word if the prompt has it, which is prepended to
-    the output.
+    """Parser that leaves reasoning in the content. before: text prepended to the output, the opening word if the prompt
+    has it; "" for none.
     """
 
     late_ends = ()
@@ -219,21 +231,21 @@ class ShownParser:
         self._before = before
 
     def feed(self, text: str) -> list[Event]:
-        """Read a piece of the output; return the events that are certain by now. The first piece gets the opening word
-        in front.
-        """
+        """Read a piece of the output; return it as content, the first piece with `before` prepended."""
         before, self._before = self._before, ""
         return _events("", before + text)
 
     def finish(self) -> list[Event]:
-        """End the output; return the events of text that was held back."""
+        """End the output; return `before` as content if no piece has been read, else []."""
         return self.feed("")
 
 
 class AnswerParser:
-    """Parser that removes the words around an answer, together with a line break inside each.
+    """Parser that removes the words around an answer from the content of another parser (`inner`), together with a line
+    break inside each word.
 
-    Text after them is content, too, unless it is white space.
+    Text after them is content, too, unless it is white space. begins, ends: alternative words before and after the
+    answer.
     """
 
     def __init__(self, inner: ReasoningParser, begins: tuple[str, ...], ends: tuple[str, ...]):
@@ -245,7 +257,7 @@ class AnswerParser:
 
     @property
     def late_ends(self) -> tuple[str, ...]:
-        """Return the inner parser's words that end reasoning, if a call has ended it without one of them; else ()."""
+        """Words that may still end reasoning after a call has ended it, by the inner parser; else ()."""
         return self._inner.late_ends
 
     def feed(self, text: str) -> list[Event]:
@@ -261,7 +273,9 @@ class AnswerParser:
         return events + _events("", held)
 
     def _unwrap(self, events: list[Event]) -> list[Event]:
-        """Return the events with the words around the answer removed from content."""
+        """Return the events with the words around the answer removed from content; content that may belong to such a
+        word is held back.
+        """
         found: list[Event] = []
         for event in events:
             if isinstance(event, ContentDelta):
@@ -271,8 +285,8 @@ class AnswerParser:
         return found
 
     def _before(self, text: str) -> str:
-        """State before the word that begins the answer. Returns the content of `text` that is certain, "" while the
-        word may still come.
+        """State before the word that begins the answer. Returns the content that is certain; "" while the word may
+        still come.
         """
         at, found = self._opening.read(text, 0)
         if found is None:
@@ -281,14 +295,16 @@ class AnswerParser:
         return self._first(text[at:]) if found else self._opening.held + text[at:]
 
     def _first(self, text: str) -> str:
-        """State right after that word: drops a line break. Returns content, as the other states."""
+        """State right after the word that begins the answer: drops a line break. Returns the content that is
+        certain.
+        """
         if not text:
             return ""
         self._state = self._inside
         return self._inside(text.removeprefix("\n"))
 
     def _inside(self, text: str) -> str:
-        """State in the answer, up to the word that ends it. Returns content."""
+        """State in the answer, up to the word that ends it. Returns the content that is certain."""
         plain, at, word = self._end.read(text, 0)
         if not word:
             return plain
@@ -296,7 +312,9 @@ class AnswerParser:
         return plain + self._after_answer(text[at:])
 
     def _after_answer(self, text: str) -> str:
-        """State after the answer: white space is held, and dropped if nothing follows. Returns content."""
+        """State after the answer: white space is held back, and dropped if nothing follows. Returns the content that is
+        certain.
+        """
         self._space.append(text)
         if not text or text.isspace():
             return ""
@@ -304,11 +322,11 @@ class AnswerParser:
         return "".join(self._space)
 
     def _rest(self, text: str) -> str:
-        """State in which all text is content."""
+        """State in which all text is content, and returned unchanged."""
         return text
 
 
 def _events(reasoning: str, content: str) -> list[Event]:
-    """Return the events of these texts, none for an empty one."""
+    """Return a ReasoningDelta and a ContentDelta of these texts, without those that are empty."""
     events = [ReasoningDelta(reasoning), ContentDelta(content)]
     return [event for event in events if event.text]

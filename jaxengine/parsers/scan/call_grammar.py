@@ -18,7 +18,7 @@ _WORDS = re.compile(r"(<[^<>]*>|｜[^｜]*｜)")
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """The calls that a request allows.
+    """Calls that a request allows, and grammar terms for them.
 
     Attributes:
       functions: JSON schemas of arguments, by function name.
@@ -34,8 +34,8 @@ class CallGrammar:
     json: Callable[[Schema], str]
 
     def word(self, text: str) -> str:
-        """Return the grammar term for a marker: a token if the vocabulary has one of this text, otherwise a literal, or
-        several terms if words in it are tokens.
+        """Return the grammar term for a marker: a token if the vocabulary has one of this text, several terms if words
+        in it are tokens, otherwise a literal.
         """
         token_ids = [(part, self.token_id(part)) for part in (text, *_WORDS.split(text)) if part]
         if token_ids[0][1] is None and any(token_id is not None for _, token_id in token_ids[1:]):
@@ -43,19 +43,19 @@ class CallGrammar:
         return literal(text) if token_ids[0][1] is None else f"<[{token_ids[0][1]}]>"
 
     def listed(self, rule: str, separator: str) -> str:
-        """Return the grammar term for one `rule`, or several separated by `separator` if `many`."""
+        """Return the grammar term for one `rule`, or for one or more separated by `separator` if `many`."""
         return f"{rule} ({literal(separator)} {rule})*" if self.many else rule
 
     def arguments(self) -> Iterator[str]:
         """Yield rules arguments_0, arguments_1, ... for the arguments as JSON, in the order of `functions`.
 
-        Raises as `json` does.
+        Raises RequestError for a schema that cannot be used.
         """
         for number, schema in enumerate(self.functions.values()):
             yield f"arguments_{number}: {self.json(schema)}"
 
     def objects(self, key: str) -> str:
-        """Return grammar alternatives {"name": ..., key: ...}, one for each function, which use the rules of
+        """Return grammar alternatives {"name": ..., key: ...}, one for each function, which refer to the rules of
         `arguments`.
         """
         begins = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ' for name in self.functions]
@@ -63,7 +63,7 @@ class CallGrammar:
 
 
 def call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
-    """Return the schema of {"name": name, key: arguments}, given that of the arguments."""
+    """Return the JSON schema of {"name": name, key: arguments}. arguments: schema of the arguments."""
     return {
         "type": "object",
         "properties": {"name": {"const": name}, key: arguments},
@@ -73,7 +73,8 @@ def call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
 
 
 def text_calls(forms: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield rules text_0, text_1, ... for a call of each text tool: the line {"name": ...} and a text of its form.
+    """Yield rules text_0, text_1, ..., and body_0, body_1, ..., for a call of each text tool: the line {"name": ...},
+    and a text of the tool's form.
 
     forms: by name of the tool, its form under "grammar" (Lark's notation) or "regex".
     """
@@ -87,12 +88,12 @@ def text_calls(forms: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def _pattern(regex: str) -> str:
-    """Quote a regular expression as a Lark pattern, /.../, with slashes and line breaks escaped."""
+    """Return a regular expression as a Lark pattern, /.../, with slashes and line breaks escaped."""
     plain = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     escaped = re.sub(r"(?s:\\.)|/|\n", lambda found: plain.get(found.group(), found.group()), regex)
     return f"/{escaped}/"
 
 
 def literal(text: str) -> str:
-    """Quote text as a Lark literal, in double quotes."""
+    """Return a text as a Lark literal, in double quotes."""
     return json.dumps(text, ensure_ascii=False)

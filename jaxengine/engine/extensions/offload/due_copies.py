@@ -1,6 +1,4 @@
-"""Pages that are held until there is room to copy them to host memory, all of a pool's if asked; keys that are pinned
-there.
-"""
+"""Queues of KV pages that are kept until there is room to copy them to host memory, and keys that are pinned there."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from jaxengine.scheduler.pages.groups import PageTables, page_key
 from jaxengine.scheduler.pages.reach import state_key
 from jaxengine.scheduler.rank import Rank
 
-# Most time that copying all pages of the pools may take; those that are not copied by then are lost.
+# Time limit of copying all pages of the pools; pages that are not copied by then are lost.
 _KEEP_SECONDS = 120.0
 
 
 class KeptKeys:
-    """Keys that are pinned in host memory, with the number of their owners."""
+    """Keys that are pinned in host memory, with the number of owners of each key."""
 
     def __init__(self, tiers: Tiers):
         """Begin without keys."""
@@ -39,13 +37,13 @@ class KeptKeys:
         return key in self._counts
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Pin keys for one more owner."""
+        """Pin these keys in host memory for one more owner."""
         self._tiers.pin(keys)
         for key in keys:
             self._counts[key] = self._counts.get(key, 0) + 1
 
     def release(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Unpin keys of one owner; return those that have no owner left. The keys must be kept."""
+        """Unpin these keys for one owner; return those that have no owner left. Each key must have an owner."""
         self._tiers.unpin(keys)
         gone = []
         for key in keys:
@@ -57,22 +55,24 @@ class KeptKeys:
 
 
 class DueCopies:
-    """Queue of pages to be copied to host memory. Each has a reference until its copy is dispatched, so that no request
-    overwrites it; a pool that forgets its pages drops the queue.
+    """Queue of pages to be copied to host memory.
+
+    Each page has a reference until its copy is dispatched, so that no request overwrites it. When the pools forget
+    their pages, the queue is discarded.
     """
 
     def __init__(self, offload: Offload):
-        """Begin without pages. offload: dispatches the copies."""
+        """Create an empty queue. offload: dispatches the copies."""
         self._offload = offload
         self._due: deque[tuple[Rank, bytes, int]] = deque()
         self._num_forgotten = 0
 
     def __bool__(self) -> bool:
-        """Return whether copies are due."""
+        """Whether copies are due."""
         return bool(self._due)
 
     def add(self, rank: Rank, keys: Iterable[bytes], found: dict[bytes, int]) -> None:
-        """Queue the pages that host memory lacks, of a replica's pool, and reference them.
+        """Queue, and reference, the pages of a replica's pool whose keys host memory lacks.
 
         found: the page or snapshot of each key that the replica has; other keys are left out. Copies of snapshots,
         which cannot be referenced, are dispatched at once.
@@ -90,7 +90,7 @@ class DueCopies:
             self._offload.save(rank.index, {}, states)
 
     def discard(self, keys: set[bytes]) -> None:
-        """Remove the pages of these keys from the queue, and give up their references."""
+        """Remove the pages of these keys from the queue, and free their references."""
         kept = deque(each for each in self._due if each[1] not in keys)
         for rank, key, page in self._due:
             if key in keys:
@@ -98,12 +98,12 @@ class DueCopies:
         self._due = kept
 
     def clear(self) -> None:
-        """Remove all pages from the queue, and give up their references."""
+        """Remove all pages from the queue, and free their references."""
         self.discard({key for _, key, _ in self._due})
 
     def advance(self) -> list[bytes]:
-        """Dispatch the copies that there is room for; return their keys. If the pools have forgotten their pages, as
-        before sleep, discard the queue.
+        """Dispatch the copies that there is room for, free their references, and return their keys. If the pools have
+        forgotten their pages, as before sleep, the queue is discarded first.
         """
         done = []
         if self._num_forgotten != self._offload.orders.num_forgotten:
@@ -122,9 +122,11 @@ class DueCopies:
 
 @contextmanager
 def kept(offload: Offload, ranks: Sequence[Rank]) -> Iterator[None]:
-    """Copy what can be found in the replicas' pools to host memory, as far as it holds that, and keep host memory
-    although the pools forget their pages within this context. No step may be in flight. Waits for the copies, up to
-    _KEEP_SECONDS; pages not copied by then are lost.
+    """Context in which host memory keeps the pages of the replicas' pools although the pools forget them.
+
+    At the start, copies all pages and snapshots that prefixes can find to host memory, as far as it can hold them, and
+    waits for the copies up to _KEEP_SECONDS; pages not copied by then are lost. At the end, marks host memory as valid
+    for the pools' new state. No step may be in flight.
     """
     due, end = DueCopies(offload), time.monotonic() + _KEEP_SECONDS
     due.advance()
@@ -147,8 +149,8 @@ def kept(offload: Offload, ranks: Sequence[Rank]) -> Iterator[None]:
 
 
 def found_columns(tables: PageTables, digests: list[bytes]) -> list[dict[bytes, int | None]]:
-    """Return a dict from key to page for each cache group, in the order of `digests`, and a last one from key to
-    snapshot if the model has states; None for what the pool lacks.
+    """Return, for each cache group, a dict from page key to page id, in the order of `digests`, and if the model has
+    states a last dict from state key to snapshot; the value is None where the pool lacks the key.
     """
     keys = [[page_key(digest, group) for digest in digests] for group in range(tables.num_groups)]
     found: list[dict[bytes, int | None]] = [{key: tables.pool.find(key) for key in own} for own in keys]
@@ -158,5 +160,5 @@ def found_columns(tables: PageTables, digests: list[bytes]) -> list[dict[bytes, 
 
 
 def is_here(offload: Offload, key: bytes) -> bool:
-    """Return whether host memory has a key, or a dispatched copy brings it there."""
+    """Whether host memory has a key, or a dispatched copy will bring it there."""
     return key in offload.tiers.host or key in offload.tiers.arriving

@@ -1,8 +1,8 @@
-"""Pages outside of the devices: moves them between the devices, host memory and a folder, and lets requests wait for
+"""KV pages outside of the devices: moves them between the devices, host memory and a folder, and lets requests wait for
 them.
 
-The engine's thread only dispatches copies and takes those that are done. One thread waits for copies to the host,
-others read files and send pages to the devices, and the folder has a thread that writes.
+The engine's thread only dispatches copies and processes finished ones. One thread waits for copies to the host, others
+read files and send pages to the devices, and the folder has a thread that writes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from jaxengine.tiers.host import LRU, HostTier
 
 logger = logging.getLogger(__name__)
 
-# Period at which an idle engine takes copies that have arrived.
+# Period at which an idle engine stores copies that have arrived.
 _REST_SECONDS = 0.02
 
 
 class Offload(LoopExtension):
-    """Loop extension with the tiers.
+    """Loop extension with the storage tiers of KV pages.
 
     Attributes:
       tiers, stats: stored pages, and counts.
-      mover: copies pages. stores: copies on their way to the host.
-      done: loads that the last `poll` ended.
-      generation: number of times that the pools had forgotten their pages when host memory was last cleared for it.
-      orders: scheduler extension with the pages to be copied and loaded; once attached.
+      mover: copies pages between devices and host.
+      stores: copies on their way to the host.
+      done: loads that the last `poll` completed.
+      generation: the orders' num_forgotten at which host memory was last cleared; different while it is out of date.
+      orders: scheduler extension with the pages to copy and the loads to start; set by `attach`.
     """
 
     def __init__(self, runner: ModelRunner):
@@ -72,15 +73,15 @@ class Offload(LoopExtension):
         self.generation = 0
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts, and give the scheduler the tiers as its store."""
+        """Store the engine's parts, and make the tiers the store of the scheduler's extension."""
         super().attach(loop)
         self.orders: Orders = loop.scheduler.extension(NAME)
         self.orders.store = self.tiers
         self._most_decodes = loop.scheduler.config.max_num_seqs
 
     def poll(self) -> Events:
-        """Store copies that have arrived, write pages that have come into the pools, and set `done`; return the
-        requests of those loads as ready.
+        """Dispatch due copies, store copies that have arrived, install loaded pages into the pools, and set `done` to
+        the completed loads; return the requests of these loads as ready.
         """
         if self.done:
             self.done = []
@@ -98,12 +99,14 @@ class Offload(LoopExtension):
         return Events(ready=[each.load.request for each in self.done]) if self.done else NO_EVENTS
 
     def before_forward(self, step: ScheduledStep) -> None:
-        """Dispatch copies of the pages that leave the pools, which the step may overwrite."""
+        """Dispatch copies of the pages that leave the pools, which the step's forward pass may overwrite."""
         if self.orders.is_due:
             self._save()
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Dispatch copies of the pages that the step has filled, and begin the loads that the scheduler has ordered."""
+        """Dispatch copies of the pages that the step fills, and start the loads that the scheduler has ordered. Returns
+        no events.
+        """
         if self.orders.is_due:
             self._save(filled=True)
         if loads := self.orders.loads:
@@ -113,30 +116,36 @@ class Offload(LoopExtension):
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Measure for the tiers the rate of computing tokens, in steps with more tokens than decodes alone have."""
+        """Record the rate of computed tokens for the tiers, from steps that have more tokens than decodes alone can
+        have.
+        """
         if step.step.num_tokens > self._most_decodes:  # hardly a step of decodes alone
             self.tiers.computing.observe(step.step.num_tokens, step.seconds)
 
     def ended(self, request: Request) -> None:
-        """End the request's orders, and dispatch copies of the pages that it has filled."""
+        """Release what the orders keep for the request, and dispatch copies of the pages that it has filled."""
         self.orders.ended(request)
         self._save(filled=True)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a copy or a part of a load has come, `seconds` at most; return False at once without loads."""
+        """Wait until a copy or a part of a load has arrived, `seconds` at most, and return True; return False at once
+        if no load is in progress.
+        """
         if not self._loads.is_busy:
             return False
         self._something.wait(seconds)
         return True
 
     def rest(self) -> float:
-        """Store copies that have arrived; return in how many seconds to call again, inf if none is on its way."""
+        """Store copies that have arrived; return the number of seconds after which to call this again, inf if none is
+        on its way.
+        """
         self._check_generation()
         self.stores.keep()
         return _REST_SECONDS if self.stores.is_busy else float("inf")
 
     def shutdown(self) -> None:
-        """End the threads, after all pages copied from the devices are written to the folder."""
+        """Wait for all copies from the devices, store them, and end the threads, the folder's after its writes."""
         self.stores.shutdown()
         self._loads.shutdown()
         self.stores.keep()
@@ -144,7 +153,9 @@ class Offload(LoopExtension):
             self._disk.shutdown()
 
     def flush(self, seconds: float = 30.0) -> bool:
-        """Wait until all copies dispatched so far are stored, for `seconds` at most; return whether they are."""
+        """Wait until all copies dispatched so far are stored, in the folder too, for `seconds` at most; return whether
+        they are.
+        """
         end = time.monotonic() + seconds
         self._check_generation()
         self.stores.flush(end)
@@ -156,6 +167,9 @@ class Offload(LoopExtension):
         return {"flush_kv_offload": self.flush}
 
     def metrics(self) -> Iterator[Metric | Histogram]:
+        """Yield counters and histograms of pages moved, prefix tokens looked up and preemptions by mode, and gauges of
+        the tiers' sizes.
+        """
         orders, tiers = self.orders, self.tiers
         for way in ("load", "store"):
             yield Counter(f"vllm:kv_offload_{way}_bytes", self.stats.bytes[way])
@@ -174,7 +188,7 @@ class Offload(LoopExtension):
             yield Counter("jaxengine:kv_offload_disk_failed_writes", tiers.disk.num_failed)
 
     def status(self) -> dict[str, Any]:
-        """Return bytes and blocks of the tiers, bytes moved, and prefix tokens looked up and found, as plain JSON."""
+        """Return bytes and blocks of the tiers, bytes moved, and prefix tokens looked up and found, as JSON values."""
         host, disk = self.tiers.host, self.tiers.disk
         stored = {"host_bytes": host.num_bytes, "host_capacity": host.capacity, "host_blocks": len(host)}
         if disk is not None:
@@ -184,8 +198,10 @@ class Offload(LoopExtension):
 
     @cached_property
     def identity(self) -> str:
-        """Digest of the weights and the layout of pages, on which their content depends in addition to their keys: 32
-        hexadecimal digits. The first use reads all weights. Raises as `checksums` does.
+        """Digest of the weights and the layout of pages, on which the pages' content depends in addition to their keys:
+        32 hexadecimal digits.
+
+        The first use reads all weights and logs the time that this took. Raises the errors of `checksums`.
         """
         start = time.monotonic()
         weights = sorted(checksums(self._runner).items())
@@ -194,8 +210,8 @@ class Offload(LoopExtension):
         return found
 
     def save(self, rank: int, pages: dict[bytes, int], states: dict[bytes, int]) -> None:
-        """Dispatch copies of pages and snapshots of replica `rank`, by key, as they are now; those beyond the room of
-        `stores` are dropped.
+        """Dispatch copies of the present content of pages and snapshots of replica `rank`, by key; those beyond the
+        room of `stores` are dropped and counted.
         """
         orders = self.orders.ranks[rank]
         orders.pages.filled.update(pages)
@@ -203,8 +219,11 @@ class Offload(LoopExtension):
         self._save(filled=True)
 
     def _save(self, filled: bool = False) -> None:
-        """Dispatch copies of the pages that leave the pools, and empty those orders. filled: also of pages that the
-        newest step has filled. Gives up the folder if the engine's weights are no longer those of its name.
+        """Dispatch copies of the pages and snapshots that leave the pools, and clear these orders. filled: also those
+        that steps have filled.
+
+        Keys that are already on their way are skipped. Gives up the folder if the engine's weights are no longer those
+        that name it.
         """
         if not self.orders.is_own:
             self.tiers.disk = None
@@ -223,8 +242,8 @@ class Offload(LoopExtension):
                 self.stores.send(ranks, states)
 
     def _install(self) -> None:
-        """Allocate pages and snapshots for the parts of loads that are on the devices, and dispatch their writing; drop
-        parts of loads that began before the pools forgot their pages.
+        """Allocate pages and snapshots for the parts of loads that have reached the devices, dispatch writing them, and
+        count them. Parts of loads that began before the pools forgot their pages are dropped.
         """
         for loading, coming, size in self._loads.take_parts():
             if loading.generation != self.generation:
@@ -242,7 +261,7 @@ class Offload(LoopExtension):
             self.stats.count("load", len(entries), size, 0.0)
 
     def _finish_load(self, loading: Loading) -> None:
-        """Count a load whose last part has been installed, and log its error."""
+        """Add a completed load to the stats and to the loading rate, and log its error, if any."""
         if (error := loading.error) is not None:
             logger.error("pages could not be brought back; they are computed: %s", error)
         seconds = time.monotonic() - loading.start
@@ -251,7 +270,7 @@ class Offload(LoopExtension):
             self.tiers.loading.observe(loading.num_found, seconds)
 
     def _check_generation(self) -> None:
-        """Clear host memory if the pools have forgotten their pages since the last call."""
+        """Clear host memory and the copies on their way if the pools have forgotten their pages since the last call."""
         if self.generation != self.orders.num_forgotten:
             self.generation = self.orders.num_forgotten
             self.tiers.host.clear()
@@ -259,9 +278,10 @@ class Offload(LoopExtension):
 
 
 def _open_disk(offload: Offload, config: ResolvedConfig) -> DiskTier | None:
-    """Return the tier of the folder of the option, in a subfolder named by `identity`; None without the option.
+    """Open the folder tier in a subfolder of kv_offloading_folder named by `identity`, log its number of pages, and
+    return it; None without the option.
 
-    Raises ConfigError for a folder that cannot be made.
+    Raises ConfigError for a folder that cannot be created or read.
     """
     folder, size = config.kv_offloading_folder, config.kv_offloading_disk_size
     if folder is None:

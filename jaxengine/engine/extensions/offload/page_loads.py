@@ -1,6 +1,7 @@
-"""Loads of stored pages: threads read those that host memory lacks, and send all to the devices.
+"""Loads of stored pages: threads read the pages that host memory lacks, and send all of them to the devices.
 
-The engine's thread takes them from there part by part; at most MAX_COMING parts are on the devices at once.
+The engine's thread processes the parts that have reached the devices; at most MAX_COMING parts are on the devices at
+once.
 """
 
 from __future__ import annotations
@@ -21,40 +22,43 @@ from jaxengine.scheduler.extensions.offload import Load
 
 
 class Place(Protocol):
-    """Store of pages outside of host memory.
+    """Protocol of a store of pages outside of host memory.
 
     Attributes:
-      is_far: reading may wait for another machine, and has threads of its own so that it delays no local reads.
+      is_far: whether reading may wait for another machine; such reads have their own threads so that they do not delay
+        local ones.
     """
 
     is_far: bool
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Yield the keys that the store has, with their blocks u8[n]."""
+        """Yield those of the keys that the store has, with their blocks u8[n]."""
         ...
 
 
-# Content of a key in host memory, a copy that brings it there, the store to read it from, or None if there is none.
+# Content of a key in host memory, a copy that will bring it there, a store to read it from, or None if none has it.
 Block = np.ndarray | Future[dict[bytes, np.ndarray]] | Place | None
-# Threads that read from afar.
+# Threads that read from other machines.
 _NUM_FAR = 4
-# Length of a page's key at most: a digest, and the number of a group. Keys of states are longer.
+# Longest key of a page: a digest, and the number of a group. Keys of states are longer.
 _PAGE_KEY_BYTES = 33
 
 
 class Loading:
-    """Pages on their way to the devices for one request.
+    """Load of pages to the devices for one request.
 
     Attributes:
       load: the scheduler's order.
-      generation: number of times that pages had been forgotten when it began; start: time.monotonic seconds.
-      num_found: pages and states that were given a page or snapshot.
-      num_taken: parts that the engine's thread has taken; num_parts: all of them, None until the last is sent.
-      error: what ended it early; None for nothing.
+      generation: number of times that the pools had forgotten their pages when the load began.
+      start: time.monotonic seconds at which it began.
+      num_found: pages and states that were given a page or snapshot in the pools.
+      num_taken: parts that the engine's thread has processed.
+      num_parts: number of all parts; None until the last one is sent.
+      error: exception that ended the load early; None for none.
     """
 
     def __init__(self, load: Load, generation: int):
-        """Begin now."""
+        """Set the start time to now, with no parts."""
         self.load, self.generation, self.start = load, generation, time.monotonic()
         self.num_found = self.num_taken = 0
         self.num_parts: int | None = None
@@ -62,10 +66,12 @@ class Loading:
 
 
 class PageLoads:
-    """Loads that have begun. Public methods are for the engine's thread."""
+    """Loads in progress, and the threads that run them. Public methods are for the engine's thread."""
 
     def __init__(self, mover: PageMover, something: threading.Event):
-        """Start the threads. mover: sends pages; something: an event to set whenever there is something to take."""
+        """Start the threads. mover: sends pages to the devices. something: event to set whenever a part arrives or a
+        load ends.
+        """
         self._mover, self._something = mover, something
         self._threads = ThreadPoolExecutor(1, "kv-loads"), ThreadPoolExecutor(_NUM_FAR, "kv-far-loads")
         self._loading: list[Loading] = []
@@ -75,17 +81,21 @@ class PageLoads:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a load has begun and was not taken as done."""
+        """Whether a load has begun and `take_done` has not returned it yet."""
         return bool(self._loading)
 
     def start(self, load: Load, found: Mapping[bytes, Block], generation: int) -> None:
-        """Begin a load. found: its keys, each with its content or a store that has it. generation: as of Loading."""
+        """Begin a load on a thread. found: for each key, in order, its content or the store that has it. generation:
+        value of Loading.generation.
+        """
         self._loading.append(loading := Loading(load, generation))
         is_far = any(getattr(each, "is_far", False) for each in found.values())
         self._threads[is_far].submit(self._run, loading, found)
 
     def take_parts(self) -> Iterator[tuple[Loading, Coming, int]]:
-        """Yield each part that is on the devices: its load, the part, and its bytes. This makes room for another."""
+        """Yield and remove each part that is on the devices, as (its load, the part, its number of bytes). Each makes
+        room for another part.
+        """
         while self._come:
             loading, coming, size = self._come.popleft()
             self._room.release()
@@ -93,21 +103,23 @@ class PageLoads:
             yield loading, coming, size
 
     def take_done(self) -> list[Loading]:
-        """Return the loads whose parts have all been taken, and forget them."""
+        """Return the loads whose parts have all been taken, and remove them."""
         done = [each for each in self._loading if each.num_parts == each.num_taken]
         if done:
             self._loading = [each for each in self._loading if each not in done]
         return done
 
     def shutdown(self) -> None:
-        """End the threads, and wait for them; loads that are not done by then never will be."""
+        """End the threads and wait for them; loads that are not done by then never complete."""
         self._is_closing = True
         for each in self._threads:
             each.shutdown(cancel_futures=True)
 
     def _run(self, loading: Loading, found: Mapping[bytes, Block]) -> None:
-        """Read and send all parts of a load, on one of the threads; an error ends it and is recorded there. found: as
-        of `start`.
+        """Read and send all parts of a load, on one of the threads; an exception ends the load and is stored in its
+        `error`.
+
+        found: content or store of each key, as in `start`.
         """
         parts = 0
         try:
@@ -123,10 +135,11 @@ class PageLoads:
         self._something.set()
 
     def _parts(self, rank: int, found: Mapping[bytes, Block]) -> Iterator[tuple[int, Callable[[], Coming]]]:
-        """Yield, for each part, its number of bytes and the function that sends it to the devices of replica `rank`.
+        """Yield, for each part of a load, its number of bytes and the function that sends it to the devices of replica
+        `rank`.
 
-        A part has up to SIZES[-1] pages, or one state. Blocks whose size is not the model's are left out. found: as of
-        `start`.
+        A part has up to SIZES[-1] pages, or one state. Blocks whose size is not the model's are left out. found:
+        content or store of each key, as in `start`.
         """
         mover = self._mover
         pages: list[tuple[bytes, np.ndarray]] = []
@@ -145,7 +158,7 @@ class PageLoads:
             yield len(pages) * mover.page_bytes, partial(mover.send, rank, pages)
 
     def _sent(self, send: Callable[[], Coming]) -> Coming:
-        """Return the part that `send` sends; its room is given up if that raises."""
+        """Call `send` and return the part that it sends; if it raises, release the part's room first."""
         try:
             return send()
         except Exception:
@@ -153,7 +166,9 @@ class PageLoads:
             raise
 
     def _make_room(self) -> bool:
-        """Wait until another part may be on the devices; return True, or False if the engine or the process ends."""
+        """Wait until another part may be on the devices; return True, or False if the engine or the process is
+        ending.
+        """
         while not self._is_closing and threading.main_thread().is_alive():
             if self._room.acquire(timeout=0.1):
                 return True
@@ -161,7 +176,9 @@ class PageLoads:
 
 
 def _read(found: Mapping[bytes, Block]) -> Iterator[tuple[bytes, np.ndarray]]:
-    """Yield the keys whose content there is, with their blocks, in order; waits for copies, and reads the stores."""
+    """Yield the keys that have content, with their blocks, in the order of `found`. Waits for copies to host memory,
+    and reads the stores.
+    """
     for _, group in groupby(found, key=lambda key: id(found[key])):
         keys = list(group)
         block = found[keys[0]]

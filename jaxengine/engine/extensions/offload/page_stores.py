@@ -1,6 +1,6 @@
-"""Store outside of the devices, and pages and states on their way there.
+"""Storage tiers outside of the devices, and copies of pages and states on their way there.
 
-A thread waits for copies to the host; the engine's thread dispatches them and takes those that are done.
+A thread waits for copies to the host; the engine's thread dispatches them and stores those that have arrived.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxengine.runner.extensions.offload import MAX_LEAVING, SIZES, Leaving, Pag
 from jaxengine.tiers.disk import DiskTier
 from jaxengine.tiers.host import HostTier
 
-# Upper bounds of the bytes of a transfer, as vLLM has them.
+# Upper bounds of the bytes of a transfer, the same as vLLM's.
 _SIZE_BOUNDS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 # Weight of a new measurement in the mean of a rate.
 _WEIGHT = 0.2
 
 
 class Rate:
-    """Mean of measured rates, in which later ones count more.
+    """Exponentially weighted mean of measured rates: a new measurement has the weight _WEIGHT.
 
     Attributes:
       value: amount per second; None before the first measurement.
@@ -37,7 +37,7 @@ class Rate:
         self.value: float | None = None
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement; one that took no time is left out."""
+        """Add a measurement, `amount` in `seconds`; one of 0 seconds is ignored."""
         if seconds > 0:
             new = amount / seconds
             self.value = new if self.value is None else (1 - _WEIGHT) * self.value + _WEIGHT * new
@@ -49,9 +49,9 @@ class Tiers:
     Attributes:
       host: host memory.
       disk: folder; None without one, or once the engine's weights are no longer those in the folder's name.
-      arriving: keys on their way to the host, with the copy that brings them.
+      arriving: keys on their way to the host, with the copy that will bring them.
       elsewhere: keys that other engines have, with the stores to read them from.
-      loading, computing: stored pages brought back and tokens computed per second.
+      loading, computing: rates of stored pages loaded and of tokens computed.
     """
 
     def __init__(self, host: HostTier, disk: DiskTier | None):
@@ -62,16 +62,18 @@ class Tiers:
         self.loading, self.computing = Rate(), Rate()
 
     def has(self, key: bytes) -> bool:
-        """Return whether a key is stored, on its way to host memory, or at another engine."""
+        """Whether a key is stored, on its way to host memory, or at another engine."""
         is_here = key in self.host or key in self.arriving or (self.disk is not None and key in self.disk)
         return is_here or key in self.elsewhere
 
     def pin(self, keys: Sequence[bytes]) -> None:
-        """Keep what host memory has, or will get, under these keys, until `unpin`; each call counts."""
+        """Prevent the eviction of what host memory has, or will get, under these keys, until `unpin`; calls are
+        counted.
+        """
         self.host.pin(keys)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Take back one `pin` of these keys."""
+        """Undo one `pin` of these keys."""
         self.host.unpin(keys)
 
     def drop(self, key: bytes) -> None:
@@ -82,15 +84,15 @@ class Tiers:
             self.disk.drop(key)
 
     def pays(self, num_stored: int, num_tokens: int) -> bool:
-        """Return whether bringing back num_stored pages takes less time than computing num_tokens tokens, by the rates
-        so far; True while a rate has not been measured.
+        """Whether loading num_stored pages takes less time than computing num_tokens tokens, by the rates measured so
+        far; True while a rate has not been measured.
         """
         loading, computing = self.loading.value, self.computing.value
         return loading is None or computing is None or num_stored / loading < num_tokens / computing
 
     def find(self, key: bytes) -> Block:
-        """Return a key's content if host memory has it, else the copy that brings it there, else the store to read it
-        from: another engine that has what the folder lacks, or the folder, which may lack it; None without a store.
+        """Return a key's content if host memory has it, else the copy that will bring it there, else a store to read it
+        from: another engine that has what the folder lacks, or the folder, which may lack it. None without a store.
         """
         found = self.host.get(key)
         if found is not None or (found := self.arriving.get(key)) is not None:
@@ -103,13 +105,13 @@ class OffloadStats:
     """Counts of moved pages and states.
 
     Attributes:
-      counts, bytes, seconds: number, size and time of those moved, by way: "load" or "store".
-      sizes: histograms of the bytes of one transfer, by way.
-      num_dropped: number of those not copied for want of room.
+      counts, bytes, seconds: number, size and time of moved pages and states, by direction: "load" or "store".
+      sizes: histograms of the bytes of one transfer, by direction.
+      num_dropped: number of pages and states that were not copied for want of room.
     """
 
     def __init__(self) -> None:
-        """Begin without moves."""
+        """Set all counts to 0."""
         self.counts = {"load": 0, "store": 0}
         self.bytes = {"load": 0, "store": 0}
         self.seconds = {"load": 0.0, "store": 0.0}
@@ -117,7 +119,9 @@ class OffloadStats:
         self.num_dropped = 0
 
     def count(self, way: str, number: int, size: int, seconds: float) -> None:
-        """Count pages and states moved. way: "load" or "store"; size: their bytes; seconds: the time that it took."""
+        """Count one transfer. way: "load" or "store". number: pages and states moved. size: their bytes. seconds: its
+        duration.
+        """
         self.counts[way] += number
         self.bytes[way] += size
         self.sizes[way].observe(size)
@@ -125,13 +129,13 @@ class OffloadStats:
 
 
 class PageStores:
-    """Copies to the host that have begun. Public methods are for the engine's thread."""
+    """Copies to the host in progress. Public methods are for the engine's thread."""
 
     def __init__(
         self, mover: PageMover, tiers: Tiers, stats: OffloadStats, something: threading.Event, *, is_bounded: bool
     ):
-        """Start the thread. something: an event to set when a copy has arrived. is_bounded: copies hold memory of
-        devices, so that only MAX_LEAVING of the largest size may be on their way.
+        """Start the thread. something: event to set when a copy has arrived. is_bounded: copies occupy device memory,
+        so at most MAX_LEAVING * SIZES[-1] pages may be on their way.
         """
         self._mover, self._tiers, self._stats, self._something = mover, tiers, stats, something
         self._copies = ThreadPoolExecutor(1, "kv-copies")
@@ -149,9 +153,10 @@ class PageStores:
         return max(0, self._max_leaving - sum(len(leaving.entries) for leaving, _, _ in self._leaving))
 
     def send(self, ranks: list[list[tuple[bytes, int]]], states: bool) -> None:
-        """Dispatch copies of pages, or of snapshots if `states`; those beyond `room` are dropped.
+        """Dispatch copies of pages, or of snapshots if `states`; those beyond `room` are dropped and counted.
 
-        ranks: for each replica, (key, page id or snapshot) of each; shortened in place to what is copied.
+        ranks: for each replica, pairs (key, page id or snapshot); each list is replaced in place by what is copied.
+        Adds the keys to the tiers' `arriving`.
         """
         room = self.room
         for index, own in enumerate(ranks):
@@ -165,10 +170,12 @@ class PageStores:
             self._tiers.arriving |= dict.fromkeys((key for key, _ in leaving.entries), future)
 
     def keep(self) -> None:
-        """Store the copies that have arrived in host memory and the folder, in the order of their dispatch."""
+        """Store the copies that have arrived in host memory and the folder, in the order of their dispatch, and count
+        them. Stops at the first that has not arrived. Keys dropped meanwhile are left out.
+        """
         while self._leaving and self._leaving[0][1].done():
             leaving, future, start = self._leaving.popleft()
-            # Keys dropped meanwhile are left out, but not removed from the result, which a load may be about to read.
+            # Dropped keys are left out but not removed from the result, which a load may be about to read.
             came = future.result().items()
             blocks = {key: block for key, block in came if self._tiers.arriving.get(key) is future}
             size = sum(block.nbytes for block in blocks.values())
@@ -180,7 +187,9 @@ class PageStores:
                     self._tiers.disk.write(key, block)
 
     def flush(self, end: float) -> None:
-        """Wait for the copies so far, until `end` in time.monotonic seconds at most, and store them."""
+        """Wait for the copies so far, until `end` in time.monotonic seconds at most, and store those that have
+        arrived.
+        """
         while self._leaving and time.monotonic() < end:
             wait([self._leaving[0][1]], max(0.0, end - time.monotonic()))
             self.keep()

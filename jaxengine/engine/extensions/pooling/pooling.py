@@ -17,7 +17,7 @@ class Pooling(LoopExtension):
         self.epilogue = loop.runner.extension("pooling").pool
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Add to `output` the vectors of prompts that the step completed."""
+        """Set the vectors of prompts that the step completed in `result.emitted`; nothing if there are none."""
         if result.emitted:
             vectors = self.loop.runner.extension("pooling").vectors(step.pending)
             result.emitted = [rows._replace(vectors=vectors[rows.rank, rows.rows]) for rows in result.emitted]

@@ -1,4 +1,4 @@
-"""Token pooling: passes the requests that ask for them the rows of their tokens, each position once."""
+"""Token pooling: returns the rows of their tokens to the requests that ask for them, each position once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class _Rows(NamedTuple):
 
     Attributes:
       request, rank: the request and the index of its replica.
-      token: index of the first of them among the replica's tokens; position: of that token in the request.
-      count: number of tokens.
+      token: index of the request's first token among the replica's tokens.
+      position: position of that token in the request.
+      count: number of the request's tokens.
     """
 
     request: Request
@@ -48,14 +49,18 @@ class TokenPooling(LoopExtension):
         self._num_found |= {request: 0 for request in requests if request.params.token_results}
 
     def after_forward(self, step: InFlight | None) -> Events:
-        """Dispatch the epilogue if the step has tokens of requests that asked for rows. Returns no events."""
+        """Dispatch the program that computes token rows if the step has tokens of requests that asked for rows. Returns
+        no events.
+        """
         if step is not None and (rows := self._rows_of(step.step)):
             self._steps[step] = rows
             self.loop.runner.extension("token_pooling").pool(step.pending)
         return NO_EVENTS
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Fetch the rows of the step's tokens, and add those that unfinished requests lack to output.found."""
+        """Fetch the rows of the step's tokens, and add those that unfinished requests lack to output.found, under the
+        name "tokens".
+        """
         own = [each for each in self._steps.pop(step, ()) if each.request in self._num_found]
         if not own:
             return
@@ -72,7 +77,9 @@ class TokenPooling(LoopExtension):
         self._num_found.pop(request, None)
 
     def _rows_of(self, step: ScheduledStep) -> list[_Rows]:
-        """Return the tokens, per request, of a step just scheduled, for those requests that asked for rows."""
+        """Return the tokens, one entry per request, of a step that has just been scheduled, for those requests that
+        asked for rows.
+        """
         found = []
         for rank, batch in zip(self.loop.scheduler.ranks, step.batches, strict=True):
             slots, token = rank.slots, 0

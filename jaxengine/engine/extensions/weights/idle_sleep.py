@@ -23,14 +23,19 @@ class IdleSleep(LoopExtension):
     """Loop extension that puts an unused engine to sleep at level 1, which keeps its weights in host memory."""
 
     def __init__(self, weights: Weights, seconds: float):
-        """Start awake. seconds: time without requests after which the engine sleeps."""
+        """Start the idle time now. weights: the extension that sleeps and wakes. seconds: time without requests after
+        which the engine sleeps.
+        """
         self._weights, self._seconds = weights, seconds
         self._used = time.monotonic()
         self._num_sleeps, self._wake_seconds = 0, 0.0
 
     def rest(self) -> float:
-        """Put the engine to sleep once it has been unused for the configured time. Return the seconds left until then,
-        that time again if it failed, or inf while requests, a pause or a sleep exclude it.
+        """Put the engine to sleep once it has been unused for the configured time.
+
+        Returns the number of seconds after which to call this again: what is left until then, the configured time if
+        falling asleep failed (which is logged), and inf while the engine sleeps or is paused or has requests or steps
+        in flight.
         """
         weights, now = self._weights, time.monotonic()
         if weights.asleep or weights.is_held or self.loop.scheduler.num_unfinished or self.loop.in_flight:
@@ -48,8 +53,9 @@ class IdleSleep(LoopExtension):
         return float("inf")
 
     def prepare(self, request: Request) -> None:
-        """Wake the engine for a request. Raises OverloadedError if its device memory cannot be allocated; it then
-        sleeps on.
+        """Wake the engine for a request if it sleeps automatically, and restart the idle time.
+
+        Raises OverloadedError if its device memory cannot be allocated; it then sleeps on.
         """
         self._used = start = time.monotonic()
         if not self._weights.dozes:
@@ -64,7 +70,7 @@ class IdleSleep(LoopExtension):
         logger.info("the engine woke up in %.2f s", self._used - start)
 
     def ended(self, request: Request) -> None:
-        """Count the idle time from now."""
+        """Restart the idle time."""
         self._used = time.monotonic()
 
     def metrics(self) -> Iterator[Counter]:

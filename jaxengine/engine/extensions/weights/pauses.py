@@ -15,7 +15,8 @@ _RECOMPUTE = "recompute"  # the key of a pause that lasts until no step is in fl
 
 
 class Pauses(LoopExtension):
-    """Loop extension that holds pauses by key. The key None is the operator's pause.
+    """Loop extension that records pauses by key and pauses the scheduler while there are any. The key None is the
+    operator's pause.
 
     Attributes:
       resumed: time.monotonic seconds at which the last pause ended.
@@ -25,12 +26,16 @@ class Pauses(LoopExtension):
         """Begin without pauses."""
         self._intake = Intake()
         self._aborts = False
-        # By key, the mode of each pause for the requests that it found: "keep" once it is complete.
+        # By key, the mode of each pause for requests that arrived before it: "keep" once it is complete.
         self._pauses: dict[Any, PauseMode] = {}
         self.resumed = time.monotonic()
 
     def hold(self, key: Any, mode: PauseMode) -> None:
-        """Begin a pause, in addition to others, that `release` with the same key ends. mode: see PauseMode."""
+        """Begin a pause in addition to others; `release` with the same key ends it. mode: effect on unfinished requests
+        (PauseMode).
+
+        Modes other than "keep" stop the admission of requests that arrive from now on.
+        """
         if mode != "keep":
             self._intake.close(1 + max((each.arrival_index for each in self.loop.scheduler.requests), default=-1))
             self._aborts |= mode == "abort"
@@ -38,9 +43,11 @@ class Pauses(LoopExtension):
         self._apply()
 
     def check_wait(self, mode: PauseMode, *, of_update: bool, asleep: bool) -> None:
-        """Raise RequestError for mode "wait" if the requests that it waits for cannot run to their end: the engine
-        sleeps (`asleep`), or, for an update (`of_update`), the operator's pause keeps them where they are, which only
-        the operator may end.
+        """Raise RequestError for mode "wait" if the requests that it waits for cannot run to their end.
+
+        That is so if there are such requests and the engine sleeps (`asleep`), or, for a weight update (`of_update`),
+        if the operator's pause is complete or of mode "keep", which only the operator may end. Other modes are always
+        allowed.
         """
         if mode != "wait" or not self._earlier():
             return
@@ -51,14 +58,18 @@ class Pauses(LoopExtension):
             raise RequestError(f"{text}, or any mode after resume_generation (/resume)", param="mode", value=mode)
 
     def release(self, key: Any) -> None:
-        """End the pause of a key, complete or not; steps continue when no pause is left. Unknown keys are ignored."""
+        """End the pause of a key, complete or not; steps continue when no pause is left. Does nothing for an unknown
+        key.
+        """
         if key in self._pauses:
             del self._pauses[key]
             self._apply()
 
     def _apply(self) -> None:
-        """Pause the scheduler if there are pauses and none waits for requests to end, else let it run. If no pause
-        is left, admit new requests again and set `resumed`; abort none if no pause aborts.
+        """Pause the scheduler if there are pauses and all are of mode "keep", else let it run.
+
+        If no pause is left, also admit new requests again and set `resumed`. If no pause has mode "abort" any more,
+        requests that were to be aborted go on.
         """
         modes = self._pauses.values()
         self.loop.scheduler.paused = bool(modes) and all(mode == "keep" for mode in modes)
@@ -68,7 +79,7 @@ class Pauses(LoopExtension):
             self.resumed = time.monotonic()
 
     def recompute(self) -> bool:
-        """Drop all cached prefixes and put running requests back, to be computed again from their first token: at once
+        """Drop all cached prefixes and preempt running requests, to be computed again from their first token: at once
         if no step is in flight, else as soon as none is, before any other step. Returns True.
         """
         self.hold(_RECOMPUTE, "keep")
@@ -76,7 +87,7 @@ class Pauses(LoopExtension):
         return True
 
     def recompute_if_still(self) -> bool:
-        """Do what `recompute` has asked for if no step is in flight; return whether that was done now."""
+        """Carry out a pending `recompute` if no step is in flight; return whether that was done now."""
         if _RECOMPUTE not in self._pauses or not self.is_still:
             return False
         scheduler = self.loop.scheduler
@@ -89,14 +100,15 @@ class Pauses(LoopExtension):
 
     @property
     def is_held(self) -> bool:
-        """Whether any pause has not been released, the operator's, a weight update's or that of a sleep."""
+        """Whether there is a pause that has not been released, of the operator, a weight update or a sleep."""
         return bool(self._pauses)
 
     def settle(self, key: Any = None) -> bool:
-        """Return whether the pause is complete: no step is in flight, and no pause still waits for requests to end.
+        """Return whether a pause is complete: no step is in flight, and no pause still waits for requests to end. Does
+        not wait.
 
-        Returns at once. Act on True before another call that may begin a pause. key: the one given to `hold`. Raises
-        RequestError if its pause has been ended meanwhile.
+        On True, all pauses become "keep" and the scheduler is paused. The caller must act on True before another call
+        that may begin a pause. key: the one given to `hold`. Raises RequestError if its pause has been ended meanwhile.
         """
         if key not in self._pauses:
             raise RequestError("the pause has been ended before it was complete; request it again", param="mode")
@@ -108,11 +120,13 @@ class Pauses(LoopExtension):
 
     @property
     def is_still(self) -> bool:
-        """Whether no step is in flight and none may begin."""
+        """Whether the scheduler is paused and no step is in flight."""
         return self.loop.scheduler.paused and not self.loop.in_flight
 
     def poll(self) -> Events:
-        """Return, once after the begin of a pause of mode "abort", the requests that it ends; see `recompute`."""
+        """Carry out a pending `recompute`; return, once after the begin of a pause of mode "abort", the requests that
+        it ends.
+        """
         self.recompute_if_still()
         if not self._aborts:
             return NO_EVENTS
@@ -120,6 +134,8 @@ class Pauses(LoopExtension):
         return Events(ended=[(request, FinishReason.ABORT, None) for request in self._earlier()])
 
     def _earlier(self) -> list[Request]:
-        """Return the unfinished requests that a pause lets run to their end."""
+        """Return the unfinished requests that arrived before the first pause of mode "wait" or "abort"; all unfinished
+        requests without such a pause.
+        """
         first = self._intake.first
         return [each for each in self.loop.scheduler.requests if first is None or each.arrival_index < first]

@@ -16,7 +16,7 @@ from jaxengine.scheduler.base.errors import RequestError
 
 # Largest number of reads at once, each of which takes host memory for all weights.
 MAX_READS = 2
-# Time without a call about a read after which it is forgotten. A waiting caller makes a hundred calls a second, but a
+# Time without a call about a read after which it is dropped. A waiting caller makes a hundred calls a second, but a
 # switch or a sleep may delay them for a while.
 _LEASE_SECONDS = 120.0
 
@@ -26,8 +26,10 @@ class _Read:
     """Weights of a folder that a thread is reading or has read.
 
     Attributes:
-      thread: reads them; job: gets the weights, or the error that ended the read.
-      stopped: set when the read is not needed any more; used: time.monotonic seconds of the last call about it.
+      thread: reads the weights.
+      job: result, the weights or the exception that ended the read.
+      stopped: event that is set when the read is not needed any more.
+      used: time.monotonic seconds of the last call about the read.
     """
 
     thread: threading.Thread
@@ -37,7 +39,9 @@ class _Read:
 
 
 def _begin(read: Callable[[Callable[[], bool]], NewWeights]) -> _Read:
-    """Call `read` on a new thread and return its record. `read` gets a function that returns whether it is to stop."""
+    """Call `read` on a new daemon thread and return its _Read. The argument of `read` is a function that returns
+    whether to stop.
+    """
     job, stopped = Future[NewWeights](), threading.Event()
 
     def run() -> None:
@@ -52,24 +56,27 @@ def _begin(read: Callable[[Callable[[], bool]], NewWeights]) -> _Read:
 
 
 class WeightOrders:
-    """The utilities of jaxengine.engine.weight_types that are not methods of Weights. None of them waits."""
+    """Utilities named in jaxengine.engine.weight_types that are not methods of Weights. None of them waits."""
 
     def __init__(self, weights: Any):
         """Start without reads. weights: the engine's jaxengine.engine.extensions.weights.weights.Weights."""
         self._weights = weights
         self._reads: dict[int, _Read] = {}
-        # Threads of forgotten reads, which hold their memory until they end.
+        # Threads of dropped reads, which hold their memory until they end.
         self._ending: list[threading.Thread] = []
         self._num_reads = 0
 
     def engine_pause(self) -> dict[str, Any]:
-        """Return whether the engine is paused, which of its parts sleep, and the version of its weights."""
+        """Return whether the operator has paused the engine ("is_paused"), which of its parts sleep ("asleep"), and the
+        version of its weights ("weight_version").
+        """
         own = self._weights
         return {"is_paused": own.is_paused, "asleep": sorted(own.asleep), "weight_version": own.version}
 
     def weight_checksums(self) -> dict[str, str]:
-        """Return a digest of each weight by name; wakes an engine that sleeps for want of requests. Raises RequestError
-        while weights sleep on request, ClusterError if a process is lost.
+        """Return a digest of each weight by name, after waking an engine that sleeps automatically.
+
+        Raises RequestError while weights sleep on request, ClusterError if a process is lost.
         """
         self._weights.rouse()
         return checksums(self._weights.loop.runner)
@@ -85,10 +92,10 @@ class WeightOrders:
     ) -> int:
         """Begin to read a folder of weights on a thread; return the read's number, the argument of `weights_are_read`.
 
-        version, mode, kv: of the planned update, only checked here; strict, chunk_bytes: see `LLM.update_weights`.
-        Raises RequestError for an invalid argument, and for more than MAX_READS reads that run, or are complete and
-        neither used nor forgotten; a forgotten read counts until its thread has ended. Errors of the folder are raised
-        by `weights_are_read`.
+        version, mode, kv: of the planned update, only checked here. strict, chunk_bytes: see `LLM.update_weights`.
+        Raises RequestError for an invalid argument, and if MAX_READS reads are running, or complete but neither used
+        nor dropped; a dropped read counts until its thread has ended. Errors of the folder are raised by
+        `weights_are_read`.
         """
         self._weights.check(version, mode, kv)
         check_chunk_bytes(chunk_bytes)
@@ -105,8 +112,10 @@ class WeightOrders:
         return self._num_reads
 
     def weights_are_read(self, number: int) -> bool:
-        """Return whether the read of this number is complete. If it failed, forget it and raise its error (such as
-        WeightUpdateError). Raises RequestError for an unknown number.
+        """Return whether the read of this number is complete. If it failed, drop it and raise its error (such as
+        WeightUpdateError).
+
+        Raises RequestError for an unknown number.
         """
         job = self._find(number)
         if job.done() and (error := job.exception()) is not None:
@@ -117,15 +126,15 @@ class WeightOrders:
     def hold_engine(self, number: int, mode: PauseMode) -> None:
         """Begin the pause of a weight update, in addition to the operator's pause and those of other updates.
 
-        number: of a completed read; switching to or forgetting its weights ends the pause. mode: see `Weights.pause`,
-        whose errors this raises; RequestError for an unknown number.
+        number: of a read; switching to or dropping its weights ends the pause. mode: see `Weights.pause`, whose errors
+        this raises. Raises RequestError for an unknown number.
         """
         self._find(number)
         self._weights.hold(number, mode)
 
     def forget_read_weights(self, number: int) -> None:
-        """Drop the weights of a read that have not been used, stop the read if it runs, and end the pause that
-        `hold_engine` began for them. Ignores an unknown number.
+        """Drop a read and its weights, stop the read if it runs, and end the pause that `hold_engine` began for it.
+        Ignores an unknown number.
         """
         if (read := self._reads.pop(number, None)) is not None:
             read.stopped.set()
@@ -133,8 +142,8 @@ class WeightOrders:
         self._weights.release(number)
 
     def expire(self) -> float:
-        """Forget reads without a call for _LEASE_SECONDS, with their pauses; return in how many seconds to call
-        again, inf if there are no reads.
+        """Drop reads without a call for _LEASE_SECONDS, and end their pauses; return the number of seconds after which
+        to call this again, inf if there are no reads.
         """
         if not self._reads:
             return float("inf")
@@ -149,7 +158,7 @@ class WeightOrders:
 
         Returns None, with nothing changed, while that pause is not complete: call again. version, kv: see
         `Weights.switch`. Raises RequestError for an unknown number, if the read is not complete, and without that
-        pause; and the read's error.
+        pause; raises the read's error if it failed, and the errors of `Weights.switch`.
         """
         if not (job := self._find(number)).done():
             raise RequestError(f"the weights {number} are still being read", param="number", value=number)
@@ -163,15 +172,19 @@ class WeightOrders:
             self._weights.release(number)
 
     def check_paused(self) -> None:
-        """Raise RequestError unless the operator's pause has begun: only then may pages alone be released."""
+        """Raise RequestError unless the operator's pause has begun, since KV pages alone may only be released in a
+        pause.
+        """
         if not self._weights.is_paused:
             text = "the engine is not paused; allowed: after pause_generation (/pause) or sleep with level 0"
             raise RequestError(f"release_kv_cache_memory: {text}")
 
     def fall_asleep(self, level: int, tags: list[str] | None = None, keep_kv: bool = False) -> bool:
-        """Put the engine to sleep if the operator's pause is complete. Returns whether it sleeps; if not, call again.
+        """Put the engine to sleep if the operator's pause is complete; return whether it was complete. On False, call
+        again.
 
-        level, tags, keep_kv: see `Weights.sleep`, whose errors this raises; RequestError if the pause has been ended.
+        level, tags, keep_kv: see `Weights.sleep`, whose errors this raises. Raises RequestError if the pause has been
+        ended.
         """
         if not self._weights.settle():
             return False
@@ -179,7 +192,9 @@ class WeightOrders:
         return True
 
     def _find(self, number: int) -> Future[NewWeights]:
-        """Return the job of a read, and record that it is in use. Raises RequestError for an unknown number."""
+        """Return the future of a read's weights, and restart the time after which the read is dropped. Raises
+        RequestError for an unknown number.
+        """
         if number not in self._reads:
             raise RequestError(f"there are no weights {number} that were read", param="number", value=number)
         self._reads[number].used = time.monotonic()

@@ -43,13 +43,14 @@ class Weights(Pauses):
     """Loop extension that pauses the engine, switches its weights, and puts it to sleep.
 
     Attributes:
-      version: of the weights that the next step will use.
-      dozes: the engine sleeps automatically, is not paused, and wakes for any call that needs it.
+      version: version of the weights that the next step will use.
+      dozes: whether the engine sleeps automatically; it then is not paused, and wakes for any call that needs it.
     """
 
     def __init__(self, keep_pages: Callable[[Sequence[Rank]], AbstractContextManager[None]] | None = None):
-        """Begin awake and not paused, with version 0. keep_pages: copies the replicas' pages to host memory, which
-        keeps them in its context; None if the engine has no tiers.
+        """Set the state to awake and not paused, with version 0.
+
+        keep_pages: makes a context in which host memory keeps the replicas' pages; None if the engine has no tiers.
         """
         super().__init__()
         self._keep_pages = keep_pages
@@ -63,8 +64,8 @@ class Weights(Pauses):
         self._updates = Durations(_SLEEP_BOUNDS)
 
     def attach(self, loop: Loop) -> None:
-        """Store the engine's parts, let the scheduler ask which requests a pause holds back, and note the version for
-        requests that are there already.
+        """Store the engine's parts, add the pauses' admission control to the scheduler's extensions, and set the weight
+        version of requests that already exist.
         """
         super().attach(loop)
         loop.scheduler.extensions.append(self._intake)
@@ -76,20 +77,21 @@ class Weights(Pauses):
         request.weight_versions = [(self.version, 0)]
 
     def pause(self, mode: PauseMode) -> None:
-        """Begin the operator's pause, after waking an engine that sleeps automatically. It is complete once `settle`
-        returns True; steps must go on until then.
+        """Begin the operator's pause, after waking an engine that sleeps automatically. The pause is complete once
+        `settle` returns True; steps must go on until then.
 
-        mode: for unfinished requests, see PauseMode. Raises RequestError for an unknown mode, and for
-        "wait" while the engine sleeps and has requests. "wait" after "keep" lets the kept requests run to their end.
+        mode: effect on unfinished requests (PauseMode). "wait" after "keep" lets the kept requests run to their end.
+        Raises RequestError for an unknown mode, and for "wait" while the engine sleeps and has requests.
         """
         self.hold(None, mode)
 
     def hold(self, key: Any, mode: PauseMode) -> None:
-        """Begin a pause in addition to others, which `release` with the same key ends, after waking an engine that
-        sleeps automatically. mode: as of `pause`, whose RequestError it raises; "wait" with another key than None also
-        raises it while the operator's pause keeps requests.
+        """Begin a pause in addition to others, after waking an engine that sleeps automatically; `release` with the
+        same key ends it.
 
-        key: any hashable value of the caller's own; None is the operator's pause, which `resume` ends.
+        key: any hashable value of the caller; None is the operator's pause, which `resume` ends. mode: effect on
+        unfinished requests (PauseMode). Raises RequestError for an unknown mode, for "wait" while the engine sleeps and
+        has requests, and for "wait" with another key than None while the operator's pause keeps requests.
         """
         _among("mode", mode, get_args(PauseMode))
         self.rouse()
@@ -97,7 +99,8 @@ class Weights(Pauses):
         super().hold(key, mode)
 
     def resume(self) -> None:
-        """End the operator's pause, complete or not; pauses of weight updates stay. Does nothing to an automatic sleep.
+        """End the operator's pause, complete or not; pauses of weight updates continue. Does nothing during an
+        automatic sleep.
 
         Raises RequestError while the engine sleeps on request.
         """
@@ -114,18 +117,22 @@ class Weights(Pauses):
         return not self.dozes and None in self._pauses
 
     def rest(self) -> float:
-        """Forget reads that nobody asks for any more; return in how many seconds to call again, inf without reads, 0 if
-        requests that waited for `recompute` may run.
+        """Carry out a pending `recompute`, or drop expired reads of weights. Returns the number of seconds after which
+        to call this again: 0 after the recompute, else that of the reads, inf without reads.
         """
         return 0.0 if self.recompute_if_still() else self._orders.expire()
 
     def poll(self) -> Events:
-        """Forget reads that nobody asks for any more; return the requests that a pause of mode "abort" ends."""
+        """Drop expired reads of weights, and carry out a pending `recompute`; return the requests that a pause of mode
+        "abort" ends.
+        """
         self._orders.expire()
         return super().poll()
 
     def check(self, version: Version | None, mode: PauseMode, kv: KVMode) -> None:
-        """Raise RequestError for an argument of a weight update that is not allowed, or not now."""
+        """Raise RequestError for an argument of a weight update that is invalid or not allowed at this time. mode, kv,
+        version: see `switch` and PauseMode.
+        """
         _among("mode", mode, get_args(PauseMode))
         _among("kv", kv, get_args(KVMode))
         self.check_wait(mode, of_update=True, asleep=bool(self._asleep))
@@ -137,12 +144,12 @@ class Weights(Pauses):
     def switch(self, new: NewWeights, version: Version | None = None, kv: KVMode = "recompute") -> WeightUpdate:
         """Replace the weights while the engine is paused, and return what was replaced.
 
-        Unfinished requests note the version with the number of their output tokens. Without kv="keep" they are computed
-        again.
+        Unfinished requests record the version with the number of their output tokens. Without kv="keep" they are
+        computed again. version: of the new weights; None for the last version plus one or, if that is a text, for the
+        number of switches including this one. kv: treatment of keys and values of the old weights (KVMode).
 
-        version: of the new weights; None for the last one plus one or, if that is a text, for the number of switches,
-        this one included. kv: for keys and values of the old weights, see KVMode. Raises RequestError, with nothing
-        changed, for an invalid argument, or a version for a draft model's weights. Asserts that the pause is complete.
+        Raises RequestError, with nothing changed, for an invalid argument, and for a version with a draft model's
+        weights. Asserts that the pause is complete.
         """
         self.check(version, "keep", kv)
         if new.are_of_draft:
@@ -162,7 +169,7 @@ class Weights(Pauses):
         for extension in scheduler.extensions:
             extension.weights_replaced()
             extension.reset_cache()
-        if sleep.are_present(self.loop.runner):  # else other arrays, such as adapters, are still in host memory
+        if sleep.are_present(self.loop.runner):  # otherwise other arrays, such as adapters, are still in host memory
             self._asleep.discard(WEIGHTS)
         self.version = version
         for request in scheduler.requests:
@@ -182,10 +189,11 @@ class Weights(Pauses):
     def begin_sleep(
         self, level: int, mode: PauseMode, tags: Sequence[str] | None = None, keep_kv: bool = False
     ) -> None:
-        """Begin the operator's pause, for a call of `sleep` with these arguments once it is complete.
+        """Begin the operator's pause (mode: PauseMode), for a later call of `sleep` with the other arguments once it is
+        complete.
 
         An engine that sleeps automatically is not woken if all parts are to sleep: its sleep becomes the operator's.
-        Raises RequestError as `pause` does, and for arguments of `sleep` that are not allowed.
+        Raises the RequestErrors of `pause`, and RequestError for arguments of `sleep` that are not allowed.
         """
         parts = _parts(level, tags, keep_kv, self._keep_pages is not None)
         _among("mode", mode, get_args(PauseMode))
@@ -197,12 +205,13 @@ class Weights(Pauses):
     def sleep(self, level: int, tags: Sequence[str] | None = None, keep_kv: bool = False) -> None:
         """Release device memory while the engine is paused, in addition to what an earlier call has released.
 
-        level: of the weights: 1 keeps them in host memory; 2 keeps no copy; 0 releases nothing. tags: parts to release,
+        level: 1 keeps the weights in host memory; 2 keeps no copy; 0 releases nothing. tags: parts to release,
         "weights", "kv_cache" or both; None for both. Without "kv_cache", pages, cached prefixes and running requests
         stay; with it, running requests are computed again after `wake`. keep_kv: copy cached pages to host memory
-        first, and keep what it has, so that requests find them after `wake`. Raises RequestError for arguments that are
-        not allowed; MemoryError or jax's RuntimeError if copies cannot be made: `wake` then restores what was
-        released. Asserts that the pause is complete.
+        first, and keep its content, so that requests find them after `wake`.
+
+        Raises RequestError for arguments that are not allowed; MemoryError or jax's RuntimeError if copies cannot be
+        made: `wake` then restores what was released. Asserts that the pause is complete.
         """
         parts = _parts(level, tags, keep_kv, self._keep_pages is not None)
         assert self.is_still, "an engine falls asleep between two steps"
@@ -222,9 +231,10 @@ class Weights(Pauses):
             self._durations["sleep"].observe(time.monotonic() - start)
 
     def doze(self) -> None:
-        """Put an engine without requests to sleep at level 1, until a request or call needs it.
+        """Put an engine without requests to sleep at level 1, until a request or call needs it, and set `dozes`.
 
-        Raises as `sleep` does; the engine is then awake again, or sleeps on if waking fails, too.
+        Raises MemoryError or jax's RuntimeError if copies cannot be made; the engine is then awake again, or sleeps on
+        if waking fails, too.
         """
         self.hold(None, "keep")
         self.dozes = True
@@ -240,12 +250,11 @@ class Weights(Pauses):
             self.wake()
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Put the parts that `tags` name ("weights", "kv_cache"; None: both) back on the devices; resume once nothing
-        sleeps.
+        """Put the named parts back on the devices; end the operator's pause once no part sleeps.
 
-        Weights released at level 2 must be given to `switch` first. Raises RequestError for an unknown tag and for such
-        weights that have not been given; jax's RuntimeError or MemoryError if memory cannot be allocated, with what was
-        allocated released again.
+        tags: "weights", "kv_cache" or both; None for both. Weights released at level 2 must be given to `switch` first.
+        Raises RequestError for an unknown tag and for such weights that have not been given; jax's RuntimeError or
+        MemoryError if memory cannot be allocated, with what was allocated released again.
         """
         start, wanted = time.monotonic(), self._asleep & _named(tags)
         try:
@@ -290,7 +299,7 @@ class Weights(Pauses):
 
     def status(self) -> dict[str, Any]:
         """Return the version, the number of switches, whether the operator's pause is in force, and the parts that
-        sleep.
+        sleep, under "weights".
         """
         return {
             "weights": {
@@ -303,10 +312,11 @@ class Weights(Pauses):
 
 
 def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv: KVMode) -> WeightUpdate:
-    """Replace a draft model's weights and return what was replaced. The engine's version and cached prefixes stay,
-    since no sampled token depends on a draft model.
+    """Replace a draft model's weights while the engine is paused, and return what was replaced. The engine's version
+    stays, since no sampled token depends on a draft model.
 
-    kv: see `Weights.switch`. Raises RequestError for a version other than None.
+    kv: "recompute" and "drop" preempt running requests; "drop" also resets the prefix cache. Raises RequestError for a
+    version other than None. Asserts that the pause is complete.
     """
     if version is not None:
         text = f"version is {version!r}; allowed with target='draft': None, for the weights of the model stay"
@@ -322,7 +332,9 @@ def _switch_draft(weights: Weights, new: NewWeights, version: Version | None, kv
 
 
 def _named(tags: Sequence[str] | None) -> set[str]:
-    """Return the parts that tags name; None names all. Raises RequestError for another type and for unknown tags."""
+    """Return the parts that `tags` names as a set; None names all. Raises RequestError for anything but a collection of
+    known tags or None.
+    """
     if not isinstance(tags, Collection | None):
         raise RequestError(f"tags must be None or a list of tags, got {show_value(tags)}", param="tags", value=tags)
     for tag in tags or ():
@@ -331,9 +343,10 @@ def _named(tags: Sequence[str] | None) -> set[str]:
 
 
 def _parts(level: int, tags: Sequence[str] | None, keep_kv: bool, can_keep: bool) -> set[str]:
-    """Return the parts that `sleep` with these arguments releases. Raises RequestError if they are not allowed.
+    """Return the parts that `sleep` with these arguments releases; an empty set for level 0. Raises RequestError for
+    arguments that are not allowed.
 
-    can_keep: whether the engine has tiers.
+    can_keep: whether the engine has tiers, which keep_kv needs.
     """
     _among("level", level, SLEEP_LEVELS)
     parts = _named(tags)
@@ -347,6 +360,6 @@ def _parts(level: int, tags: Sequence[str] | None, keep_kv: bool, can_keep: bool
 
 
 def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Raise RequestError, with the argument's name, for a value that is not one of those allowed, and for a bool."""
+    """Raise RequestError, which names the argument, for a value that is not one of `allowed`, and for a bool."""
     if isinstance(value, bool) or value not in allowed:
         raise RequestError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}", param=name, value=value)
