@@ -21,10 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start an engine, measure its steps `args.rounds` times, write the costs to `args.output`, print them; return 0.
+    """Start an engine, measure its steps in `args.rounds` rounds, write the costs to the file `args.output`, and print
+    them. Returns 0.
 
-    Raises ConfigError as an engine, and for options of which a trace does not say enough; OSError if the file cannot be
-    written.
+    Raises ConfigError for invalid options, and for options whose effect a trace does not determine; OSError if the file
+    cannot be written.
     """
     from jaxengine.simulate.calibrate import calibrate_costs, text
 

@@ -58,7 +58,7 @@ class Hint:
     Attributes:
       token_ids: of the prompt, none if they are not known; cache_salt: of the request.
       session, adapter: names, None for none.
-      key: of ties; the request's id.
+      key: decides between equally good replicas; the request's id.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class Hint:
         return Hint, ()
 
     def digests(self, page_size: int, adapter: bytes, weights: bytes) -> list[int]:
-        """Return the short digests of the prompt's full pages, [] without token ids. Computed once for each combination
-        of the arguments, which are those of `prompt_digests`.
+        """Return the short digests of the prompt's full pages, [] without token ids. page_size: tokens of a page.
+        adapter, weights: digests of the adapter and of the model's weights, as for `prompt_digests`. Results are cached
+        for each combination of the arguments.
         """
         found = self._digests.get((page_size, adapter, weights))
         if found is None:

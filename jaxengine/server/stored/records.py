@@ -39,12 +39,12 @@ class StoredResponse(msgspec.Struct):
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """All documents of the response."""
+        """All four documents of the response: response, input, question, answer."""
         return self.response, self.input, self.question, self.answer
 
     @property
     def num_own_bytes(self) -> int:
-        """Return the size of the documents without their long texts, in bytes."""
+        """Size of the encoded documents in bytes, without their long texts."""
         return sum(len(document.data) for document in self.documents)
 
 
@@ -52,7 +52,7 @@ class Found(msgspec.Struct, array_like=True):
     """Stored response.
 
     Attributes:
-      background, is_running: as of StoredResponse.
+      background, is_running: see StoredResponse.
       num_bytes: sizes of the parts that `read` returns, with all long texts.
     """
 
@@ -84,24 +84,26 @@ class Worker(Protocol):
     """Interface of a process that generates responses, for the store."""
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """End the work on a response soon; its final state is then put into the store."""
+        """Order the worker to end its work on a response soon. The worker then puts the response's final state into the
+        store.
+        """
         ...
 
 
 class Responses(Protocol):
-    """Interface of a store, local or remote. For a missing response and for another owner's alike, methods return None.
-
-    All methods raise EngineDeadError if the store is down.
+    """Interface of a store of responses, local or remote. Methods return None for a missing response and also for one
+    of another owner. All methods raise EngineDeadError if the store is down.
     """
 
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, replacing its earlier state; return None, or what is missing, and then nothing has changed.
+        """Store a response, replacing its earlier state, and return None. If something is missing to store it, change
+        nothing and return what is missing.
 
-        worker: generates the response while is_running; `stop` asks it to cancel. Otherwise not used.
-        texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none.
-        Raises OverloadedError for a response that is too large, or if running ones take all the room.
+        worker: the process that generates the response; `stop` orders it to cancel. Not used for a finished response.
+        texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none. Raises OverloadedError
+        for a response that is too large, or if running ones take all the room.
         """
         ...
 
@@ -110,19 +112,21 @@ class Responses(Protocol):
         ...
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return what the client sees, the input items, or the messages of the conversation up to this response, as
-        `part` says; None for an unknown one.
+        """Return a part of a stored response: "response", what the client sees; "input", the input items; or
+        "conversation", the messages up to and including this response. Returns None for an unknown one.
         """
         ...
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop the generation of a response, if it is running, and return its final state once that is stored;
-        None for an unknown one.
+        """Order the worker of a response that is running to cancel it, wait until its final state is stored, and return
+        its state and sizes. A finished response is returned at once. Returns None for an unknown one.
         """
         ...
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, wait until it no longer runs, and remove it; return it, None for an unknown one."""
+        """Stop a response, wait until it no longer runs, and remove it. Returns its state and sizes before removal,
+        None for an unknown one.
+        """
         ...
 
 
