@@ -96,8 +96,8 @@ class Paged:
       layers: layers of a stage, numbered as in the full model, ascending.
       window: number of latest tokens that a token attends to, itself included; None for all. Pages before it are freed.
       specs: shape of one page of each of these layers.
-      nothing: substitute page, with as many tokens as other pages and one number per token, if no layer of the stage has
-        pages; otherwise None. Page ids then only number pieces of prefixes and take almost no memory.
+      nothing: substitute page, with as many tokens as other pages and one number per token, if no layer of the stage
+        has pages; otherwise None. Page ids then only number pieces of prefixes and take almost no memory.
     """
 
     layers: tuple[int, ...]

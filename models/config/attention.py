@@ -129,8 +129,8 @@ class LayerAttention:
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
       qk_norm: whether each head of q and k has an RMS norm before rope, unless the family passes other norms to
         Attention.
-      sinks: whether each head has a learned logit that takes a share of the softmax and adds no value (Xiao et al. 2023,
-        arXiv:2309.17453).
+      sinks: whether each head has a learned logit that takes a share of the softmax and adds no value (Xiao et al.
+        2023, arXiv:2309.17453).
       bias: whether the projections to q, k and v have a bias.
       output_bias: whether the projection after attention has a bias.
       temperature: factor of queries by their positions; None for none.
@@ -145,8 +145,8 @@ class LayerAttention:
       keys_as_values: whether values are the projected keys before norm and rope, so that there is no projection to
         values.
       value_size: elements of a value if they are not head_dim; None if they are, or with a latent.
-      slopes: for each head, the number that is subtracted from its logits for each position between query and key, after
-        scale and cap (ALiBi, see `alibi_slopes`); None for none.
+      slopes: for each head, the number that is subtracted from its logits for each position between query and key,
+        after scale and cap (ALiBi, see `alibi_slopes`); None for none.
     """
 
     num_heads: int

@@ -24,7 +24,7 @@ ROWS, GROUPS, QUARTERS = "rows", "groups", "quarters"
 
 @dataclass(frozen=True)
 class DeclaredForm:
-    """Layers, embedding and output of a decoder. Names are those of checkpoint modules, within a layer without its prefix.
+    """Layers, embedding and output of a decoder. Names are those of checkpoint modules, without the layer's prefix.
 
     Attributes:
       norm: kind of all norms.
@@ -36,7 +36,8 @@ class DeclaredForm:
       out: projection after attention.
       heads_norm: RMS norm of the outputs of all heads at once, before that projection; None for none.
       clip: bound of projected queries, keys and values; None for none.
-      qk_norms: names of the norms of q and k, () for none. qk_norm: their kind. qk_norms_last: whether they follow rope.
+      qk_norms: names of the norms of q and k, () for none. qk_norm: their kind. qk_norms_last: whether they follow
+        rope.
       reversed_rope: whether rope rotates in the opposite direction.
       gate: projection whose result, after `gate_activation`, multiplies the outputs of heads; None for none. It has one
         number per head if `gates_heads`. gate_bias: vector with a number for each head that is added to its result;

@@ -19,8 +19,8 @@ class ExpertsConfig:
       num_experts: experts of a layer.
       norm_weights: whether a token's weights are scaled to add up to one.
       dense_layers: indices of the layers that have a dense MLP instead, ascending.
-      hashed_layers: indices of the layers in which a table chooses the experts by token id, ascending; scores only weight
-        them.
+      hashed_layers: indices of the layers in which a table chooses the experts by token id, ascending; scores are only
+        their weights.
       scoring_func: function from the router's logits to scores: over all experts (softmax), or elementwise (sigmoid;
         sqrtsoftplus, the square root of softplus).
       correction_bias: whether a learned number is added to each expert's score for the choice of experts, not for their

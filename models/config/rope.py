@@ -21,7 +21,7 @@ ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "factors", "proportional")
 class RopeScaling:
     """Scaling of rope frequencies for contexts longer than `original_max_position_embeddings`.
 
-    linear: every frequency / factor. llama3: low frequencies / factor, high ones kept, a linear blend between (Llama 3.1).
+    linear: every frequency / factor. llama3: low frequencies / factor, high ones kept, a blend between (Llama 3.1).
     yarn: a ramp over dimensions plus an attention factor on cos and sin (Peng et al. 2023, arXiv:2309.00071).
     longrope: `factors` if sequences may be longer than the original context, else `short_factors`, plus an attention
     factor (Ding et al. 2024, arXiv:2402.13753). Rope.up_to chooses once for an engine.
@@ -193,7 +193,7 @@ class Rope:
     """Rotation of the first `rotary_dim` (even) elements of each head of a layer's queries and keys.
 
     Attributes:
-      theta: base of the frequencies; pair i rotates by theta ** (-2 i / rotary_dim) radians per position, before scaling.
+      theta: base of the frequencies; pair i rotates by theta ** (-2 i / rotary_dim) radians per position, unscaled.
       scaling: for long contexts; None for none.
       interleaved: whether a pair is elements 2i and 2i + 1, as in GPT-J; otherwise i and i + rotary_dim / 2.
       sections: how many of the rotary_dim / 2 pairs rotate by a token's M-RoPE position in time, in height and in width

@@ -188,11 +188,12 @@ class LinearState:
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060): its state is one matrix per head, and the windows of a
+    """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060), whose state is one matrix per head, and the windows of a
     convolution.
 
     Attributes:
-      num_heads, head_dim: heads of inputs, and elements of each.
+      num_heads: heads of inputs.
+      head_dim: elements of a head.
       num_groups: groups of heads that share B (writes to their states) and C (reads from them).
       state_size: elements of a state for each element of an input.
       conv_kernel: tokens that the convolution over inputs, B and C sees, the token itself included.
@@ -231,18 +232,18 @@ class StateSpace:
 
     @property
     def inner_size(self) -> int:
-        """Return the number of elements of all inputs of a token."""
+        """Number of elements of all inputs of a token."""
         return self.num_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Return the number of elements of B, or of C, of all groups."""
+        """Number of elements of B, and of C, in all groups together."""
         return self.num_groups * self.state_size
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the windows [kernel - 1, ...] of inputs and of each group's B and C, and the matrices [N,
-        head_dim, state_size].
+        """State arrays: the convolution's windows [kernel - 1, ...] of inputs and of each group's B and C, and the
+        matrices [N, head_dim, state_size].
         """
         before = self.conv_kernel - 1
         return (
@@ -253,23 +254,24 @@ class StateSpace:
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations of the recurrence for one token (change, read)."""
+        """Floating-point operations of the recurrence (update, read) for one token."""
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 
 @dataclass(frozen=True)
 class SelectiveScan:
-    """Mamba of a layer (Gu & Dao 2023, arXiv:2312.00752): its state is a vector per channel, and the window of a
+    """Mamba of a layer (Gu & Dao 2023, arXiv:2312.00752), whose state is a vector per channel, and the window of a
     convolution.
 
     Attributes:
-      channels: of inputs, each with a state of its own.
+      channels: channels of the input, each with its own state.
       state_size: elements of a channel's state.
       time_rank: elements from which the time steps of all channels are projected.
       conv_kernel: tokens that the convolution over inputs sees, the token itself included.
       conv_bias, bias: biases of the convolution, and of the projections before and after it.
-      norms: RMS norms of what time steps, writes and reads are made from: "weighted" or "plain", or None for no norms.
-      eps: of these norms.
+      norms: kind of the RMS norms of the inputs of time steps, B and C: "weighted", "plain" (without weights), or None
+        for no norms.
+      eps: epsilon of these norms.
     """
 
     channels: int
@@ -289,7 +291,7 @@ class SelectiveScan:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the window [kernel - 1, channels], and the vectors [channels, state_size]."""
+        """State arrays: the convolution's window [kernel - 1, channels], and the vectors [channels, state_size]."""
         return (
             StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),
             StateArray((self.channels, self.state_size), "float32", ("heads", None)),
@@ -297,15 +299,14 @@ class SelectiveScan:
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations of the recurrence for one token (decay, change, read)."""
+        """Floating-point operations of the recurrence (decay, update, read) for one token."""
         return 7 * self.channels * self.state_size
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError for fields that are missing or
-    wrong, and for heads that are not inner_size elements together.
-
-    inner_size: elements of a token's inputs, of all heads. norm: StateSpace.norm.
+    """Return the StateSpace in the fields that configurations with Mamba-2 share. inner_size: elements of a token's
+    inputs in all heads together. norm: StateSpace.norm. Raises ModelConfigError for fields that are missing or wrong,
+    and if the heads together do not have inner_size elements.
     """
     num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
     head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")
@@ -327,8 +328,8 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
 
 
 def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Read `time_step_limit`, the bounds of time steps; no bounds where it is absent. Raises ModelConfigError for
-    anything but two numbers, 0 <= low < high.
+    """Return `time_step_limit`, the bounds of time steps, as (low, high); (0, inf) if it is absent. Raises
+    ModelConfigError unless it is two numbers with 0 <= low < high.
     """
     given = fields.value("time_step_limit", [0.0, float("inf")])
     limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
@@ -338,9 +339,9 @@ def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
 
 
 def _dt_limit(value: Any) -> float:
-    """Parse one limit of time steps. A value that is no number gives -1; the caller refuses any result below 0.
-
-    Infinity is {"__float__": "Infinity"}, as transformers 5 writes it, or a number over 1e30, which no step reaches.
+    """Return one limit of time steps as a float. Infinity is {"__float__": "Infinity"}, as transformers 5 writes it, or
+    any number over 1e30, which no time step reaches. Returns -1 for a value that is not a number; the caller refuses
+    any result below 0.
     """
     if value == {"__float__": "Infinity"}:
         return float("inf")

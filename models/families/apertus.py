@@ -18,7 +18,7 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 
 BETA, EPS = 0.5, -1e-6
-# What transformers takes for a file that says nothing of rope.
+# transformers' default for a file without rope fields.
 ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
@@ -43,8 +43,8 @@ class XIELU(nnx.Module):
         self.alpha_p, self.alpha_n = scalar("alpha_p"), scalar("alpha_n")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply xIELU to each element of x f32[T, F], in float32: a_p x^2 + b x above 0, else a_n (exp(min(x, EPS)) - 1
-        - x) + b x.
+        """Return xIELU of each element of x f32[T, F], computed in float32: a_p x^2 + b x above 0, else a_n (exp(min(x,
+        EPS)) - 1 - x) + b x.
         """
         a_p = jax.nn.softplus(self.alpha_p[...].astype(jnp.float32))
         a_n = BETA + jax.nn.softplus(self.alpha_n[...].astype(jnp.float32))

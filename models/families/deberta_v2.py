@@ -19,7 +19,7 @@ from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
-_PARTS = 3  # products that a logit is the sum of
+_PARTS = 3  # number of products whose sum is a logit
 
 
 class DebertaV2Model(PostNormEncoder):

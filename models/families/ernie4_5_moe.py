@@ -21,7 +21,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class ErnieExperts(MixtureOfExperts):
-    """Mixture of experts with the correction bias as a row, [1, E]."""
+    """Mixture of experts whose correction bias is stored as a row, [1, E]."""
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         tensor = Source(source, 1)

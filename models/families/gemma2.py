@@ -101,10 +101,10 @@ class Gemma2ForCausalLM(Decoder):
 
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:
-    """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5. GGUF files lack that scalar: as in
-    llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
+    """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5. GGUF files lack that scalar. As in
+    llama.cpp it is taken as hidden_size / heads for the model of 27B parameters, and head_dim for all others.
 
-    layers_of_27b: number of layers by which that model is recognised. Raises ModelConfigError.
+    layers_of_27b: number of layers by which that model is recognised. Raises ModelConfigError for wrong fields.
     """
     if fields.integer("block_count") != layers_of_27b:
         return fields.integer("attention.key_length", 256) ** -0.5
@@ -112,5 +112,7 @@ def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:
 
 
 def read_cap(fields: ConfigFields, name: str, default: float | None) -> float | None:
-    """Read the soft cap in the field `name`: absent means the default, null means none. Raises ModelConfigError."""
+    """Return the soft cap in the field `name`: `default` if it is absent, None (no cap) if it is null. Raises
+    ModelConfigError for any other value that is not a number > 0.
+    """
     return fields.number(name, None if name in fields.raw else default)

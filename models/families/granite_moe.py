@@ -17,7 +17,7 @@ from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCaus
 
 
 class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
-    """Granite 4's layers, with attention and rope in all of them."""
+    """Granite 4's layers, with attention and rope in all of them, and experts."""
 
     gguf_architecture: ClassVar[str | None] = "granitemoe"
 
@@ -49,7 +49,7 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
         """Return the feed-forward size of the shared MLP; 0 for none, as here. Overrides that read it from `fields`
-        raise ModelConfigError.
+        raise ModelConfigError for a wrong field.
         """
         return 0
 

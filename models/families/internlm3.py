@@ -10,7 +10,7 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 class InternLM3ForCausalLM(LlamaForCausalLM):
-    """Llama; `qkv_bias` is that of q, k and v, `bias` that of all other projections."""
+    """Llama in which `qkv_bias` decides about biases of q, k and v, and `bias` about those of all other projections."""
 
     gguf_architecture: ClassVar[str | None] = None  # GGUF files of InternLM 3 say "llama"
 
