@@ -46,9 +46,7 @@ _TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "a
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention, SLIDING with `sliding_window`, FULL without rope, if that is set. Raises
-    ModelConfigError.
-    """
+    """Return the attention: if `sliding_window` is set, FULL ones get no rope, others it. Raises ModelConfigError."""
     window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
     if window is None:
         return attention
@@ -66,9 +64,7 @@ def sliding_but(every: int, name: str = "") -> Any:
 
 
 def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`, by default a repeated pattern of L (SLIDING) and G, the last FULL. Raises
-    ModelConfigError.
-    """
+    """Return `layer_types`, else from a pattern of L (SLIDING) and G, the last FULL. Raises ModelConfigError."""
     pattern, count = fields.value("sliding_window_pattern", 4), fields.integer("num_hidden_layers")
     if fields.has("layer_types") or not isinstance(pattern, str):
         return sliding_but(4, "sliding_window_pattern")(fields)
@@ -98,9 +94,7 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Return the form with attention gated by head, or by element, as `gating` says. Raises ModelConfigError
-    otherwise.
-    """
+    """Return the form, gated by head or by element, as `gating` says. Raises ModelConfigError for other values."""
     gating = fields.value("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.fail("gating", "true, per-head or per-element")
@@ -108,9 +102,7 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention with its kind's rope and, in windows, sinks and twice the KV heads. Raises
-    ModelConfigError.
-    """
+    """Return the attention with its kind's rope; in windows sinks, twice the KV heads. Raises ModelConfigError."""
     own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
     own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
     return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
@@ -158,9 +150,7 @@ def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention: SLIDING with a window, FULL without rope, except some dense ones. Raises
-    ModelConfigError.
-    """
+    """Return the attention: SLIDING with a window, FULL without rope (some dense keep it). Raises ModelConfigError."""
     if layer_kinds(fields)[layer] == SLIDING:
         window = fields.integer("sliding_window", None)  # without one its layers have no rope
         return replace(attention, window=window, rope=None if window is None else attention.rope)
@@ -222,18 +212,14 @@ def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_scaling` with type yarn in place of "deepseek_yarn"; {} for another type. Raises
-    ModelConfigError.
-    """
+    """Return `rope_scaling` of type yarn if it is "deepseek_yarn", {} for another type. Raises ModelConfigError."""
     rope = fields.mapping("rope_scaling") or {}
     named = {"rope_type": "yarn", **{key: value for key, value in rope.items() if key not in ("type", "rope_type")}}
     return {"rope_scaling": named} if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")) else {}
 
 
 def _bailing(about: str, **defaults: Any) -> Row:
-    """Return a Row, described by `about`, of a family with Ling 2.0's layers. defaults: more default values of
-    fields.
-    """
+    """Return a Row with Ling 2.0's layers. about: its description. defaults: further defaults of absent fields."""
     return Row(
         about,
         replace(

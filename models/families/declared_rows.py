@@ -106,9 +106,7 @@ def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention with `sliding_window` if it is SLIDING, without if FULL. Raises ModelConfigError if
-    wrong.
-    """
+    """Return the attention with `sliding_window` if SLIDING, None if FULL. Raises ModelConfigError if wrong."""
     windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window", None))
     return replace(attention, window=windows[layer])
 
@@ -148,9 +146,7 @@ def rope_unless_alibi(fields: ConfigFields, head_dim: int) -> Rope | None:
 
 
 def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention, with ALiBi slopes times the scale of products if `alibi`. Raises ModelConfigError if
-    wrong.
-    """
+    """Return the attention; if `alibi`, with slopes times the scale of products. Raises ModelConfigError if wrong."""
     if not fields.boolean("alibi"):
         return attention
     # Falcon adds the bias of ALiBi to products before they are scaled.
