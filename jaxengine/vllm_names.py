@@ -166,8 +166,8 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module in MODULES, None for others. Raises NotBuiltImportError for a module that vLLM
-        has and this engine does not.
+        """Return the spec of a module in MODULES or of a package around one; None for other modules. Raises
+        NotBuiltImportError for a module that vLLM has and this engine does not.
         """
         root, _, name = fullname.partition(".")
         if root != _ROOT or not name:

@@ -29,8 +29,8 @@ class Needs(NamedTuple):
     """Number of steps by the size that they need.
 
     Attributes:
-      decode: of decode steps, whose sizes are rows.
-      mixed: of other steps, whose sizes are tokens.
+      decode: number of decode steps by their rows.
+      mixed: number of other steps by their tokens.
     """
 
     decode: Counter[int]

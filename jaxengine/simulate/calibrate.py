@@ -71,10 +71,10 @@ class MeasuredStep:
 
 def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
     """Start an engine with these options, run loads that use each of its step shapes, shut the engine down, and return
-    the measured costs of its steps. rounds: see `costs_of`.
+    the measured costs of its steps. rounds: how often each load is measured, after one more round that only warms up.
 
     Raises ConfigError for invalid options, for pipeline stages, and for options whose effect a trace does not determine
-    (`check_simulated`); RuntimeError under the conditions of `measure`.
+    (`check_simulated`); RuntimeError if the simulator runs other steps than the engine.
     """
     from jaxengine.api.llm import LLM
 
@@ -87,11 +87,12 @@ def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCost
 
 
 def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
-    """Measure the costs of the steps of a running engine, which was started with `options` and has no requests. Half of
-    the steps serve to estimate the error of the fit to the others; the result is fitted to all.
+    """Measure and return the costs of the steps of a running engine, which was started with `options` and has no
+    requests. Half of the steps serve to estimate the error of a fit to the others; the result is fitted to all. The
+    returned options leave out those in _LEFT_OUT, such as secrets.
 
     rounds: how often each load is measured, after one more round that only warms up. Raises ConfigError with pipeline
-    stages, RuntimeError under the conditions of `measure`.
+    stages, RuntimeError if the simulator runs other steps than the engine.
     """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:
@@ -189,7 +190,7 @@ def simulated(
 ) -> Outcome:
     """Run a trace in a simulator with the config, packer and windows of a running engine, and return the outcome.
     costs: None for steps that take no time. num_pages: pages of each replica; None for the engine's number. Raises
-    ConfigError under the conditions of `run_trace`.
+    ConfigError for a config that `check_simulated` refuses.
     """
     none = 0.0, 0.0, 0.0, 0.0
     nothing = MeasuredCosts("", "", {}, 1, ((1, 0.0),), (), tiles_of(runner), *none, HostCosts(), (0.0, 0.0), 0)
@@ -261,7 +262,7 @@ class Fit(NamedTuple):
     remains: float
 
     def seconds(self, step: StepTime) -> float | None:
-        """Return the seconds of a step; None for a bucket that was not measured."""
+        """Return the predicted seconds of a step on the device; None if its bucket was not measured."""
         base = (self.decode if step.bucket.decode_only else self.mixed).get(step.bucket.num_tokens)
         if base is None:
             return None
@@ -345,7 +346,9 @@ def _rising(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
 
 
 def _errors(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the relative errors of a fit on steps."""
+    """Return (median, 90th percentile) of the absolute relative errors of a fit on steps, leaving out buckets that the
+    fit lacks.
+    """
     errors = _relative(fit, steps)
     return float(np.median(errors)), float(np.percentile(errors, 90))
 

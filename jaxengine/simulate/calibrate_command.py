@@ -10,7 +10,7 @@ from jaxengine.config.engine_flags import add_engine_options, add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser, with `run` as the function that executes it."""
+    """Add the command's arguments to its parser, and set `run` as the function that executes the command."""
     add_model(parser)
     parser.add_argument(
         "--output", type=output_file, required=True, metavar="FILE", help="file to write, for simulate --costs"

@@ -27,7 +27,7 @@ _DEFAULT_LENGTH = 8192
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser, with `run` as the function that executes it."""
+    """Add the command's arguments to its parser, and set `run` as the function that executes the command."""
     about = "as `jaxengine plan` takes it, by its headers alone (default: the embedded SmolLM2-135M-Instruct)"
     parser.add_argument("--model", dest=MODEL, default=argparse.SUPPRESS, metavar="MODEL", help=about)
     trace = "a file of --record-trace, of Mooncake or of Azure, or a synthetic trace: " + ", ".join(SYNTHETIC)
@@ -280,27 +280,27 @@ def _read(text: str, least: float, most: float, allowed: str) -> float:
 
 
 def _share(text: str) -> float:
-    """Return a share from 0.01 to 1. Raises ArgumentTypeError for other texts."""
+    """Return the number in a text, a share from 0.01 to 1. Raises ArgumentTypeError for any other text."""
     return _read(text, 0.01, 1.0, "a share from 0.01 to 1")
 
 
 def _seconds(text: str) -> float:
-    """Return a number of seconds from 0 to 60. Raises ArgumentTypeError for other texts."""
+    """Return the number of seconds in a text, from 0 to 60. Raises ArgumentTypeError for any other text."""
     return _read(text, 0.0, 60.0, "a number of seconds from 0 to 60")
 
 
 def _wait(text: str) -> float:
-    """Return a number of seconds from 0 to 1e6. Raises ArgumentTypeError for other texts."""
+    """Return the number of seconds in a text, from 0 to 1e6. Raises ArgumentTypeError for any other text."""
     return _read(text, 0.0, 1e6, "a number of seconds from 0 to 1e6")
 
 
 def _events(text: str) -> int:
-    """Return a whole number of at most 6 digits. Raises ArgumentTypeError for other texts."""
+    """Return the whole number in a text of 1 to 6 digits. Raises ArgumentTypeError for any other text."""
     return _whole(text, 6)
 
 
 def _seed(text: str) -> int:
-    """Return a whole number of at most 18 digits. Raises ArgumentTypeError for other texts."""
+    """Return the whole number in a text of 1 to 18 digits. Raises ArgumentTypeError for any other text."""
     return _whole(text, 18)
 
 
@@ -314,7 +314,7 @@ def _whole(text: str, digits: int) -> int:
 
 
 def _positive(text: str) -> float:
-    """Return a number from 1e-9 to 1e9. Raises ArgumentTypeError for other texts."""
+    """Return the number in a text, from 1e-9 to 1e9. Raises ArgumentTypeError for any other text."""
     return _read(text, 1e-9, 1e9, "a number above 0, at most 1e9")
 
 

@@ -60,7 +60,8 @@ class Tiles:
 
     def attended(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
         """Return (keys that one-token rows read, pairs of a query and a key in rows of several tokens), both with
-        padding to full tiles. bucket, counts, lengths: see `Costs.seconds`.
+        padding to full tiles. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes, and
+        its tokens after the step.
         """
         block = self.keys if bucket.num_seqs > 1 else self.keys_alone
         rows, tokens = min(self.rows, bucket.num_seqs), min(self.tokens, bucket.num_tokens)
@@ -171,8 +172,9 @@ class RooflineCosts:
     def seconds(
         self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
     ) -> Sequence[float]:
-        """Return the least seconds of each stage: the larger of bytes over bandwidth and operations over their rate.
-        Ignores since_prompts. Other arguments: see `Costs.seconds`.
+        """Return the least seconds of each pipeline stage: the larger of bytes over bandwidth and operations over their
+        rate. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes, and its tokens after
+        the step. since_prompts: not used.
         """
         found, middle = [], lengths - (counts - 1) / 2
         bandwidth, flops = self._rates
@@ -228,9 +230,11 @@ class MeasuredCosts:
         self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
     ) -> Sequence[float]:
         """Return [seconds], for the only stage: the seconds of the bucket's size, plus those for the keys and pairs of
-        attention, plus the decaying extra time after prompts. Arguments: see `Costs.seconds`.
+        attention, plus the decaying extra time after prompts.
 
-        Decode-only buckets use the `decode` table, others `mixed`; all use `decode` if `mixed` is empty.
+        Decode-only buckets use the `decode` table, others `mixed`; all use `decode` if `mixed` is empty. counts,
+        lengths: i64[rows], tokens that each row computes, and its tokens after the step. since_prompts: decode steps
+        since the last one with prompts.
         """
         decodes = bucket.decode_only or not self.mixed
         keys, pairs = self.tiles.attended(bucket, counts, lengths)

@@ -423,10 +423,11 @@ def run_fleet(
     costs: Costs,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FleetOutcome:
-    """Run a trace on a fleet until all requests have ended, and return the outcome. router: a name in ROUTERS. Other
-    arguments: see FleetOptions and `run_trace`.
+    """Run a trace on a fleet until all requests have ended, and return the outcome.
 
-    Raises ConfigError for a config that `check_simulated` refuses, RuntimeError if requests wait forever.
+    router: a name in ROUTERS. config, packer, num_pages, windows: those of each replica's engine. costs: costs of
+    steps. progress(ended, requests): called after every 256th end. Raises ConfigError for a config that
+    `check_simulated` refuses, RuntimeError if requests wait forever.
     """
     check_simulated(config)
     outcome, begun = FleetOutcome(trace, options, router), time.process_time()

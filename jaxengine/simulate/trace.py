@@ -37,9 +37,9 @@ class Trace:
     """Requests and their arrivals.
 
     Attributes:
-      name: of the file or generator.
-      requests: in order of arrival.
-      block_size: tokens of a block of `hash_ids`.
+      name: name of the file or of the kind of synthetic trace.
+      requests: requests in order of arrival.
+      block_size: number of tokens for which each of a request's `hash_ids` stands.
     """
 
     name: str

@@ -2,8 +2,8 @@
 under the same key.
 
 A file is written under another name and then renamed, so that it is complete or absent. It begins with its key and a
-checksum of all that follows; a file with other ones is a miss, and is removed. Only `read`, the maintenance functions
-and the thread that writes wait for the disk.
+checksum of the rest. A file with another key or checksum counts as a miss and is removed. Only `read`, the maintenance
+functions and the thread that writes wait for the disk.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class DiskTier:
         self._thread.start()
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a file of a key has been seen."""
+        """Return whether a file of this key is known. Does not access the disk."""
         return key in self._known
 
     def __len__(self) -> int:
-        """Return the number of files that have been seen."""
+        """Return the number of known files."""
         return len(self._known)
 
     def write(self, key: bytes, block: np.ndarray) -> bool:

@@ -37,7 +37,7 @@ class HostTier:
         self._pins: dict[bytes, int] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a key has a block; not a use of it."""
+        """Return whether there is a block for a key. This does not count as a use."""
         return key in self._once or key in self._again
 
     def __len__(self) -> int:

@@ -76,7 +76,9 @@ class _Metadata:
         return values
 
     def token_id(self, key: str, size: int) -> int | None:
-        """Return the token id tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError outside [0, size)."""
+        """Return the token id tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError unless it is an int
+        in [0, size).
+        """
         number = self.get(key, int)
         if number is not None and not 0 <= number < size:
             raise self.fail(f"must be from 0 to {size - 1}, got {number}", key)

@@ -187,14 +187,15 @@ class Tokenizer:
         placeholder: Callable[[str], str] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt text of a conversation, to be encoded with add_special_tokens=False; see
-        chat_template.render_chat. messages: dicts with role and content. add_generation_prompt: end with the beginning
-        of an answer; continue_final_message: end with the last message's text, not both. tools: JSON-schema dicts.
+        """Return the prompt text of a conversation, to be encoded with add_special_tokens=False.
 
-        chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:
-        returns the text for "image", "video" or "audio" in templates that take only text; None for a text-only model.
-        Variables of the template are given as keywords or, if their names are arguments here, as
-        `chat_template_kwargs`.
+        messages: dicts with role and content. add_generation_prompt: whether the text ends with the beginning of an
+        answer. continue_final_message: whether it ends with the last message's text; must not be combined with
+        add_generation_prompt. tools: JSON-schema dicts, or None. chat_template: Jinja source or the name of one of the
+        model's templates; None for the model's default. chat_template_kwargs, variables: additional variables of the
+        template; the former also allows names of arguments. placeholder: function that returns the text for "image",
+        "video" or "audio" in templates that take only text; None for a text-only model. chat_template.render_chat
+        describes details.
 
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
         rendered.

@@ -116,9 +116,7 @@ def check_size(name: str, value: Any, maximum: int, minimum: int = 1) -> None:
 
 
 class ModelConfigError(ValueError):
-    """Error of a model configuration that cannot be used; the message names the field, its value and what is
-    allowed.
-    """
+    """Error of an unusable model configuration. The message names the field, its value and what is allowed."""
 
 
 class ConfigFields:

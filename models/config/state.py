@@ -54,8 +54,8 @@ class ShortConvolution:
     """Gated convolution of a layer (Liquid AI 2025, LFM2), whose state is its window.
 
     Attributes:
-      channels: convolved channels, each by itself.
-      conv_kernel: tokens that the convolution sees, the token itself included.
+      channels: number of channels, each of which is convolved separately.
+      conv_kernel: tokens in the convolution's window, the token itself included.
     """
 
     channels: int

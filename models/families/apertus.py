@@ -33,7 +33,7 @@ class XIELU(nnx.Module):
     """Activation xIELU (Huang and Schlag 2024, arXiv:2411.13010): a_p x^2 + b x where x > 0, else
     a_n (exp(min(x, EPS)) - 1 - x) + b x.
 
-    a_p is softplus(alpha_p), a_n is b + softplus(alpha_n), of two learned numbers; b is BETA.
+    a_p is softplus(alpha_p) and a_n is b + softplus(alpha_n), where alpha_p and alpha_n are learned numbers; b is BETA.
     """
 
     def __init__(self, *, source: str, build: Build):

@@ -23,7 +23,7 @@ _PARTS = 3  # number of products whose sum is a logit
 
 
 class DebertaV2Model(PostNormEncoder):
-    """BERT's layers with DisentangledAttention."""
+    """BERT's encoder with DisentangledAttention, whose embeddings of distances all layers share."""
 
     names: ClassVar[EncoderNames] = NAMES._replace(
         qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")

@@ -128,7 +128,9 @@ class Gemma3nLayer(nnx.Module):
 
 
 class JoinedNorm(nnx.Module):
-    """Norm of the mean of a token's hidden states, of which all but the first are projected: [T, A * D] -> [T, D]."""
+    """Norm of the mean of a token's hidden states, after all but the first have been projected: [T, A * D] -> [T,
+    D].
+    """
 
     def __init__(self, config: ModelConfig, altup: AltUp, build: Build):
         self.projections = Projections(config, altup, "model.altup_unembed_projections", build)

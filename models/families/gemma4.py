@@ -103,8 +103,8 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Experts(MixtureOfExperts):
-    """Mixture of experts whose router normalises and scales its input, and multiplies each expert's weight by a learned
-    number.
+    """Mixture of experts whose router normalises and scales its input, and multiplies each chosen expert's weight by a
+    learned number.
     """
 
     def __init__(self, config: ModelConfig, *, source: str, build: Build):

@@ -48,9 +48,8 @@ _SESSIONS = "/v1/sessions/"
 
 
 class _Body(msgspec.Struct):
-    """Fields of a request's body by which it is routed.
-
-    msgspec builds no value of other fields or types: one of some megabytes may have millions of lists.
+    """Fields of a request's body by which it is routed. Fields with other names or types are skipped without building
+    values, since a body of some megabytes may contain millions of lists.
     """
 
     model: str | None = None
@@ -84,7 +83,7 @@ class Ingress:
         self._app = Front(replicas, names_of(config.model, server), server, ray_config.num_attempts, reader).app
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the application, for Ray Serve."""
+        """Return the ASGI application. Ray Serve calls this."""
         return self._app
 
 

@@ -16,8 +16,8 @@ class HttpCall(msgspec.Struct):
     """Request of HTTP.
 
     Attributes:
-      method, path, raw_path, query_string, headers, client, scheme: of ASGI's scope.
-      body: whole, unless it was too large to be held in memory.
+      method, path, raw_path, query_string, headers, client, scheme: values in ASGI's scope.
+      body: the whole body; empty if it was large and is sent in parts.
       age: seconds since the request arrived. Clocks differ between machines.
     """
 
@@ -37,8 +37,8 @@ class Piece(msgspec.Struct, omit_defaults=True):
 
     Attributes:
       body: bytes of the body.
-      last: nothing comes after it.
-      status, headers: of the response, in its first piece alone.
+      last: whether this is the response's last piece.
+      status, headers: those of the response in its first piece; None and empty in others.
     """
 
     body: bytes = b""

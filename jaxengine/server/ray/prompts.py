@@ -111,7 +111,7 @@ class _NoEngine:
         yield  # never
 
     async def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        """Publish that there are no tokens, and wait until cancelled; yields nothing."""
+        """Publish that the request has no tokens, ((), None), and wait until cancelled. Yields nothing."""
         await _found(((), None))
         yield  # never
 

@@ -139,8 +139,8 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
         self._index.set_queues(list(self._by_number), [length(each.replica_id) or 0 for each in candidates])
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record that a replica will soon have the pages of a call's prompt, if these are known. Called by Ray after a
-        replica has taken the call; result is not used.
+        """Record that a replica has the pages of a call's prompt from now on, for 10 s plus three publication periods,
+        if the prompt's digests can be computed. Ray calls this after a replica has taken the call. result: not used.
         """
         hint, known = _hint(pending_request), self._known.get(replica_id)
         if hint is not None and known is not None and (digests := self._digests(hint, [known])):
@@ -159,5 +159,5 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def _hint(pending: PendingRequest | None) -> Hint | None:
-    """Return the Hint of a call; None for a call without one."""
+    """Return the Hint among a call's positional arguments; None if there is none, or without a call."""
     return None if pending is None else next((each for each in pending.args if isinstance(each, Hint)), None)

@@ -19,12 +19,12 @@ _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 
 class Document(msgspec.Struct, array_like=True, frozen=True):
-    """A JSON value without its long texts.
+    """JSON value in encoded form, without its long texts.
 
     Attributes:
-      data: MessagePack.
-      digests: of its long texts, one for each occurrence.
-      num_bytes: size of the value, with each occurrence of a long text.
+      data: the value as MessagePack, with digests in place of long texts.
+      digests: SHA-256 digests of its long texts, one for each occurrence, in order.
+      num_bytes: size of `data` and of each occurrence of a long text, in bytes.
     """
 
     data: bytes = msgspec.msgpack.encode(None)

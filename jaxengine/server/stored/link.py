@@ -181,8 +181,9 @@ class StoreClient:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response (see Responses.put), and remember its worker for `cancel` while the response is running and
-        stored. Raises EngineDeadError if the store is down, OverloadedError if it has no room.
+        """Store a response, replacing its earlier state, and return None, or what is missing to store it, in which case
+        nothing has changed. While the response is running and stored, its worker is remembered for `cancel`. texts:
+        long texts by digest. Raises EngineDeadError if the store is down, OverloadedError if it has no room.
         """
         key = stored.owner, stored.id
         is_new = stored.is_running and key not in self._workers
@@ -200,22 +201,26 @@ class StoreClient:
                 self._workers.pop(key, None)
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response, as Responses.find: None for an unknown one. Raises EngineDeadError."""
+        """Return a stored response's state and sizes; None for an unknown one or another owner's. Raises
+        EngineDeadError if the store is down.
+        """
         return (await self._call("find", response_id, owner)).found
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return a part of a response, as Responses.read: None for an unknown one. Raises EngineDeadError."""
+        """Return a part of a stored response: "response", "input" or "conversation"; None for an unknown one or another
+        owner's. Raises EngineDeadError if the store is down.
+        """
         return (await self._call("read", response_id, owner, part=part)).reading
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, wait until it no longer runs and return it, as Responses.stop: None for an unknown one.
-        Raises EngineDeadError.
+        """Stop the generation of a response, wait until its final state is stored, and return its state and sizes; None
+        for an unknown one or another owner's. Raises EngineDeadError if the store is down.
         """
         return (await self._call("stop", response_id, owner)).found
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stop and remove a response and return it, as Responses.delete: None for an unknown one. Raises
-        EngineDeadError.
+        """Stop a response, wait until it no longer runs, remove it, and return its state and sizes; None for an unknown
+        one or another owner's. Raises EngineDeadError if the store is down.
         """
         return (await self._call("delete", response_id, owner)).found
 

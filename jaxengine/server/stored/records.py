@@ -16,15 +16,15 @@ class StoredResponse(msgspec.Struct):
     """Response to store.
 
     Attributes:
-      id: unique among its owner's.
+      id: id, unique among the responses of its owner.
       owner: hash of its client's key; no other client can retrieve it.
-      previous: id of the stored response whose conversation it continues; None for a conversation of its own.
+      previous: id of the stored response whose conversation it continues; None for a new conversation.
       response: the response as the client sees it.
       input: its input items, each with an id.
-      question, answer: lists of chat messages: the request's, in addition to the earlier conversation, and the answer.
-        Instructions are not part of them.
-      background: generated in the background, and may be cancelled.
-      is_running: it is still being generated.
+      question: list of the request's chat messages, without the earlier conversation and without instructions.
+      answer: list of the answer's chat messages.
+      background: whether it is generated in the background, and may be cancelled.
+      is_running: whether it is still being generated.
     """
 
     id: str
@@ -72,8 +72,9 @@ class Needs(msgspec.Struct, array_like=True):
     """Data that a store lacks to take a response.
 
     Attributes:
-      digests: long texts that must be sent with it.
-      history: the response that it continues is gone, so that the whole conversation must be sent as the question.
+      digests: digests of the long texts that must be sent with it.
+      history: whether the response that it continues is gone, so that the whole conversation must be sent as the
+        question.
     """
 
     digests: tuple[bytes, ...] = ()
@@ -135,9 +136,9 @@ class StoreBounds:
     """Bounds of a store.
 
     Attributes:
-      responses, num_bytes: of all owners together.
-      client_responses, client_bytes: of one owner.
-      conversation_bytes: of the conversation of one response.
+      responses, num_bytes: largest number of responses, and of bytes, of all owners together.
+      client_responses, client_bytes: the same for one owner.
+      conversation_bytes: largest number of bytes of one response's conversation.
     """
 
     responses: int

@@ -38,8 +38,10 @@ class ResponseStore:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response (see Responses.put), and evict finished responses while bounds are exceeded. Raises
-        OverloadedError for a new response for which evictions could not make room (`_check_room`).
+        """Store a response, replacing its earlier state, and return None, or what is missing to store it, in which case
+        nothing has changed. Then evicts finished responses while bounds are exceeded, and, for a finished response,
+        wakes the calls of `stop` that wait for it. worker: process that generates a running response. texts: long texts
+        by digest. Raises OverloadedError for a new response for which evictions could not make room (`_check_room`).
         """
         texts = texts or {}
         share = self._shares.get(stored.owner) or Share()
@@ -58,12 +60,14 @@ class ResponseStore:
         return None
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response's state and sizes, as Responses.find; None for an unknown one."""
+        """Return a stored response's state and sizes; None for an unknown one or another owner's."""
         kept = self._kept(response_id, owner)
         return None if kept is None else _found(kept)
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return a part of a response, as Responses.read; None for an unknown one."""
+        """Return a part of a stored response with its long texts: "response", "input", or "conversation", which
+        includes all earlier turns; None for an unknown one or another owner's.
+        """
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -77,7 +81,9 @@ class ResponseStore:
         return Reading(documents, self._shares[owner].texts_of(documents))
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response and wait until it no longer runs, as Responses.stop; None for an unknown one."""
+        """Order the worker of a running response to cancel it, wait until it no longer runs, and return its state and
+        sizes; None for an unknown one or another owner's.
+        """
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -89,7 +95,9 @@ class ResponseStore:
         return await self.find(response_id, owner)
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, wait until it no longer runs, remove and return it, as Responses.delete; None for none."""
+        """Stop a response, wait until it no longer runs, remove it, and return its state and sizes before removal; None
+        for an unknown one or another owner's.
+        """
         found = await self.stop(response_id, owner)
         if found is not None:
             self._drop(owner, response_id)

@@ -1,4 +1,4 @@
-"""Pauses, sleep and new weights for operators, over either protocol: calls of an engine's utilities."""
+"""Pauses, sleep and new weights for operators, over HTTP or gRPC: calls of an engine's utilities."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ async def resume(engine: EngineClient) -> None:
 
 
 async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None, *, keep_kv: bool = False) -> None:
-    """Pause the engine, free device memory, and return when that is done. Arguments and errors are those of
-    `LLM.sleep`.
+    """Pause the engine, free device memory, and return when that is done.
+
+    level: 1 frees pages, and weights, which are kept in host memory; 2 frees both without a copy; 0 only pauses. mode:
+    see PauseMode. tags: parts to free, "weights" or "kv_cache"; None for both. keep_kv: first copy cached pages to the
+    host tier. Raises RequestError for arguments that are not allowed, and EngineDeadError.
     """
     await engine.utility("begin_sleep", level, mode, tags, keep_kv)
     while not await engine.utility("fall_asleep", level, tags, keep_kv):

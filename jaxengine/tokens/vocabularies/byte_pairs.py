@@ -84,8 +84,8 @@ def spelt(tokens: Iterable[bytes]) -> list[str]:
 
 
 def _char_of_byte() -> dict[int, str]:
-    """Return the character that spells each byte: printable Latin-1 characters stand for themselves, and U+0100 and up,
-    in order, for the other bytes.
+    """Return a map from each byte to the character that spells it: printable Latin-1 characters spell themselves, and
+    the other bytes get U+0100 and up, in order.
     """
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
     plain = [byte for byte in range(256) if chr(byte) in alphabet]

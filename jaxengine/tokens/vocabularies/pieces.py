@@ -41,7 +41,7 @@ class Pieces(NamedTuple):
     isolates: bool = False
 
     def with_types(self, *types: int) -> list[int]:
-        """Return the ids of the pieces of these types."""
+        """Return the ascending ids of the pieces that have one of these types."""
         return _of(self.types, *types)
 
 

@@ -11,8 +11,9 @@ from jaxengine.models.config.readers.gguf import GGUFConfig, gguf_fields
 
 
 def gguf_latent_fields(gguf: GGUFConfig, **options: Any) -> dict[str, Any]:
-    """Return the result of `gguf_fields` for a model with multi-head latent attention: each layer has a Latent, one KV
-    head, and a softmax scale that includes the square of YaRN's mscale.
+    """Return keyword arguments of ModelConfig, without the architecture, from the GGUF file of a model with multi-head
+    latent attention: those of `gguf_fields`, with a Latent in each layer, one KV head, and a softmax scale that
+    includes the square of YaRN's mscale.
 
     Current files give the sizes of attention over latents, with one KV head, and in addition those of a head; older
     files give only the latter. options: options of gguf_fields. Raises ModelConfigError for a field that is missing,

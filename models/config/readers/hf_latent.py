@@ -13,8 +13,9 @@ from jaxengine.models.config.rope import read_mscale
 
 
 def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
-    """Return the result of `hf_fields` for a model with multi-head latent attention: each layer has a Latent, one KV
-    head, and a softmax scale that includes the square of YaRN's mscale.
+    """Return keyword arguments of ModelConfig, without the architecture, from the config.json of a model with
+    multi-head latent attention: those of `hf_fields`, with a Latent in each layer, one KV head, and a softmax scale
+    that includes the square of YaRN's mscale.
 
     Args:
     interleaved: see Rope.

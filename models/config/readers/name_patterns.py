@@ -251,7 +251,7 @@ class _Parser:
         self._source, self._at, self._depth = source, 0, 0
 
     def parse(self) -> _Node:
-        """Return the tree of the whole expression. Raises PatternError for what is not supported."""
+        """Return the syntax tree of the whole expression. Raises PatternError for unsupported syntax."""
         return self._choice(0)
 
     def _choice(self, flags: int) -> _Node:
