@@ -1,4 +1,4 @@
-"""Host tier: content of pages in host memory, by key, up to a number of bytes."""
+"""Host tier: content of pages in host memory, by key, with a limited total size."""
 
 from __future__ import annotations
 

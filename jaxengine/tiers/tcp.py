@@ -1,4 +1,6 @@
-"""Pages by TCP: ZeroMQ's CURVE authenticates both ends by a key that all engines share, and encrypts what they send."""
+"""Transport of pages by TCP. ZeroMQ's CURVE authenticates both ends by a key that all engines share, and encrypts
+messages.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class AltUp:
     Attributes:
       num_streams: A, number of hidden states of a token.
       active: index of the hidden state that layers compute.
-      scales_active: whether it is scaled by learned numbers before the per-layer input is added to it.
+      scales_active: whether the active hidden state is scaled by learned numbers before it gates the per-layer input.
       laurel_rank: inner size of the low-rank product (LAuReL) whose result is averaged with attention's.
       sparsity: for each layer, the share of the MLP's gates that are to be zero; 0 for none.
       table_rows: number of tokens in the table of per-layer inputs; all other tokens use those of token 0.

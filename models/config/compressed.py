@@ -44,8 +44,8 @@ class CompressedKeys:
     """Cache of a layer that attends to the latest tokens, and to one key for each block of `rate` tokens.
 
     The state of a sequence holds data of single tokens: the keys of its window, and the projections from which the
-    next block's key is computed. Pages hold the keys of blocks: one for each whole block of the page's tokens, or a
-    part of one if a block is longer than a page.
+    next block's key is computed. Pages hold the keys of blocks: one for each whole block of the page's tokens, or at
+    most one if a block is longer than a page.
 
     Attributes:
       head_dim: elements of a key, which all heads share and which is also the value.

@@ -1,4 +1,6 @@
-"""A.X K2 (SK Telecom 2026): DeepSeek-V3.2 with gated norms, and a gate of heads that the latent of queries gives."""
+"""A.X K2 (SK Telecom 2026): DeepSeek-V3.2 with gated norms, and with gates of the heads' outputs that are projected
+from the latent of queries.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ling 3 (Ant Group 2026): Kimi Linear's layers with rope and a gate for each head in those that attend, and decays and
-gates of delta nets projected from the hidden state.
+"""Ling 3 (Ant Group 2026): Kimi Linear's layers, where attention has rope and a gate for each head, and the decays and
+gates of delta nets are projected directly from the hidden state.
 """
 
 from __future__ import annotations

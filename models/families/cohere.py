@@ -1,5 +1,7 @@
 """Command R and Command R+ (Cohere 2024), and Aya 23 (Aryabumi et al. 2024, arXiv:2405.15032): Cohere 2 with rope and
-without windows in all layers, and in some models layer norms on the heads of q and k, each with weights of its own."""
+without windows in all layers, and in some models layer norms on the heads of q and k, with separate weights for each
+head.
+"""
 
 from __future__ import annotations
 

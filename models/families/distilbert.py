@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al. 2019, arXiv:1910.01108): BERT's encoder without token types, under names of its own."""
+"""DistilBERT (Sanh et al. 2019, arXiv:1910.01108): BERT's encoder without token types, under other names."""
 
 from __future__ import annotations
 

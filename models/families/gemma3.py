@@ -1,5 +1,5 @@
 """Gemma 3 (Gemma Team 2025, arXiv:2503.19786), with and without a vision tower: Gemma 2 with norms of q and k instead
-of soft caps, and windows in five of six layers, which have a rope of their own.
+of soft caps, and windows, with a separate rope, in five of six layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gemma 3n (Google 2025), text part: several hidden states per token, of which a layer computes one and predicts the
-others (AltUp, Baykal et al. 2023, arXiv:2301.13310), a product of low rank beside attention (LAuReL, Menghani et al.
-2024, arXiv:2411.07501), MLPs most of whose gates are zero, and Gemma 4's shared keys and inputs of single layers.
+others (AltUp, Baykal et al. 2023, arXiv:2301.13310), a low-rank product in parallel with attention (LAuReL, Menghani et
+al. 2024, arXiv:2411.07501), MLPs in which most gates are zero, and Gemma 4's shared keys and per-layer inputs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Gemma 4 (Google 2026), with and without towers of images and sounds: head sizes by kind of layer, layers that read
-the keys and values of others, per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
+"""Gemma 4 (Google 2026), with and without towers of images and audio: head sizes by kind of layer, layers that attend
+to the keys and values of others, per-layer inputs, and in some checkpoints experts in addition to the MLP of every
+layer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Granite 3 (IBM 2024, "Granite 3.0 Language Models"): Llama with four multipliers, of embeddings, of scores in
-attention, of what layers add, and of logits."""
+"""Granite 3 (IBM 2024, "Granite 3.0 Language Models"): Llama with four multipliers: of embeddings, of attention's
+products, of the outputs that layers add, and of logits.
+"""
 
 from __future__ import annotations
 

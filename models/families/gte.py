@@ -1,5 +1,6 @@
-"""GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with rope and gated MLPs; `New` in checkpoints with code of their
-own."""
+"""GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with rope and gated MLPs. Checkpoints with their own code call it
+`New`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with a head dimension of its own and its own names for biases."""
+"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with a separate head dimension and other names of the fields for
+biases.
+"""
 
 from __future__ import annotations
 

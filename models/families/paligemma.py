@@ -1,5 +1,5 @@
 """PaliGemma (Beyer et al. 2024, arXiv:2407.07726) and PaliGemma 2 (Steiner et al. 2024, arXiv:2412.03555): Gemma or
-Gemma 2 with a vision tower; all tokens of a prompt with images see each other.
+Gemma 2 with a vision tower. All tokens of a prompt with images attend to each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ports of a server, bound once for all of its processes."""
+"""Ports of a server, bound once for all of its processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Store of responses, in memory and of bounded size, shared fairly by its owners.
 
-An owner beyond its own bounds evicts its own oldest responses. Where all owners together are beyond the store's, the
-owner that has most loses its oldest, so that nobody with less than an equal share loses anything to the others.
+An owner beyond its own bounds evicts its own oldest responses. If all owners together are beyond the store's bounds,
+the oldest responses of the owner with the most are evicted, so that nobody with less than an equal share loses anything
+to others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights sent by a trainer: a safetensors file that arrives in pieces and is kept until the engine has read it.
+"""Weights sent by a trainer: a safetensors file that arrives in pieces and is stored until the engine has read it.
 
-Nothing is allocated for what a header claims: it must fit its limits, and its tensors the disk, before their bytes are
-accepted. The engine checks names, shapes and numbers.
+No memory is allocated for sizes that a header claims: the header must be within its limits, and its tensors must fit
+the disk, before their bytes are accepted. The engine checks names, shapes and numbers.
 """
 
 from __future__ import annotations

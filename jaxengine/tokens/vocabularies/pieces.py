@@ -1,7 +1,7 @@
 """SentencePiece vocabularies as tokenizers: byte-pair encoding by scores, and the unigram model.
 
-Texts are prepared as by SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226): characters are mapped, a space
-becomes U+2581, and one is put in front.
+Texts are prepared as in SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226): characters are mapped, a space
+becomes U+2581, and one is put in front of the text.
 """
 
 from __future__ import annotations

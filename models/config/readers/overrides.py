@@ -207,8 +207,9 @@ def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
-    """Return the context length that a rope scaling results in, as vLLM derives max_model_len. Returns None if scaling
-    does not change it, or if the length or the factor is invalid, which is reported when the fields are read.
+    """Return the context length to which a rope scaling of type yarn or linear stretches the model, as vLLM derives
+    max_model_len. Returns None for other types, and if the length or the factor is invalid, which is reported when the
+    fields are read.
     """
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), fields.get(_LENGTH)
     if kind == "yarn":
