@@ -126,6 +126,7 @@ class FairThreads:
         work = _Work(lambda: context.run(function, *args, **kwargs))
 
         def leave(done: Future[Any]) -> None:
+            """Remove the call from its owner's queue if its future was cancelled."""
             if done.cancelled():
                 with self._lock:
                     self._turns.remove(owner, work)
@@ -143,6 +144,7 @@ class FairThreads:
                 self._threads.submit(self._run, *turn)
 
     def _run(self, owner: str | None, work: _Work) -> None:
+        """Run one queued call on this thread, free its owner's place, and submit the calls that may run then."""
         try:
             work.run()
         finally:

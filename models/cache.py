@@ -187,6 +187,9 @@ def group_layers(
     total = sum(counts.values())
 
     def cost(size: int) -> float:
+        """Return the cost of groups of at most `size` layers: the pool rows that stay empty, plus a penalty for each
+        group.
+        """
         groups = sum(-(-count // size) for count in counts.values())
         return groups * size - total + 0.02 * groups * math.sqrt(len(windows))
 
@@ -302,6 +305,9 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: st
     kv = jax.eval_shape(lambda: _pool(pool, platform, (len(places), max(heads))))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape over all devices of an array whose shape on one device is that of `leaf`, sharded by
+        `spec`.
+        """
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(whole_shape(leaf.shape, sharding), leaf.dtype, sharding=sharding)
 

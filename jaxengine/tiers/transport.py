@@ -107,7 +107,7 @@ class FolderTransport(Transport):
             self._disk.write(key, block)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        pass  # another producer may have a lease of the same file: only its age decides
+        """Do nothing. Another producer may have a lease of the same file, so only its age decides about its removal."""
 
     def released(self) -> list[str]:
         """Return [], since readers of files do not release leases."""
@@ -151,4 +151,4 @@ class _FolderReader(Reader):
         return found
 
     def close(self) -> None:
-        pass
+        """Do nothing, since a reader of files holds no connection and no lease."""

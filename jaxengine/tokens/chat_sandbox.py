@@ -108,6 +108,7 @@ def _check_public(name: Any) -> None:
 
 
 def _make_dict(*args: Any, **entries: Any) -> dict[Any, Any]:
+    """Return a plain dict of the arguments, as the function `dict` of templates."""
     return dict(*args, **entries)
 
 

@@ -121,6 +121,7 @@ class _Parts(NamedTuple):
 
     @property
     def names(self) -> list[str]:
+        """Tokens in the order of their ids."""
         return list(self.vocabulary)
 
     def pieces(self, adds_space: bool) -> Pieces:

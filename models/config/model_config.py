@@ -179,6 +179,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.attention)
 
     @property

@@ -175,6 +175,7 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
         return fields.number("attention_factor")
 
     def mscale(weight: float) -> float:
+        """Return YaRN's mscale of a weight: 0.1 * weight * ln(factor) + 1, or 1 for factor <= 1."""
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     own, of_all = read_mscale(fields, "mscale"), read_mscale(fields, "mscale_all_dim")
@@ -306,6 +307,7 @@ def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling
     """
 
     def dimension_with(turns: float) -> float:
+        """Return the (fractional) index of the pair that makes so many rotations in the original context."""
         context = scaling.original_max_position_embeddings
         return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

@@ -73,6 +73,7 @@ class Axk2Attention(SparseLatentAttention):
         )
 
     def normed(self, q_latent: jax.Array) -> jax.Array:
+        """Return the latent of queries [T, R] as [T, 2 * R]: its norm, followed by the latent itself."""
         return jnp.concatenate([super().normed(q_latent), q_latent], axis=-1)
 
     def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:

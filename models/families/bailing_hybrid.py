@@ -59,6 +59,9 @@ class GatedLatentAttention(LatentAttention):
         self.gate = Linear(hidden_size, gate, axes=("embed", "heads"), build=build)
 
     def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the heads' outputs o [T, N * Hv] multiplied by one sigmoid gate per head, projected from x [T, D].
+        Computed in float32; returned in the dtype of o.
+        """
         factors = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
         heads = o.astype(jnp.float32).reshape(*factors.shape, -1) * factors[..., None]
         return heads.reshape(o.shape).astype(o.dtype)

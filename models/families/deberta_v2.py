@@ -76,6 +76,7 @@ class DebertaV2Model(PostNormEncoder):
         return DisentangledAttention(config.attention[layer], config.hidden_size, **names)
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
+        """Return the scores of labels, after a dense layer with the activation `pooler_hidden_act`."""
         assert self.config.encoder is not None
         activation = FUNCTIONS[self.config.encoder.head_activation]
         sources = self.names.dense, self.names.labels

@@ -101,6 +101,7 @@ class DeclaredLayer(nnx.Module):
         residuals: tuple[tuple[float, float], ...],
         build: Build,
     ):
+        """Create the norms of the form's placement. The first layer's first norm is an identity if the form says so."""
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
         norms: list[nnx.Module] = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
         if build.layer == 0 and not form.first_norm:
@@ -155,6 +156,9 @@ class DeclaredAttention(Attention):
     """
 
     def __init__(self, form: DeclaredForm, attention: LayerAttention, hidden_size: int, *, eps: float, build: Build):
+        """Create the projections, the norms of q and k, and, if the form names them, the norm of the heads' outputs and
+        the gate.
+        """
         norms = _qk_norms(form, attention, eps, build)
         super().__init__(
             attention,
@@ -180,6 +184,7 @@ class DeclaredAttention(Attention):
             self.gate_bias = declare((bias.rows,), build.dtype, ParamDecl(("heads",), (bias,), init_std=0.02))
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        """Return q and k after bounding, rope (reversed if the form says so) and, if they come last, their norms."""
         if step.rope is not None and self.form.reversed_rope:
             step = step._replace(rope=(step.rope[0], -step.rope[1]))
         q, k = super().rotate(self._clipped(q), self._clipped(k), step)
@@ -189,6 +194,7 @@ class DeclaredAttention(Attention):
             return self.late_norms[0](q), self.late_norms[1](k)
 
     def values(self, v: jax.Array) -> jax.Array:
+        """Return values v bounded to the form's `clip` and multiplied by its `value_scale`."""
         return scaled(self._clipped(v), self.form.value_scale)
 
     def _clipped(self, x: jax.Array) -> jax.Array:
@@ -199,6 +205,9 @@ class DeclaredAttention(Attention):
         return x if clip is None else jnp.clip(x, -clip, clip)
 
     def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the heads' outputs o [T, N, Hv], normed if the form has a norm of them, and multiplied by the
+        activated gate, projected from x [T, D], if it has one. The argument `gate` is not used.
+        """
         if self.form.heads_norm is not None:
             o = self.heads_norm(o)
         if self.form.gate is None:
@@ -255,6 +264,10 @@ class DeclaredForCausalLM(Decoder):
         return cls.row.read_gguf(gguf)
 
     def __init__(self, config: ModelConfig, build: Build):
+        """Create the decoder and, as far as the form has them and the stage needs them, the norm of embeddings, the
+        table of positions, the projections of narrower embeddings, the projection before the LM head, and its bias.
+        Raises ModelConfigError for narrower embeddings in a model that pools.
+        """
         assert config.declared is not None
         self.form = form = config.declared
         super().__init__(config, build)
@@ -353,6 +366,9 @@ class DeclaredForCausalLM(Decoder):
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, clamped=clamped, **options)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """Return the embeddings [T, D] of a step's tokens, with the rows of their positions added if the model has such
+        a table.
+        """
         x = super().embed_batch(batch)
         if self.form.positions is None:
             return x
@@ -360,6 +376,9 @@ class DeclaredForCausalLM(Decoder):
         return (x.astype(jnp.float32) + added.astype(jnp.float32)).astype(x.dtype)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        """Return the embeddings [T, D] of tokens i32[T], projected to the hidden size, scaled and normed as the form
+        says.
+        """
         x = super().embed_tokens(token_ids)
         x = x if self.form.embedding_size is None else self.project_in(x)
         if self.form.root_scaled:
@@ -367,6 +386,7 @@ class DeclaredForCausalLM(Decoder):
         return x if self.form.embedding_norm is None else self.embedding_norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """Return logits of hidden states, after the form's projections, with its bias and soft cap if there are any."""
         hidden = hidden if self.form.embedding_size is None else self.project_out(hidden)
         logits = super().token_logits(self.head(hidden) if self.form.head else hidden)
         logits = logits + self.head_bias[...].astype(jnp.float32) if self.form.head_bias else logits

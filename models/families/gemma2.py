@@ -27,6 +27,7 @@ class Gemma2Layer(nnx.Module):
     """Layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, build: Build):
+        """Create the four norms, and a gated MLP with a tanh GELU."""
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> OffsetRMSNorm:
@@ -92,10 +93,12 @@ class Gemma2ForCausalLM(Decoder):
         )
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        """Return the embeddings [T, D] of tokens i32[T], multiplied by the root of D in their dtype."""
         x = self.embed(token_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """Return logits of hidden states, soft-capped to cap * tanh(logits / cap) if the configuration has a cap."""
         logits, cap = super().token_logits(hidden), self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -83,6 +83,9 @@ class Gemma3nLayer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
+        """Create the modules of layer number `layer`. Its MLP has sparse gates if the configuration gives the layer a
+        sparsity.
+        """
         altup, size, eps = config.altup, config.hidden_size, config.rms_norm_eps
         assert altup is not None
 
@@ -204,6 +207,9 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         return jnp.concatenate([x, *(each.astype(x.dtype) for each in others)], axis=-1)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+        """Return the inputs [T, L, P] of all layers from the step's tokens and the first of their hidden states x [T, A
+        * D]. Tokens beyond the table have those of token 0.
+        """
         altup, token_ids = self.config.altup, batch.token_ids
         assert altup is not None
         known = jnp.where(token_ids < altup.table_rows, token_ids, 0)

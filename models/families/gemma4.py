@@ -99,6 +99,7 @@ class Gemma4Attention(Attention):
         self.eps = eps
 
     def values(self, v: jax.Array) -> jax.Array:
+        """Return values v with an RMS norm over each head, without weights."""
         with jax.named_scope("v_norm"):
             return rms_normalized(v, self.eps).astype(v.dtype)
 
@@ -139,6 +140,7 @@ class Gemma4MLP(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, ffn: int, build: Build):
+        """Create the dense MLP of size `ffn` and, if the model has experts, these and their norms."""
         self.dense = GatedMLP(config.hidden_size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
         self.experts = None if config.experts is None else Gemma4Experts(config, source=LAYER, build=build)
         size, eps, feedforward = config.hidden_size, config.rms_norm_eps, "feedforward_layernorm"
@@ -190,6 +192,7 @@ class Gemma4Layer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
+        """Create the modules of layer number `layer`, with a gate of the per-layer input if there is one."""
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> RMSNorm:

@@ -30,6 +30,9 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 
     @classmethod
     def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
+        """Return the ExpertsConfig of a GGUF file, whose weights add up to one. Raises ModelConfigError for wrong
+        fields.
+        """
         return gguf_experts(fields, norm_weights=True)
 
     @classmethod
@@ -61,6 +64,9 @@ class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
 
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
+        """Return `shared_intermediate_size`; 0, for no shared MLP, if it is absent. Raises ModelConfigError for a wrong
+        value.
+        """
         return fields.integer("shared_intermediate_size", 0, minimum=0)
 
 

@@ -58,6 +58,7 @@ class JinaBertModel(BertModel):
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
+        """Return CLS for a model that classifies sequences, MEAN for others."""
         return CLS if hf_architecture(fields).endswith("ForSequenceClassification") else MEAN
 
     def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
@@ -90,6 +91,7 @@ class JinaBertModel(BertModel):
 
     @property
     def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """Activation before the scores of the masked language model: the configuration's head_activation."""
         assert self.config.encoder is not None
         return FUNCTIONS[self.config.encoder.head_activation]
 

@@ -64,6 +64,7 @@ class LongcatFlashLayer(nnx.Module):
     """Layer of a pair. The first layer's experts get the input of its MLP; the second layer adds their output."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
+        """Create the modules of layer number `layer`. Only the first layer of a pair has experts."""
         own, size, eps = config.attention[layer], config.hidden_size, config.rms_norm_eps
         assert own.latent is not None
         self.is_first = config.experts is not None and layer not in config.experts.dense_layers

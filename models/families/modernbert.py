@@ -111,6 +111,9 @@ class ModernBertModel(Encoder):
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
+        """Return CLS or MEAN, as `classifier_pooling` says, by default CLS. Raises ModelConfigError for any other
+        value.
+        """
         kinds = {"cls": CLS, "mean": MEAN}
         if (kind := fields.text("classifier_pooling", "cls")) not in kinds:
             raise fields.fail("classifier_pooling", ", ".join(kinds))
@@ -167,6 +170,7 @@ class ModernBertModel(Encoder):
         return made
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
+        """Return the scores of labels of a prompt, after a dense layer, an activation and a norm."""
         return DenseLabelScores(
             self.config.hidden_size,
             classifier,
@@ -178,11 +182,15 @@ class ModernBertModel(Encoder):
         )
 
     def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
+        """Return the scores of tokens: those of a separate checkpoint module if the head names one, otherwise the
+        scores of a prompt's labels applied to each token.
+        """
         if heads[0].source is not None:
             return super().make_token_heads(heads, build)
         return TokenLabelScores(self.make_labels(Classifier(heads[0].width), build))
 
     def make_masked(self, build: Build) -> MaskedScores:
+        """Return the scores of the masked language model, after a dense layer, an activation and a norm."""
         return MaskedScores(
             self.config,
             ("head.dense", "decoder.bias"),
@@ -194,6 +202,7 @@ class ModernBertModel(Encoder):
 
     @property
     def table(self) -> Embedding:
+        """Token embedding without its norm."""
         return self.embed.tokens
 
 

@@ -62,6 +62,7 @@ class LatentExperts(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, build: Build):
+        """Create the experts, the shared MLP and, with a latent size, the projections to and from it."""
         assert config.experts is not None
         size, latent = config.hidden_size, config.experts.latent_size
         own = replace(config, hidden_size=latent or size, experts=replace(config.experts, shared_intermediate_size=0))

@@ -106,6 +106,9 @@ class Front:
         num_attempts: int,
         reader: PromptReader | None = None,
     ):
+        """Create the application, with its limits, keys and traffic counters. Contacts no replica yet. See the class
+        for the arguments.
+        """
         self._replicas, self._names = replicas.options(stream=True), names
         self._server, self._num_attempts, self._reader = server, num_attempts, reader
         self._keys = Keys(server.api_keys(), server.admin_keys())

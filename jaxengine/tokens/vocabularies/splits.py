@@ -28,6 +28,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _either(*patterns: str) -> str:
+    """Return a regular expression that matches any of the patterns, the first ones preferred."""
     return "|".join(patterns)
 
 

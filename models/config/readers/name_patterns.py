@@ -47,6 +47,7 @@ class NamePattern:
     """
 
     def __init__(self, source: str):
+        """Parse the expression `source`. Raises PatternError if it is not a text, too long, invalid or unsupported."""
         if not isinstance(source, str) or len(source) > MAX_EXPRESSION:
             raise PatternError(f"a regular expression of at most {MAX_EXPRESSION} characters")
         try:
@@ -135,6 +136,7 @@ class _One(_Node):
         self._known: dict[str, bool] = {}
 
     def _takes(self, char: str) -> bool:
+        """Return whether the part matches this character."""
         if (known := self._known.get(char)) is None:
             known = self._known[char] = self._pattern.fullmatch(char) is not None
         return known
@@ -184,6 +186,9 @@ class _Repeat(_Node):
         self._body, self._least, self._more = body, least, None if most is None else most - least
 
     def ends(self, starts: int, text: _Text) -> int:
+        """Return the set of positions at which `least` to `most` repetitions may end if they begin at one of `starts`.
+        Spends a step for each repetition tried. Raises PatternError if no step is left.
+        """
         text.effort.spend()
         # A repetition longer than the name includes empty matches, which can be repeated without end.
         for _ in range(min(self._least, len(text.name) + 1)):
@@ -207,6 +212,9 @@ class _Zero(_Node):
     """Zero-width part, such as an anchor, which holds at some positions of a name."""
 
     def ends(self, starts: int, text: _Text) -> int:
+        """Return those of `starts` at which the part holds. The set of such positions is computed once for each name.
+        Spends a step. Raises PatternError if no step is left.
+        """
         text.effort.spend()
         forward = text.origin or text
         if (where := forward.where.get(self)) is None:
