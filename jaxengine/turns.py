@@ -1,7 +1,8 @@
-"""Thread pool whose clients take turns, so that slow files of one client do not delay those of another.
+"""Thread pool with one queue for each owner, served in turn (round robin), so that slow work of one client does not
+delay that of another.
 
-An owner is the holder of an API key; all requests with that key share a turn. Work without an owner (from Python, or
-from a server with one key) has nobody to leave room for and may use all threads.
+An owner is the holder of an API key; all requests with that key share one queue. Work without an owner (from Python, or
+from a server with one key) may use all threads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, TypeVar
 
-# Whose request the current task or thread works for.
+# Owner of the request that the current task or thread works for.
 OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
 
 _P = ParamSpec("_P")
@@ -22,30 +23,31 @@ _T = TypeVar("_T")
 
 
 def share_of(owner: str | None, total: int) -> int:
-    """Return how many of `total` threads an owner may occupy at once: half of them, at least one; all
-    without an owner.
+    """Return how many of `total` threads an owner may occupy at once: half of them, rounded down, but at least one.
+    Without an owner, all of them.
     """
     return total if owner is None else max(1, total // 2)
 
 
 class Turns(Generic[_T]):
-    """Items that wait for one of `num_places` places, in one queue per owner. Must be used by one thread at a time.
+    """Waiting items, in one queue per owner, and the number of running items of each owner. At most `num_places` items
+    run at once. Must be used by one thread at a time.
 
-    Owners take turns; an owner that occupies its share of the places (`share_of`) lets the others go first.
+    Owners are served in turn. An owner that has as many running items as `share_of` allows is skipped.
     """
 
     def __init__(self, num_places: int):
         self._num_places = num_places
-        # Queues that are not empty; the owner whose turn is next comes first.
+        # Queues that are not empty; the owner to be served next comes first.
         self._queues: OrderedDict[str | None, deque[_T]] = OrderedDict()
         self._running: Counter[str | None] = Counter()
 
     def push(self, owner: str | None, item: _T) -> None:
-        """Put an item at the end of its owner's queue."""
+        """Append an item to its owner's queue."""
         self._queues.setdefault(owner, deque()).append(item)
 
     def remove(self, owner: str | None, item: _T) -> None:
-        """Take an item out of its owner's queue, if it is still there."""
+        """Remove an item from its owner's queue, if it is still there."""
         queue = self._queues.get(owner, deque())
         if item in queue:
             queue.remove(item)
@@ -53,7 +55,9 @@ class Turns(Generic[_T]):
                 del self._queues[owner]
 
     def start(self) -> tuple[str | None, _T] | None:
-        """Give a place to the next waiting item and return (owner, item); None if no place is free for any item."""
+        """Remove the next item that may run from its queue, count it as running, and return (owner, item). Returns None
+        if all places are occupied or no waiting item may run.
+        """
         if self._running.total() >= self._num_places:
             return None
         free = (owner for owner in self._queues if self._running[owner] < share_of(owner, self._num_places))
@@ -62,8 +66,8 @@ class Turns(Generic[_T]):
         return None
 
     def _take(self, owner: str | None) -> _T:
-        """Return the first item of an owner's queue, counting a place as occupied; the owner's next turn is after the
-        others'.
+        """Remove and return the first item of an owner's queue, count it as running, and move the owner behind the
+        others.
         """
         queue = self._queues[owner]
         item = queue.popleft()
@@ -74,22 +78,22 @@ class Turns(Generic[_T]):
         return item
 
     def end(self, owner: str | None) -> None:
-        """Free a place that this owner occupied."""
+        """Record that an item of this owner has ended, which frees its place."""
         self._running[owner] -= 1
         if not self._running[owner]:
             del self._running[owner]
 
 
 class _Work:
-    """A call that waits for its turn, and the future of its result."""
+    """Call that waits for a thread, and the future of its result."""
 
     def __init__(self, call: Callable[[], Any]):
         self.future: Future[Any] = Future()
-        # Dropped after the call, since futures are kept longer than the files that were read.
+        # Released after the call, since the future lives longer than the data to which the call refers.
         self._call: Callable[[], Any] | None = call
 
     def run(self) -> None:
-        """Make the call, unless it was cancelled, and settle its future."""
+        """Make the call, unless it was cancelled, and set the result or the exception of its future."""
         call, self._call = self._call, None
         if call is None or not self.future.set_running_or_notify_cancel():
             return
@@ -104,7 +108,7 @@ class _Work:
 
 
 class FairThreads:
-    """A thread pool whose owners take turns (see Turns). Threads are started on first use."""
+    """Thread pool that serves owners in turn (see Turns). Threads are started on first use."""
 
     def __init__(self, num_threads: int, name: str):
         self._turns: Turns[_Work] = Turns(num_threads)
@@ -112,16 +116,17 @@ class FairThreads:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Queue `function(*args, **kwargs)` for a thread, to run in the caller's context; return the future of its
-        result.
+        """Queue `function(*args, **kwargs)` for a thread, to run in a copy of the caller's context, and return the
+        future of its result.
 
-        It waits for a turn of the context's OWNER. A future that is cancelled before then leaves the queue at once, and
-        what the call refers to is released.
+        The call joins the queue of the context's OWNER. If its future is cancelled before it starts, it leaves the
+        queue at once, and what it refers to is released.
         """
         owner, context = OWNER.get(), contextvars.copy_context()
         work = _Work(lambda: context.run(function, *args, **kwargs))
 
         def leave(done: Future[Any]) -> None:
+            """Remove the call from its owner's queue if its future was cancelled."""
             if done.cancelled():
                 with self._lock:
                     self._turns.remove(owner, work)
@@ -133,12 +138,13 @@ class FairThreads:
         return work.future
 
     def _start(self) -> None:
-        """Hand every queued call that may run now to the threads."""
+        """Submit every queued call that may run now to the threads."""
         with self._lock:
             while (turn := self._turns.start()) is not None:
                 self._threads.submit(self._run, *turn)
 
     def _run(self, owner: str | None, work: _Work) -> None:
+        """Run one queued call on this thread, free its owner's place, and submit the calls that may run then."""
         try:
             work.run()
         finally:

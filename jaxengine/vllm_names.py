@@ -1,9 +1,10 @@
 """Modules of vLLM under their names: `from jaxengine.lora.request import LoRARequest` is `from jaxengine import
 LoRARequest`.
 
-The modules listed in MODULES have no files. An import finder, asked after Python's own, makes such a module when it is
-imported, and its names are looked up when they are used. A name of vLLM that has no counterpart raises ImportError,
-whose message says what to use instead. Type checkers see no such modules: typed programs import from `jaxengine`.
+The modules listed in MODULES have no files. An import finder, which runs after Python's own finders, creates such a
+module when it is imported, and the module looks up its names when they are used. A name of vLLM that has no counterpart
+raises ImportError, whose message says what to use instead. Type checkers see no such modules: typed programs import
+from `jaxengine`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _OUTPUTS = """
 """
 _INPUTS = "PromptType TextPrompt TokensPrompt"
 
-# Module -> its names: those of `jaxengine`, or NAME=module:attribute, where the same attribute need not be written.
+# Module -> its names, separated by spaces: NAME for one of `jaxengine`, or NAME=module:attribute, in which attribute
+# may be left out if it equals NAME.
 MODULES: dict[str, str] = {
     "config": (
         "CompilationConfig CompilationLevel CompilationMode PoolerConfig "
@@ -64,13 +66,13 @@ MODULES: dict[str, str] = {
         "Gauge=jaxengine.engine.stats.metric_types: Histogram=jaxengine.engine.stats.metric_types:"
     ),
 }
-# Packages that MODULES are in, most of them without names of their own.
+# Packages that contain MODULES. Most of them have no names themselves.
 PACKAGES = frozenset(
     ".".join(parts[:count]) for name in MODULES for parts in [name.split(".")] for count in range(1, len(parts))
 )
 
 _SEE = "docs/coming_from_vllm.md has what is refused"
-# Module or module.Name of vLLM, or the beginning of one -> what there is instead. The longest one counts.
+# Module or module.Name of vLLM, or a package around it -> advice on what to use instead. The longest match counts.
 NOT_BUILT: dict[str, str] = {
     "ModelRegistry": "jaxengine.register_model adds a model of your own",
     "assets": "vLLM keeps these images, videos and sounds; open a file of yours with PIL",
@@ -109,17 +111,20 @@ NOT_BUILT: dict[str, str] = {
 
 
 class NotBuiltImportError(ModuleNotFoundError):
-    """Import of a module or name that vLLM has and this engine does not."""
+    """Error of importing a module or name that vLLM has and this engine does not."""
 
 
 def look_up(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module of MODULES, which imports a name from where it is defined on first use.
-
-    It raises NotBuiltImportError for a name that vLLM has and this engine does not, AttributeError for any other name.
+    """Return the `__getattr__` function of a module in MODULES. It imports a name from the module that defines it, and
+    stores it in the module, on first use. It raises NotBuiltImportError for a name that vLLM has and this engine does
+    not, AttributeError for any other unknown name.
     """
     homes = _homes(module.removeprefix(f"{_ROOT}."))
 
     def find(name: str) -> Any:
+        """Return the value of a name of the module, and store it in the module. Raises NotBuiltImportError for a name
+        that vLLM has and this engine does not, AttributeError for other unknown names.
+        """
         if name not in homes:
             refuse(module, name)
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -132,11 +137,10 @@ def look_up(module: str) -> Callable[[str], Any]:
 
 
 def refuse(module: str, name: str) -> None:
-    """Raise NotBuiltImportError if vLLM has, or may have, `name` in a module and this engine does not.
+    """Raise NotBuiltImportError if vLLM has, or may have, `name` in a module and this engine does not. Does nothing for
+    submodules of this engine, and for names with leading double underscores, which Python itself looks up.
 
-    Does nothing for submodules, and for names with underscores that Python itself looks for.
-
-    module: full name of the module.
+    module: full name of the module, which must be imported.
     """
     full = f"{module}.{name}"
     inside = full.removeprefix(f"{_ROOT}.")
@@ -152,19 +156,21 @@ def is_module(name: str) -> bool:
 
 
 def install() -> None:
-    """Let `import` find the modules of MODULES: adds the finder to Python's."""
+    """Append a finder to `sys.meta_path`, so that `import` finds the modules in MODULES. Does nothing if one is
+    installed.
+    """
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.append(_Finder())
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Import finder and loader of the modules in MODULES, asked after Python's own finders."""
+    """Import finder and loader of the modules in MODULES. It runs after Python's own finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module in MODULES, None for others. Raises NotBuiltImportError for a module that vLLM
-        has and this engine does not.
+        """Return the spec of a module in MODULES or of a package around one; None for other modules. Raises
+        NotBuiltImportError for a module that vLLM has and this engine does not.
         """
         root, _, name = fullname.partition(".")
         if root != _ROOT or not name:
@@ -176,22 +182,24 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a new module its names, which are looked up when they are used."""
+        """Set `__getattr__`, `__all__` and `__dir__` of a new module, so that its names are looked up when they are
+        used, and its docstring.
+        """
         names = sorted(_homes(module.__name__.removeprefix(f"{_ROOT}.")))
         module.__doc__ = f"Names that vLLM has in this module; see {__name__}."
         vars(module).update(__getattr__=look_up(module.__name__), __all__=names, __dir__=lambda: names)
 
 
 def _homes(module: str) -> dict[str, str]:
-    """Map each name of a module of MODULES to where it is defined, "module:attribute" ("module:" if named the same
-    there).
+    """Return, for each name of a module in MODULES, where it is defined: "module:attribute", or "module:" if the
+    attribute has the same name.
     """
     words = (word.partition("=") for word in MODULES.get(module, "").split())
     return {name: home or f"{_ROOT}:{name}" for name, _, home in words}
 
 
 def _advice(name: str) -> str | None:
-    """Return the text of NOT_BUILT for the longest key that is `name` or a package around it; None if there is none."""
+    """Return the text in NOT_BUILT for the longest key that is `name` or a package around it; None if there is none."""
     parts = name.split(".")
     begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((NOT_BUILT[each] for each in begins if each in NOT_BUILT), None)

@@ -1,4 +1,6 @@
-"""Names of classes in config.json that are not a family's own: of pooling models, and of the same layers elsewhere."""
+"""Class names in config.json under which no family is registered: classes of pooling models, and other names of the
+same layers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 from jaxengine.models.config.pooler import CLASSIFY, CLS, EMBED, LAST, MEAN, TOKEN_CLASSIFY, TOKEN_EMBED
 
-# Suffixes of class names of pooling models, and their tasks. Their layers are those of *ForCausalLM, or of an encoder.
+# Suffixes of class names of pooling models -> their tasks. Their layers are those of *ForCausalLM, or of an encoder.
 POOLING_SUFFIXES = {
     "ForSequenceClassification": CLASSIFY,
     "ForTokenClassification": TOKEN_CLASSIFY,
@@ -15,7 +17,7 @@ POOLING_SUFFIXES = {
     "ForMaskedLM": EMBED,
     "ForPreTraining": EMBED,
 }
-# Classes of pooling models whose names are not those of their families with a suffix.
+# Classes of pooling models whose names are not a family's name with a suffix -> (registered class, task).
 POOLING_CLASSES = {
     "Gemma3TextModel": ("Gemma3ForCausalLM", EMBED),
     "HF_ColBERT": ("BertModel", TOKEN_EMBED),
@@ -28,8 +30,8 @@ POOLING_CLASSES = {
     "BgeM3EmbeddingModel": ("XLMRobertaModel", EMBED),
     "BertSpladeSparseEmbeddingModel": ("BertModel", EMBED),
 }
-# What transformers takes for fields that a file lacks, where it is not what it takes for the family's: by the
-# beginnings of names of classes.
+# Beginning of a class name -> transformers' defaults for fields that a file lacks, where they differ from those of the
+# family's class.
 _T5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"}
 _LEFT_OUT: dict[str, dict[str, Any]] = {
     "Camembert": {"vocab_size": 30522},
@@ -39,11 +41,12 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "UMT5": _T5,
     "XLMRoberta": {"vocab_size": 30522},
 }
-# Those with a decoder's layers whose tokens see their whole prompt, whatever their files say.
+# Classes with a decoder's layers whose tokens attend to the whole prompt, whatever their files say.
 BIDIRECTIONAL = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
-# Values of their field `pooling`.
+# Values of the field `pooling` of these classes -> pooling types.
 POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
-# Further names of classes: of a family's first code, and of whole models, of which a part is read.
+# Other class names -> registered class: names in a family's original code, and names of whole models of which only a
+# part is read.
 _OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
     "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
@@ -66,7 +69,7 @@ _OTHER_NAMES = {
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
-# Beginnings of names of classes with the same layers and fields as those of another beginning.
+# Beginning of a class name -> beginning of the registered name of a class with the same layers and fields.
 _STEMS = {
     "Camembert": "Roberta",
     "Data2VecText": "Roberta",
@@ -78,9 +81,8 @@ _STEMS = {
 
 
 def usual_name(architecture: str) -> str:
-    """Return the name under which an architecture's family is registered, with its own suffix.
-
-    A name without another spelling is returned as it is.
+    """Return the class name under which an architecture's family is registered. A beginning in _STEMS is replaced and
+    the rest of the name kept. Other names are returned unchanged.
     """
     if architecture in _OTHER_NAMES:
         return _OTHER_NAMES[architecture]
@@ -89,17 +91,16 @@ def usual_name(architecture: str) -> str:
 
 
 def left_out(architecture: str) -> dict[str, Any]:
-    """Return what transformers takes for fields that a file lacks, where it is not what the family's class takes.
-
-    Keys are field names; {} where nothing differs.
+    """Return transformers' defaults, by field name, for fields that a file of this architecture lacks, where they
+    differ from those of the family's class; {} if none differ.
     """
     stem = _stem(architecture, _LEFT_OUT)
     return {} if stem is None else _LEFT_OUT[stem]
 
 
 def _stem(architecture: str, stems: Iterable[str]) -> str | None:
-    """Return the first of `stems` with which an architecture's name begins, if For, Model or Encoder follows; None for
-    none of these.
+    """Return the first of `stems` that begins an architecture's name and is followed by For, Model or Encoder; None if
+    there is none.
     """
     ends = ("For", "Model", "Encoder")
     return next((stem for stem in stems if architecture.startswith(tuple(stem + end for end in ends))), None)

@@ -1,7 +1,8 @@
-"""Build: what a model is built for (its dtype, its devices, how its weights are stored), and its abstract construction.
+"""Build: the settings for which a model is built (its dtype, its devices, the storage of its weights), and construction
+of the model without memory for weights.
 
-It is the one argument that families pass through to layers. It knows neither the families (models/model_classes.py) nor
-where weights come from (models/weights).
+Build is the one argument that families pass through to layers. It is independent of the families
+(models/model_classes.py) and of the sources of weights (models/weights).
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ class Build:
     """Settings for which a model is built.
 
     Attributes:
-      dtype: of activations between layers, and of weights whose scheme does not say otherwise.
-      mesh: the devices it will be split over.
-      stage: the layers to have; None for all of them.
+      dtype: dtype of activations between layers, and of weights whose scheme does not define another.
+      mesh: devices over which the model will be split.
+      stage: pipeline stage, which has some of the layers; None for all layers.
       scheme: function from a checkpoint module's name ("model.layers.3.mlp.up_proj") to the Scheme that stores its
         matrix. Hashable, with a complete repr.
       layer: number of the layer that is being built, None outside the layers.
-      lora: room for adapters in the products of layers; None for a model without.
-      whole_parts: names of parts of the model whose weights each device has whole, and computes alone.
-      exact: tokens get the same bits however they come (jaxengine.models.layers.exact).
+      lora: room for adapters in the matrix products of layers; None for a model without adapters.
+      whole_parts: names of parts of the model that are replicated: each device has all their weights and computes them
+        alone.
+      exact: whether results for a token have the same bits in whatever batch (jaxengine.models.layers.exact).
     """
 
     dtype: Any
@@ -61,14 +63,15 @@ class Build:
         num_experts: int | None = None,
         table: bool = False,
     ) -> Weight:
-        """Declare a matrix of the model, stored by the scheme of its checkpoint modules (see Scheme.declare).
+        """Declare a matrix of the model, stored by the scheme of its checkpoint modules, and return its Weight (see
+        Scheme.declare).
 
         shape, axes: [in, out], [num_experts, in, out], or [rows, D] of a `table`, and their logical axes, None for an
-        axis that is not split. num_experts: None for no stack. sources: the modules that form it, joined along `out`,
-        or along a table's rows.
+        axis that is not split. num_experts: None for a matrix that is not a stack of experts. sources: the checkpoint
+        modules that form it, joined along `out`, or along the rows of a table.
 
-        Raises ModelConfigError if one product is made of modules that are stored differently, or that cannot have this
-        shape; ValueError if the stored form cannot be split over the mesh.
+        Raises ModelConfigError if the modules are stored in different formats, or cannot have this shape; ValueError if
+        the stored form cannot be split over the mesh.
         """
         chosen = self._schemes(sources)
         schemes = {*chosen.values()}
@@ -80,29 +83,30 @@ class Build:
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
 
     def stores_alike(self, sources: Sequence[Source]) -> bool:
-        """Whether the modules of these sources have the same storage format, so that they can be one product."""
+        """Whether the modules of these sources have the same storage format, so that they can form one matrix."""
         return len({*self._schemes(sources).values()}) == 1
 
     def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:
-        """Return the Scheme of each of the modules, by its name in the checkpoint.
-
-        Names are `numbered` by the layer being built.
+        """Return the Scheme of each module by its name in the checkpoint, in which the number of the layer being built
+        is filled in.
         """
         names = [numbered(source.name, self.layer) for source in sources]
         return {name: self.scheme(name) for name in names}
 
     def for_table(self) -> Build:
-        """Return the build of a token table: with plain weights, unless the scheme also covers tables."""
+        """Return the build for a token table: this one if its scheme also covers tables, otherwise a copy with plain
+        weights.
+        """
         kept = isinstance(self.scheme, Quantization | Everywhere) and self.scheme.with_tables
         return self if kept else replace(self, scheme=PLAIN)
 
     def as_named(self, quantization: Callable[[str], Any] | None) -> Build:
-        """Return the build of a part of the model outside of its text layers: without adapters, its modules stored as
-        the checkpoint says by their names.
+        """Return the build for a part of the model outside of its text layers, such as a tower: without adapters, and
+        with each module stored as the checkpoint's quantization defines for its name.
 
-        quantization: of the model's configuration. The modules are plain if it is not a checkpoint's own, as when the
-        text's matrices are rounded at load, and with AutoGPTQ, whose configurations name no modules and which changes
-        no others.
+        quantization: the model configuration's. The modules are plain if it is not the checkpoint's own, as when the
+        text's matrices are rounded at load, and for AutoGPTQ, whose configurations name no modules and which quantizes
+        only the text layers.
         """
         if not isinstance(quantization, Quantization) or quantization.method == GPTQ:
             return replace(self, lora=None, scheme=PLAIN)
@@ -111,10 +115,9 @@ class Build:
 
 
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:
-    """Build a `model_class` with ShapeDtypeStructs for weights; nothing is allocated.
-
-    Raises ValueError for a mesh over which its weights cannot be split, and ModelConfigError (a ValueError) for a
-    config that the class cannot have.
+    """Return a `model_class` whose weights are ShapeDtypeStructs; no memory is allocated. Raises ValueError for a mesh
+    over which its weights cannot be split evenly, and ModelConfigError (a ValueError) for a config that the class does
+    not support.
     """
     model = nnx.eval_shape(lambda: model_class(config, build))
     unsplit = next((param for param in declared_params(model) if not param.splits_over(build.mesh)), None)

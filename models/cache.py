@@ -1,22 +1,19 @@
-"""Cache of a model: groups of layers, the size of a group's page, and the pool of all of them.
+"""Cache of a model: groups of layers, the size of a group's page, and the pool of all pages.
 
-Layers that keep the same keys, all or those of a window, form a group with a page table of its own. All groups take
-pages of one pool: a page holds the keys and values of `page_size` tokens in the layers of one group, and layer number i
-of any group finds page p in row i * pages + p. So memory flows between groups, and kernels need not be aware of them.
+Layers that keep keys for the same tokens (all tokens, or those of a window) form a group with its own page table. All
+groups take pages from one pool. A page holds the keys and values of `page_size` tokens in the layers of one group.
+Layer number i of any group finds page p in row i * pages + p, so groups can exchange memory without kernels being aware
+of them. Where layers differ in heads or head sizes, a row has room for the widest layer, and several narrow layers
+share a row (`LayerPlace`). CPUs and GPUs read a layer's pages as a view of the same bytes, in which every row is cut
+into several; on TPUs, whose tiles allow no such view, layers lie side by side in a row's lanes.
 
-Where layers differ in heads or head sizes a row has room for a token count of the widest that all of them divide, and
-several narrow layers share it (`LayerPlace`). CPUs and GPUs read a layer's pages as a view of the same bytes, in which
-every row is cut into as many; on TPUs, whose tiles allow no such view, layers lie side by side in a row's lanes.
+A layer that attends to another layer's keys and values has no pages (LayerAttention.kv_source). Layers with a recurrent
+state have arrays with a row for each slot instead of pages. A pool of codes has scales for every layer with pages: rows
+of k_scale and v_scale, f32[layers, K], in the layers' order. A layer gets the pool with its own row (`of_layer`). Token
+scales are in the pages.
 
-A layer that attends to another one's keys and values has no pages (LayerAttention.kv_source).
-
-Layers that keep a state of each sequence have arrays with a row for each slot instead of pages.
-
-A pool of codes has scales for every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers'
-order. A layer gets the pool with its own row (`of_layer`). Token scales are in the pages.
-
-`platform` is the one whose kernels read the pool: a name of jaxengine.pallas_kernels.registry, see `platform_of`. Sizes
-are of one device; on a mesh every replica has pages of its own, and each of its devices holds some heads of them.
+`platform` is the one whose kernels read the pool: a name in jaxengine.pallas_kernels.registry, see `platform_of`. Sizes
+are of one device. On a mesh every replica has its own pages, and each of its devices holds some heads of them.
 """
 
 from __future__ import annotations
@@ -93,14 +90,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Paged:
-    """A cache group: layers that share a page table.
+    """Cache group of layers that share a page table.
 
     Attributes:
       layers: layers of a stage, numbered as in the full model, ascending.
-      window: keys that a token sees, itself included; None for all. Pages before it are freed.
+      window: number of latest tokens that a token attends to, itself included; None for all. Pages before it are freed.
       specs: shape of one page of each of these layers.
-      nothing: where no layer of the stage has pages, a page that stands in for the pool, of as many tokens as elsewhere
-        and one number a token; else None. Page ids then take no memory: they number pieces of prefixes.
+      nothing: substitute page, with as many tokens as other pages and one number per token, if no layer of the stage
+        has pages; otherwise None. Page ids then only number pieces of prefixes and take almost no memory.
     """
 
     layers: tuple[int, ...]
@@ -114,7 +111,7 @@ class LayerPlace(NamedTuple):
 
     Attributes:
       spec: shape of one page of the layer.
-      row: page p of the layer lies in the pool's row number row * pages + p.
+      row: page p of the layer lies in row `row * pages + p` of the pool.
       parts: number of layers, all of this spec, that share such a row; 1 for a layer that fills it.
       part: index of this layer among them.
     """
@@ -127,7 +124,7 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """Cache group of layers that keep a recurrent state: for each sequence a row in each of these arrays.
+    """Cache group of layers that keep a recurrent state. Each sequence has a row in each of these arrays.
 
     Attributes:
       layers: layers of a stage, numbered as in the full model, ascending.
@@ -139,11 +136,11 @@ class State:
 
 
 class Cache(NamedTuple):
-    """Memory that a model with State layers keeps between steps; other models have the pool alone.
+    """Memory that a model with State layers keeps between steps. Other models have the pool alone.
 
     Attributes:
-      kv: the pool.
-      states: for each State layer of the stage, in order, its arrays [rows, ...].
+    kv: the pool.
+    states: for each State layer of the stage, in order, its arrays [rows, ...].
     """
 
     kv: KVPages
@@ -151,19 +148,19 @@ class Cache(NamedTuple):
 
 
 def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
-    """Select the groups with pages."""
+    """Return the groups with pages, in order."""
     return [group for group in groups if isinstance(group, Paged)]
 
 
 def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
-    """Allocate Cache.states of one device, zeroed; num_rows: rows of each array."""
+    """Return newly allocated, zeroed arrays for Cache.states of one device. num_rows: rows of each array."""
     return tuple(
         tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in state_arrays(groups)
     )
 
 
 def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]]:
-    """Return the arrays of each State layer of this stage, in order; every replica has rows of its own."""
+    """Return the descriptions of the arrays of each State layer of this stage, in the layers' order."""
     arrays = {layer: group.arrays for group in groups if isinstance(group, State) for layer in group.layers}
     return [arrays[layer] for layer in sorted(arrays)]
 
@@ -171,16 +168,15 @@ def state_arrays(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]
 def group_layers(
     windows: Sequence[int | None], widths: Sequence[int] | None = None, *, hybrid: bool = True
 ) -> list[tuple[int | None, tuple[int, ...]]]:
-    """Group layers with these windows (None: all keys): (window, indices of its layers) of each cache group.
+    """Return the cache groups of layers, each as (window, indices of its layers). windows: the window of each layer,
+    None for all keys; not empty unless `hybrid` is False. widths: elements of a token in each layer; None if they do
+    not differ.
 
-    There must be a layer, unless `hybrid` is False. widths: elements of a token in each layer, None where they do not
-    differ.
-
-    Layers of one window are dealt out to groups of at most n layers, one after the other, so that every pipeline stage
-    has a similar share of each; n is chosen so that few rows of the groups' pages stay empty, and few groups are needed
-    (a page table and a slot mapping each); n counts layers of the greatest width, and narrower ones by their share of
-    it. With one window for all layers there is one group. hybrid: False puts all layers into one group that keeps all
-    keys.
+    Layers of one window are distributed in turn over groups of at most n layers, so that every pipeline stage has a
+    similar share of each group. n is chosen so that few rows of the groups' pages stay empty, and few groups are
+    needed, as each has a page table and a slot mapping. n counts layers of the greatest width; narrower ones count by
+    their share of it. If all layers have one window, there is one group. With hybrid False all layers form one group
+    that keeps all keys.
     """
     if not hybrid:
         return [(None, tuple(range(len(windows))))]
@@ -191,6 +187,9 @@ def group_layers(
     total = sum(counts.values())
 
     def cost(size: int) -> float:
+        """Return the cost of groups of at most `size` layers: the pool rows that stay empty, plus a penalty for each
+        group.
+        """
         groups = sum(-(-count // size) for count in counts.values())
         return groups * size - total + 0.02 * groups * math.sqrt(len(windows))
 
@@ -203,17 +202,15 @@ def group_layers(
 
 
 def _num_rows(parts: Sequence[int]) -> int:
-    """Return the number of pool rows that layers fill. parts: for each layer, how many layers of its
-    kind share a row.
+    """Return the number of pool rows that layers fill. parts: for each layer, the number of layers of its width that
+    share a row.
     """
     return sum(-(-parts.count(each) // each) for each in set(parts))
 
 
 def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
-    """Return the page shapes of the layers here, each with the number of layers that share a row; {} where none has
-    pages.
-
-    Raises ValueError for token scales in layers that differ.
+    """Return the distinct page shapes of the layers of this stage, each with the number of layers that share a pool
+    row; {} if none has pages. Raises ValueError for token scales in layers whose pages differ.
     """
     specs = list(dict.fromkeys(spec for group in paged_groups(groups) for spec in group.specs))
     if len(specs) > 1 and any(spec.token_scales for spec in specs):
@@ -223,14 +220,13 @@ def _specs(groups: Sequence[Paged | State]) -> dict[KVSpec, int]:
 
 
 def _token_elements(spec: KVSpec) -> int:
-    """Return the number of elements of a token's keys and values in one layer."""
+    """Return the number of elements of a token's keys and values together in one layer."""
     return spec.num_kv_heads * spec.token_width
 
 
 def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
-    """Return the location in the pool of each layer with pages here, by its number in the model.
-
-    Raises ValueError for token scales in layers whose pages differ.
+    """Return the location in the pool of each layer with pages in this stage, by its number in the model. Raises
+    ValueError for token scales in layers whose pages differ.
     """
     places, specs = {}, _specs(groups)
     for group in paged_groups(groups):
@@ -244,10 +240,8 @@ def layer_places(groups: Sequence[Paged | State]) -> dict[int, LayerPlace]:
 
 
 def num_places(groups: Sequence[Paged | State]) -> int:
-    """Return the number of pool rows that a page takes: as many as the largest group fills, one for each layer if all
-    are of one size.
-
-    At least 1. Raises ValueError as `layer_places` does.
+    """Return the number of pool rows that a page takes, at least 1: the rows that the largest group fills, which is its
+    number of layers if all layers have equal pages. Raises ValueError for token scales in layers whose pages differ.
     """
     return max([1, *(1 + place.row for place in layer_places(groups).values())])
 
@@ -255,8 +249,8 @@ def num_places(groups: Sequence[Paged | State]) -> int:
 def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     """Return the spec of one device's pool that holds `num_pages` pages of any group.
 
-    Where no layer has pages it is Paged.nothing of a group; where they differ, one of rows with one kv head that is as
-    wide as all of them need. Raises ValueError as `layer_places` does.
+    If no layer has pages, it is the Paged.nothing of a group. If pages differ, its rows have one KV head, as wide as
+    all layers require. Raises ValueError for token scales in layers whose pages differ.
     """
     if not (specs := _specs(groups)):
         return next(group.nothing for group in paged_groups(groups) if group.nothing is not None)
@@ -270,9 +264,8 @@ def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
 
 
 def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
-    """Return how many pages of any group the pool `kv` of these groups holds on one device.
-
-    Raises ValueError for a pool that holds no whole number of them.
+    """Return how many pages of any group the pool `kv` of these groups holds on one device. Raises ValueError if its
+    number of rows is not a multiple of the rows of a page.
     """
     num_pages, rest = divmod(kv.num_pages, num_places(groups))
     if rest:
@@ -281,16 +274,15 @@ def num_pages_of(kv: KVPages, groups: Sequence[Paged | State]) -> int:
 
 
 def page_bytes_of_group(groups: Sequence[Paged | State], *, platform: str) -> int:
-    """Return the bytes of a page on one device, in all layers of its group; 0 where no layer here has pages.
-
-    platform: the one whose layout the page has. Raises ValueError as `layer_places` does.
+    """Return the bytes of a page on one device, in all layers of its group; 0 if no layer of this stage has pages.
+    platform: the platform whose layout the page has. Raises ValueError for token scales in layers whose pages differ.
     """
     return page_bytes(pool_spec(groups, 1), layout_of(platform)) * num_places(groups) if _specs(groups) else 0
 
 
 def kv_partition(kv: KVPages) -> KVPages:
-    """Return the pool with a PartitionSpec for each array: pages split over replicas, heads over the devices of a
-    replica.
+    """Return the pool with a PartitionSpec in place of each array: pages are split over replicas, heads over the
+    devices of a replica.
     """
     heads = logical_to_spec((None, "kv_heads"))
     data = partition_spec(kv.layout, head_axis=RULES["kv_heads"], data_axis=RULES["pages"])
@@ -299,11 +291,12 @@ def kv_partition(kv: KVPages) -> KVPages:
 
 
 def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: str, mesh: Mesh) -> KVPages:
-    """Return the pool as shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device.
+    """Return the pool over all devices of the mesh, as sharded ShapeDtypeStructs; nothing is allocated. Its `spec` is
+    that of one device.
 
-    num_pages: pages of any group in each replica. platform: the one whose kernels read it. Head scales are those of
-    all layers with pages here; None if the dtype needs none. Raises ValueError for a dtype that needs them where layers
-    differ in kv heads.
+    num_pages: pages of any group in each replica. platform: the platform whose kernels read it. It has head scales for
+    all layers with pages in this stage if the dtype needs them. Raises ValueError for such a dtype if layers differ in
+    KV heads, and for token scales in layers whose pages differ.
     """
     places, pool = layer_places(groups), pool_spec(groups, num_pages)
     heads = {each.num_kv_heads for each in _specs(groups)} or {pool.num_kv_heads}
@@ -312,6 +305,9 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: st
     kv = jax.eval_shape(lambda: _pool(pool, platform, (len(places), max(heads))))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape over all devices of an array whose shape on one device is that of `leaf`, sharded by
+        `spec`.
+        """
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(whole_shape(leaf.shape, sharding), leaf.dtype, sharding=sharding)
 
@@ -319,15 +315,17 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, platform: st
 
 
 def device_kv(shapes: KVPages) -> KVPages:
-    """Allocate one device's part of the pool of `abstract_kv`, zeroed; head scales start as 1."""
+    """Return one device's part of the pool that `abstract_kv` describes, newly allocated and zeroed, with head scales
+    of 1.
+    """
     return _pool(shapes.spec, shapes.platform, (0, 0) if shapes.k_scale is None else part_shape(shapes.k_scale))
 
 
 def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
     """Return the pool with the spec and the scales of one layer, given by its place and its index among this stage's
-    layers with pages. Its data is that of the pool: `as_viewed` gives it the layer's shape.
+    layers with pages. The data array is the pool's own; `as_viewed` gives it the layer's shape.
 
-    Raises ValueError for a layer that shares rows on TPUs and whose pages are no whole number of tiles.
+    Raises ValueError for a layer that shares rows on TPUs and whose pages are not a whole number of tiles.
     """
     k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
     own = replace(kv, k_scale=k_scale, v_scale=v_scale)
@@ -341,8 +339,8 @@ def of_layer(kv: KVPages, place: LayerPlace, index: int) -> KVPages:
 
 
 def _own_lanes(place: LayerPlace) -> int:
-    """Return the number of lanes of a row that a layer takes on a TPU. Raises ValueError for pages that are no whole
-    number of tiles.
+    """Return the number of lanes of a row that a layer takes on a TPU. Raises ValueError if the layer's pages are not a
+    whole number of tiles.
     """
     lanes, elements = pool_shape(place.spec, TOKEN_ROWS)[2], _token_elements(place.spec)
     if lanes != elements:
@@ -354,26 +352,26 @@ def _own_lanes(place: LayerPlace) -> int:
 
 
 def _differs(kv: KVPages, place: LayerPlace) -> bool:
-    """Whether the layer's pages have another shape than the pool's rows."""
+    """Whether the layer's pages have a different shape from the pool's rows."""
     return replace(place.spec, num_pages=kv.num_pages) != kv.spec
 
 
 def first_page(kv: KVPages, place: LayerPlace, num_pages: int) -> int:
-    """Return the row, in the layer's view of the pool, of its page 0; page p is `row_step` * p rows on. num_pages:
-    pages of any group that the pool has.
+    """Return the row, in the layer's view of the pool, of the layer's page 0; page p is `row_step` * p rows later.
+    num_pages: number of pages of any group in the pool.
     """
     row = place.row * num_pages
     return row if row_step(kv, place) == 1 else row * place.parts + place.part
 
 
 def row_step(kv: KVPages, place: LayerPlace) -> int:
-    """Return the number of rows, in the layer's view of the pool, from one of its pages to the next."""
+    """Return the distance in rows between successive pages of a layer, in the layer's view of the pool."""
     return 1 if kv.layout in (TOKEN_ROWS, SEQUENCES) else place.parts
 
 
 def as_viewed(kv: Any) -> Any:
-    """Return the pool of `of_layer` with its data (the same bytes) in the layer's shape, also one in a tuple; anything
-    else unchanged.
+    """Return a pool, as returned by `of_layer`, with its data (the same bytes) reshaped to the layer's pages. A tuple
+    is treated element by element; anything else is returned unchanged.
     """
     if type(kv) is tuple:
         return tuple(as_viewed(each) for each in kv)
@@ -384,9 +382,8 @@ def as_viewed(kv: Any) -> Any:
 
 
 def as_stored(kv: Any, like: Any) -> Any:
-    """Undo `as_viewed`: return the data in the shape of the pool `like`.
-
-    Tuples are treated element by element; anything else than a pool is returned unchanged.
+    """Undo `as_viewed`: return the pool with its data reshaped to that of the pool `like`. Tuples are treated element
+    by element; anything but a pool is returned unchanged.
     """
     if type(kv) is tuple:
         return tuple(as_stored(each, its) for each, its in zip(kv, like, strict=True))
@@ -396,10 +393,11 @@ def as_stored(kv: Any, like: Any) -> Any:
 
 
 def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[jax.Array, jax.Array | None]:
-    """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of one layer's pages in a pool of
-    `num_pages` pages: of keys and of values, f32[K] each, None for values that lie in keys.
+    """Return the largest magnitudes (jaxengine.pallas_kernels.kv.pages.largest) of keys and of values in one layer's
+    pages, f32[K] each; None for values that are part of the keys. num_pages: number of pages in the pool.
 
-    Raises ValueError for a pool of codes, and as `of_layer` does.
+    Raises ValueError for a pool of codes, and on TPUs for a layer that shares rows and whose pages are not a whole
+    number of tiles.
     """
     first = jnp.int32(place.row * num_pages)
     if not _differs(kv, place):
@@ -415,8 +413,8 @@ def largest_of_layer(kv: KVPages, place: LayerPlace, num_pages: int) -> tuple[ja
 
 
 def _pool(spec: KVSpec, platform: str, scales: tuple[int, ...]) -> KVPages:
-    """Return a zeroed pool of this spec for a platform. scales: number of layers with pages, and KV heads of each; ()
-    for none. Head scales are 1, if the dtype has any.
+    """Return a newly allocated, zeroed pool of this spec for a platform. scales: (number of layers with pages, KV
+    heads); used only if the dtype has head scales, which are then 1.
     """
     kv = alloc(spec, platform=platform)
     if not has_head_scales(spec):

@@ -26,12 +26,12 @@ class CausalLM(Protocol):
     models/layers/base/linear.py.
 
     Attributes:
-      gguf_architecture: the family's general.architecture; None if another class reads it.
-      checkpoint_names: how its checkpoints' tensor names differ from those that it declares.
-      config: of the full model.
-      build: what it was built for, with a stage.
-      mesh, stage: the build's.
-      layers: of the stage, in order.
+      gguf_architecture: the family's general.architecture; None if the class does not read GGUF files.
+      checkpoint_names: rules by which its checkpoints' tensor names differ from those that it declares.
+      config: config of the full model.
+      build: settings for which it was built, with a stage.
+      mesh, stage: those of the build.
+      layers: layers of the stage, in order.
     """
 
     gguf_architecture: ClassVar[str | None]
@@ -50,39 +50,40 @@ class CausalLM(Protocol):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        """Read keyword arguments of ModelConfig, without the architecture, from a config.json. Raises
-        ModelConfigError.
+        """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json. Raises
+        ModelConfigError for a field that is missing, wrong or not supported.
         """
         ...
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Raises
-        ModelConfigError.
+        """Return keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Raises
+        ModelConfigError for a field that is missing, wrong or not supported.
         """
         ...
 
     def __call__(
         self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, KVPages | Cache]:
-        """Compute hidden states [T, D] after the final norm; return them and the pool with the keys and values of this
-        step.
+        """Compute hidden states [T, D] after the final norm, and return them with the pool, which then has the keys and
+        values of this step.
 
-        kv: a Cache if layers keep states, and the returned one is then, too. hidden: [T, D] of the previous stage; None
-        in the first stage, which begins with the tokens. A stage that is not the last returns hidden states without the
-        norm.
+        kv: a Cache if layers keep states, and the returned one is then a Cache too. hidden: [T, D] from the previous
+        stage; None in the first stage, which begins with the tokens. A stage that is not the last returns hidden states
+        without the norm.
         """
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute logits: [R, D] -> f32[R, V / n] where n devices share the rows. Of the last stage only."""
+        """Return logits f32[R, V / n] of hidden states [R, D], where n is the number of devices that share the output
+        head. Must only be called in the last stage.
+        """
         ...
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
-        """Return the cache groups of the whole model, each with the layers that this stage has of it. page_size: in
-        tokens.
+        """Return the cache groups of the whole model, each with those of its layers that are in this stage. Groups with
+        pages come first. A group may have no layer here. Shapes are of one device.
 
-        Groups with pages come first; a group may have no layer here. Shapes are of one device. kv_dtype: dtype of the
-        pages. hybrid: as of jaxengine.models.cache.group_layers.
+        page_size: tokens of a page. kv_dtype: dtype of the pages. hybrid: see jaxengine.models.cache.group_layers.
         """
         ...

@@ -25,19 +25,19 @@ from jaxengine.server.ray.replica import Replica
 from jaxengine.server.ray.request_router import Router
 from jaxengine.server.ray.store import Store
 
-# Requests of a replica, running and waiting, that Ray aims at if neither option says it.
+# Requests per replica, running and waiting, that Ray aims at without target_ongoing_requests and max_num_seqs.
 _TARGET = 32
-# Of a replica's requests, running and waiting, at most so many for each that Ray aims at: the engine has its own queue.
+# A replica's largest number of requests, running and waiting, is this times Ray's target: the engine has a queue.
 _MOST_PER_TARGET = 5
 _MOST_REQUESTS = 10_000
-# Requests that a replica may have more than another one, for each so many that Ray aims at, to find a prefix.
+# Ray's target divided by this is the default of routing_imbalance.
 _TARGET_PER_IMBALANCE = 4
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """Create a Ray Serve application from options of EngineConfig, ServerConfig and RayConfig, by name.
+    """Return a Ray Serve application for options of EngineConfig, ServerConfig and RayConfig, by name. Starts nothing.
 
-    Values may be texts, as from `serve run`: one that is JSON is read as JSON. Nothing is started yet. Raises
+    Values may be texts, as from `serve run`; a text that is valid JSON is replaced by its JSON value. Raises
     ConfigError for an invalid option, for profiler_config, for server options that have no meaning here
     (`refuse_without_meaning`), and for enable_admin with several replicas.
     """
@@ -84,20 +84,20 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def _imbalance(config: RayConfig, target: int) -> float:
-    """Return routing_imbalance, by default a quarter of the requests that Ray aims at."""
+    """Return routing_imbalance; if it is None, a quarter of `target`, the requests per replica that Ray aims at."""
     return target / _TARGET_PER_IMBALANCE if config.routing_imbalance is None else config.routing_imbalance
 
 
 def _drain(server: ServerConfig) -> dict[str, Any]:
-    """Return Ray's option for how long a replica that is removed has for its requests, shutdown_timeout; {} for 0,
-    which leaves Ray's default.
+    """Return Ray's option for the time in seconds that a replica which is removed has to finish its requests:
+    shutdown_timeout. Returns {} if that is 0, which leaves Ray's default.
     """
     return {"graceful_shutdown_timeout_s": server.shutdown_timeout} if server.shutdown_timeout else {}
 
 
 def _placement(config: RayConfig, num_nodes: int) -> dict[str, Any]:
-    """Return Ray's options for the resources of a replica; of an engine over several hosts, also those for a placement
-    group with a bundle for each.
+    """Return Ray's options for the resources of a replica. For num_nodes > 1 they include a placement group with one
+    bundle for each host.
     """
     needs = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "resources": dict(config.resources or {})}
     placement: dict[str, Any] = {"ray_actor_options": needs}
@@ -112,7 +112,9 @@ def _placement(config: RayConfig, num_nodes: int) -> dict[str, Any]:
 
 
 def _read(value: Any) -> Any:
-    """Return a text's value as JSON; a text that is none, and anything else, as it is."""
+    """Return the JSON value of a text. A text that is not valid JSON, and a value that is not a text, is returned
+    unchanged.
+    """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value)

@@ -1,9 +1,9 @@
 """`--optimise buckets`: the fewest step shapes that lose little of a device's time on a trace.
 
-A trace says how many tokens and rows its steps have, whatever shapes they are rounded up to. What a set of shapes loses
-is the seconds of these steps in it beyond those in shapes of their own. Sizes are chosen by dynamic programming over
-the sizes that occur: the best k of them, for each k. Decode and mixed shapes are chosen apart, and their numbers
-together.
+A trace determines how many tokens and rows its steps have, whatever shapes they are rounded up to. The loss of a set of
+shapes is the seconds that these steps take in it, minus the seconds they would take in shapes of exactly their sizes.
+Sizes are chosen by dynamic programming over the sizes that occur: the best k of them, for each k. Decode and mixed
+sizes are chosen separately, and then the best pair of the two.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxengine.scheduler.batches.buckets import Bucket
 from jaxengine.simulate.costs import Costs
 from jaxengine.simulate.loop import StepTime
 
-MOST_SIZES = 512  # that are considered; more are thinned out evenly
-MOST_CHOSEN = 32  # of each kind
-# Seconds that a token of padding counts at least, as a share of a step, so that of equal losses the least padding wins.
+MOST_SIZES = 512  # largest number of sizes considered; of more, an evenly spaced selection is taken
+MOST_CHOSEN = 32  # largest number of chosen sizes of each kind
+# Extra cost of each token of size, as a share of the largest step: among equal losses, less padding is chosen.
 _TIE = 1e-9
 
 
@@ -29,8 +29,8 @@ class Needs(NamedTuple):
     """Number of steps by the size that they need.
 
     Attributes:
-      decode: of decode steps, whose sizes are rows.
-      mixed: of other steps, whose sizes are tokens.
+      decode: number of decode steps by their rows.
+      mixed: number of other steps by their tokens.
     """
 
     decode: Counter[int]
@@ -39,7 +39,9 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Chosen sizes of one kind, in order, the largest included; lost: seconds that they lose on the trace."""
+    """Chosen sizes of one kind, in ascending order, the largest possible one included. lost: seconds that they lose on
+    the trace.
+    """
 
     sizes: tuple[int, ...]
     lost: float
@@ -51,7 +53,8 @@ class Shapes:
 
     Attributes:
       decode, mixed: sizes for compilation_config, without the largest, which is always there.
-      lost, least: seconds that they lose on the trace, and that its steps take in shapes of their own.
+      lost: seconds that they lose on the trace.
+      least: seconds of the trace's steps in shapes of exactly their sizes.
     """
 
     decode: tuple[int, ...]
@@ -61,8 +64,8 @@ class Shapes:
 
 
 def needs_of(steps: Sequence[StepTime]) -> Needs:
-    """Count steps by the size that they need: in decode steps the most rows of a replica; in others the most tokens,
-    and at least one more than rows.
+    """Return the number of steps by the size that they need: for decode steps the largest number of rows of any
+    replica, for others the largest number of tokens, but at least one more than the rows.
     """
     decode, mixed = Counter[int](), Counter[int]()
     for step in steps:
@@ -76,16 +79,19 @@ def needs_of(steps: Sequence[StepTime]) -> Needs:
 def choose(
     steps: Sequence[StepTime], costs: Costs | None, max_num_seqs: int, max_num_batched_tokens: int, within: float
 ) -> Shapes:
-    """Return the fewest shapes that lose at most a share `within` of the least seconds of these steps.
+    """Return the fewest shapes that lose at most `within` (a share) of the seconds that these steps need at least. If
+    no choice with up to MOST_CHOSEN sizes of each kind satisfies that, return the shapes that lose least.
 
-    If even MOST_CHOSEN of a kind lose more, those that lose least. costs: None counts a second for each token, so that
-    what is lost is padding. max_num_seqs, max_num_batched_tokens: the largest sizes, which are always compiled.
+    costs: seconds of steps; None counts one second for each token, so that the loss is padding. max_num_seqs,
+    max_num_batched_tokens: the largest sizes, which are always compiled.
     """
     needs, nothing, one_token = needs_of(steps), np.empty(0), np.ones(1, int)
     longest = np.array([step.longest for step in steps if step.bucket.decode_only] or [1]).mean(keepdims=True)
 
     def decode_seconds(size: int) -> float:
-        """Return the cost of a decode step in a bucket of `size` rows, to whose longest one attention may pad all."""
+        """Return the cost of a decode step in a bucket of `size` rows, computed with the mean longest row of the
+        trace's decode steps, since attention may pad all rows to the longest.
+        """
         return size if costs is None else max(costs.seconds(Bucket(size, size), one_token, longest))
 
     def mixed_seconds(size: int) -> float:
@@ -110,9 +116,8 @@ def choose(
 def _rounded(
     steps: Sequence[StepTime], decode: Callable[[int], float], mixed: Callable[[int], float]
 ) -> list[tuple[int, int, Callable[[int], float]]]:
-    """Return (size needed, size of the bucket, seconds of a size) of each step.
-
-    decode, mixed: the functions that return the seconds of a decode and of a mixed bucket by its size.
+    """Return (size that the step needs, size of its bucket, seconds as a function of size) for each step. decode,
+    mixed: seconds of a decode and of a mixed bucket as functions of its size.
     """
     found = []
     for step in steps:
@@ -123,17 +128,17 @@ def _rounded(
 
 
 def lost_by(need: int, size: int, seconds: Callable[[int], float]) -> float:
-    """Return `seconds(size) - seconds(need)`: what a step that needs `need` loses in a bucket of `size`."""
+    """Return `seconds(size) - seconds(need)`, the loss of a step that needs size `need` in a bucket of `size`."""
     return seconds(size) - seconds(need)
 
 
 def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float]) -> list[Grid]:
-    """Return a Grid for each number of sizes from 1 up to MOST_CHOSEN or all that occur: the sizes that lose least; the
-    largest is always among them.
+    """Return one Grid for each number of sizes, from 1 to MOST_CHOSEN or to the number of sizes that occur, with the
+    sizes that lose least. `largest` is among the sizes of every Grid.
 
-    Chosen by dynamic programming over at most MOST_SIZES sizes; each step runs in the next chosen size. A size counts
-    no less than any smaller one. needs: number of steps of each size. seconds(size): of a step in a bucket of that
-    size.
+    Uses dynamic programming over at most MOST_SIZES sizes. Each step runs in the smallest chosen size that holds it.
+    The choice treats a size as costing at least as much as any smaller one. needs: number of steps by size.
+    seconds(size): seconds of a step in a bucket of that size.
     """
     sizes = np.array(_thinned(sorted({*needs, largest})))
     cost = np.array([seconds(int(size)) for size in sizes])
@@ -159,7 +164,7 @@ def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float
         found.append(Grid(own, _cost_of(own, sizes, weight, seconds) - total))
         if count == len(sizes):
             break
-        # Step j after i: the steps between them run in j's size.
+        # after[i, j]: least seconds if i and j are successive chosen sizes, so that steps between them run in size j.
         after = best[:, None] + priced[None, :] * (steps_before[None, 1:] - steps_before[1:, None])
         after[np.tril_indices(len(sizes))] = np.inf
         came.append(after.argmin(axis=0))
@@ -168,13 +173,15 @@ def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float
 
 
 def _cost_of(chosen: Sequence[int], sizes: np.ndarray, weight: np.ndarray, seconds: Callable[[int], float]) -> float:
-    """Return the seconds of all steps in the chosen sizes. weight: f64[n], steps that need each of `sizes`."""
+    """Return the seconds of all steps in total if each runs in the smallest of the `chosen` sizes that holds it.
+    weight: f64[n], number of steps that need each of `sizes`.
+    """
     places = np.searchsorted(chosen, sizes)
     return float(sum(count * seconds(chosen[place]) for place, count in zip(places, weight, strict=True) if count))
 
 
 def _thinned(sizes: list[int]) -> list[int]:
-    """Return at most MOST_SIZES of the sorted sizes, evenly spread, the first and last included."""
+    """Return at most MOST_SIZES of the sorted sizes, evenly spread by index, with the first and the last."""
     if len(sizes) <= MOST_SIZES:
         return sizes
     places = np.unique(np.linspace(0, len(sizes) - 1, MOST_SIZES).round().astype(int))

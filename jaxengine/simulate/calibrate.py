@@ -1,8 +1,9 @@
 """`jaxengine calibrate-costs`: measures the steps of a running engine and fits the costs that `simulate` takes.
 
-Loads arrive at once, so their steps do not depend on how long any takes: the simulator runs the same steps, and says
-what the rows of each one held. A step's seconds are those of its bucket, plus shares for the keys that its attention
-reads, padding included, plus what remains of the last step with prompts.
+The requests of a load arrive at once, so its steps do not depend on how long any step takes. The simulator therefore
+runs the same steps and reports the lengths of their rows. A step's seconds are those of its bucket, plus a cost per key
+that its attention reads, padding included, plus an extra cost that decays with the number of steps since the last one
+with prompts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.runner.model_runner import ModelRunner
 
-# Most output tokens of a load: steps of each decode shape. The first dozen or two are slower (`after_prompts`).
+# Most output tokens of a request, so that each decode shape runs this many steps. The first dozen or two after a
+# prompt are slower (`after_prompts`).
 _STEPS = 48
 _PROMPT = 32
 # Most rows at once of a load whose requests come and go.
 _COMING = 16
-# Shares of what a step with prompts leaves that may remain after each further step.
+# Candidate values of MeasuredCosts.remains.
 _REMAINS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Options that do not change a step's costs, or that must not be published.
 _LEFT_OUT = (
@@ -44,7 +46,7 @@ _LEFT_OUT = (
 
 
 class Load(NamedTuple):
-    """Requests at once: token ids of their prompts, and the lengths of their outputs."""
+    """Requests that arrive at once: token ids of their prompts, and the number of output tokens of each."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -52,12 +54,13 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step with its times.
+    """Step with its measured times.
 
     Attributes:
-      step: as the simulator ran it.
-      seconds: on the device, as the host measured it.
-      dispatch, after: the host's, as of HostCosts; after is None for the last step.
+    step: the same step in the simulator.
+    seconds: time on the device, as measured by the host.
+    dispatch, after: seconds of the host's work before and after the step, see HostCosts; after is None for the last
+      step.
     """
 
     step: StepTime
@@ -67,10 +70,11 @@ class MeasuredStep:
 
 
 def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
-    """Start an engine with these options, run loads that use each of its step shapes, and return the costs of steps.
+    """Start an engine with these options, run loads that use each of its step shapes, shut the engine down, and return
+    the measured costs of its steps. rounds: how often each load is measured, after one more round that only warms up.
 
-    rounds: as of `costs_of`. The engine is shut down at the end. Raises ConfigError as an engine, for pipeline stages,
-    and for options of which a trace does not say enough (`check_simulated`); RuntimeError as `measure`.
+    Raises ConfigError for invalid options, for pipeline stages, and for options whose effect a trace does not determine
+    (`check_simulated`); RuntimeError if the simulator runs other steps than the engine.
     """
     from jaxengine.api.llm import LLM
 
@@ -83,10 +87,12 @@ def calibrate_costs(options: Mapping[str, Any], rounds: int = 2) -> MeasuredCost
 
 
 def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredCosts:
-    """Measure the costs of the steps of a running engine, which was started with `options` and has no requests.
+    """Measure and return the costs of the steps of a running engine, which was started with `options` and has no
+    requests. Half of the steps serve to estimate the error of a fit to the others; the result is fitted to all. The
+    returned options leave out those in _LEFT_OUT, such as secrets.
 
-    rounds: times that each load is measured, after one that is not counted. Raises ConfigError with pipeline stages.
-    RuntimeError as `measure`.
+    rounds: how often each load is measured, after one more round that only warms up. Raises ConfigError with pipeline
+    stages, RuntimeError if the simulator runs other steps than the engine.
     """
     runner = llm.core.runner
     if runner.config.pipeline_parallel_size > 1:
@@ -120,20 +126,20 @@ def costs_of(llm: LLM, options: Mapping[str, Any], rounds: int = 2) -> MeasuredC
 
 
 def loads_of(runner: ModelRunner) -> Iterator[Load]:
-    """Yield loads that use every bucket of an engine: decode shapes with short and long contexts, steps of one prompt,
-    and of prompts beside decodes, from requests of all lengths that come and go.
+    """Yield loads that use every bucket of an engine: for each decode bucket one with short and one with long contexts,
+    and for each mixed bucket three with one prompt per replica and one with requests of random lengths, whose prompts
+    run together with decodes.
 
-    Token ids and lengths are random from a fixed seed; lengths are cut to the context and the pages of the engine.
+    Token ids and lengths are random from a fixed seed. Lengths are cut to the context length and the pages of the
+    engine.
     """
     config, buckets = runner.config, runner.buckets
     rng = np.random.default_rng(0)
     room = runner.plan.num_pages * config.block_size * runner.num_ranks
 
     def load(count: int, length: int, output: int, least: float = 1.0) -> Load:
-        """Return `count` requests with random prompts of `length` tokens and `output` output tokens, as far as these
-        fit.
-
-        least: share of both lengths from which they are random, up to all of them.
+        """Return `count` requests with prompts of at most `length` random tokens and at most `output` output tokens,
+        cut to what fits. Both lengths are drawn uniformly from a share `least` of the maximum up to the maximum.
         """
         most = min(config.max_model_len, room // count - config.block_size) - output
         lengths = [max(1, min(length, most)), max(1, min(output, config.max_model_len - 1))]
@@ -153,10 +159,11 @@ def loads_of(runner: ModelRunner) -> Iterator[Load]:
 
 
 def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
-    """Run a load, from an empty prefix cache, on the engine and in the simulator; return its steps as both saw them.
-    Tokens are sampled at random, as most requests' are: greedy ones cost less.
+    """Run a load on the engine, from an empty prefix cache, and in the simulator, and return its steps with their
+    measured times. Tokens are sampled randomly (temperature 1), as for most requests; greedy sampling would cost less.
 
-    Raises RuntimeError if the two ran other steps. llm: without requests; its prefix cache is reset.
+    llm: must have no requests; its prefix cache is reset. Raises RuntimeError if the engine and the simulator ran
+    different steps.
     """
     from jaxengine.requests.params.sampling_params import SamplingParams
 
@@ -181,10 +188,9 @@ def measure(llm: LLM, load: Load) -> list[MeasuredStep]:
 def simulated(
     runner: ModelRunner, trace: Trace, costs: MeasuredCosts | None = None, num_pages: int | None = None
 ) -> Outcome:
-    """Run a trace in the simulator of an engine that runs here.
-
-    costs: None for steps that take no time. num_pages: of each replica; None for those that the engine has. Raises
-    ConfigError as `run_trace`.
+    """Run a trace in a simulator with the config, packer and windows of a running engine, and return the outcome.
+    costs: None for steps that take no time. num_pages: pages of each replica; None for the engine's number. Raises
+    ConfigError for a config that `check_simulated` refuses.
     """
     none = 0.0, 0.0, 0.0, 0.0
     nothing = MeasuredCosts("", "", {}, 1, ((1, 0.0),), (), tiles_of(runner), *none, HostCosts(), (0.0, 0.0), 0)
@@ -193,7 +199,9 @@ def simulated(
 
 
 def tiles_of(runner: ModelRunner) -> Tiles:
-    """Return the tiles of an engine's attention: plain XLA's pad rows and keys; kernels read what there is."""
+    """Return the tiles of an engine's attention. Plain XLA attention pads rows and keys to tiles; kernels do not, so
+    theirs are all 1.
+    """
     platform, page_size = runner.stages[0].programs.platform, runner.config.block_size
     if kernel_rows(platform).get("ragged_paged_attention") != "attention.xla.attend":
         return Tiles()
@@ -202,7 +210,7 @@ def tiles_of(runner: ModelRunner) -> Tiles:
 
 
 def text(costs: MeasuredCosts) -> str:
-    """Return the costs for people."""
+    """Return the costs as a text of several lines for people."""
     host = costs.host
     lines = [f"{costs.model or 'the embedded model'}: {costs.about}"]
     for name, table in (("decode S", costs.decode), ("mixed T", costs.mixed)):
@@ -220,10 +228,10 @@ def text(costs: MeasuredCosts) -> str:
 
 
 def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
-    """Return the times of steps from the timeline's records of them.
+    """Return the steps with their times, computed from the timeline's records of the same steps.
 
-    A step's seconds count from its dispatch or the end of the one before, whichever is later, to the arrival of its
-    tokens. records: in seconds, one for each step, in order.
+    A step's seconds count from its dispatch or from the arrival of the previous step's tokens, whichever is later, to
+    the arrival of its own tokens. records: times in seconds, one record for each step, in order.
     """
     starts, dispatched = ([record[name] for record in records] for name in ("start", "dispatched"))
     found, free_at = [], 0.0
@@ -234,7 +242,7 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -
         following = bisect.bisect_right(starts, arrived)
         after = None
         if following < len(starts):
-            # Its sampler, and what came between its tokens and the next schedule.
+            # Time of its sampler, plus the time between the arrival of its tokens and the next scheduling.
             last = dispatched[bisect.bisect_right(dispatched, waiting) - 1]
             after = starts[following] - arrived + waiting - last
         found.append(MeasuredStep(step, seconds, record["dispatched"] - record["start"], after))
@@ -242,7 +250,9 @@ def _measured(steps: Sequence[StepTime], records: Sequence[Mapping[str, Any]]) -
 
 
 class Fit(NamedTuple):
-    """Costs of steps on the device: fields of MeasuredCosts, the tables as seconds by tokens."""
+    """Costs of steps on the device. Fields are those of MeasuredCosts; decode and mixed map a bucket's tokens to
+    seconds.
+    """
 
     decode: dict[int, float]
     mixed: dict[int, float]
@@ -252,7 +262,7 @@ class Fit(NamedTuple):
     remains: float
 
     def seconds(self, step: StepTime) -> float | None:
-        """Return the seconds of a step; None for a bucket that was not measured."""
+        """Return the predicted seconds of a step on the device; None if its bucket was not measured."""
         base = (self.decode if step.bucket.decode_only else self.mixed).get(step.bucket.num_tokens)
         if base is None:
             return None
@@ -261,10 +271,9 @@ class Fit(NamedTuple):
 
 
 def _fit(measured: Sequence[MeasuredStep]) -> Fit:
-    """Return the costs with the least sum of relative errors, not of their squares, so that a step that something else
-    on the machine held up counts little.
-
-    No larger bucket costs less than a smaller one, and no share is negative.
+    """Return the costs that minimise the mean relative error on the steps, over the candidates _REMAINS. The errors are
+    absolute, not squared, so that a step delayed by something else on the machine has little weight. No larger bucket
+    costs less than a smaller one, and no coefficient is negative. measured: at least one step.
     """
     names = sorted({(each.step.bucket.decode_only, each.step.bucket.num_tokens) for each in measured})
     place = {name: index for index, name in enumerate(names)}
@@ -274,7 +283,8 @@ def _fit(measured: Sequence[MeasuredStep]) -> Fit:
         rows[index, place[each.step.bucket.decode_only, each.step.bucket.num_tokens]] = 1.0
     held = np.array([(each.step.keys, each.step.pairs, 1.0) for each in measured])
     since = np.array([each.step.since_prompts for each in measured])
-    # Of equal fits the one with the least norm is taken: what may be a bucket's or its keys' share is the bucket's.
+    # lstsq takes the least norm among equal fits. Scaling down makes it attribute time that could be either a
+    # bucket's or its keys' to the bucket.
     scale = 1e3 * np.maximum(held.max(axis=0), 1.0)
     best: tuple[float, Fit] | None = None
     for remains in _REMAINS:
@@ -297,26 +307,25 @@ def _fit(measured: Sequence[MeasuredStep]) -> Fit:
 
 
 def _shares(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return f64[n], none negative, with the least sum of relative errors of rows f64[m, n] @ it against f64[m].
-
-    Times below a nanosecond, which a coarse clock gives, count as one.
+    """Return coefficients f64[n], none negative, that approximately minimise the sum of relative errors of rows @
+    coefficients against `seconds`. rows: f64[m, n]. seconds: f64[m]; values below a nanosecond, which a coarse clock
+    gives, count as one.
     """
     seconds = np.maximum(seconds, 1e-9)
     rows, found = rows.copy(), _least(rows, seconds)
-    while (found < 0).any():  # what would be negative is left out, and the rest fitted again
+    while (found < 0).any():  # leave out negative coefficients, and fit the rest again
         rows[:, found < 0] = 0.0
         found = np.where(rows.any(axis=0), _least(rows, seconds), 0.0)
     return found
 
 
 def _least(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return f64[n] with the least sum of relative errors of rows f64[m, n] @ it against seconds f64[m].
-
-    Iteratively reweighted least squares, 30 rounds.
+    """Return coefficients f64[n] that approximately minimise the sum of absolute relative errors of rows @ coefficients
+    against `seconds`, by 30 rounds of iteratively reweighted least squares. rows: f64[m, n]. seconds: f64[m], positive.
     """
     scaled, found = rows / seconds[:, None], np.zeros(rows.shape[1])
     weights = np.ones(len(rows))
-    for _ in range(30):  # least squares, each error divided by what it was
+    for _ in range(30):  # each squared error is weighted by the inverse of its previous size
         root = np.sqrt(weights)
         found = np.linalg.lstsq(scaled * root[:, None], root, rcond=None)[0]
         weights = 1.0 / np.maximum(np.abs(scaled @ found - 1.0), 1e-3)
@@ -324,9 +333,8 @@ def _least(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _rising(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Return costs that do not fall, none negative: where some do, the mean of those that contradict each other.
-
-    counts: steps that each cost is of.
+    """Return the costs made non-decreasing and non-negative (isotonic regression): negative ones become 0, and
+    neighbours in falling order are replaced by their mean weighted by `counts`, the number of steps behind each cost.
     """
     pools: list[tuple[float, int, int]] = []  # mean, steps, number of costs
     for cost, count in zip(costs, counts, strict=True):
@@ -338,20 +346,22 @@ def _rising(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
 
 
 def _errors(fit: Fit, steps: Sequence[MeasuredStep]) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the relative errors of a fit on steps."""
+    """Return (median, 90th percentile) of the absolute relative errors of a fit on steps, leaving out buckets that the
+    fit lacks.
+    """
     errors = _relative(fit, steps)
     return float(np.median(errors)), float(np.percentile(errors, 90))
 
 
 def _relative(fit: Fit, steps: Sequence[MeasuredStep]) -> list[float]:
-    """Return the relative errors of a fit on steps; those of a bucket that the fit lacks are left out."""
+    """Return the absolute relative errors of a fit on steps. Steps in a bucket that the fit lacks are left out."""
     pairs = [(fit.seconds(each.step), max(each.seconds, 1e-9)) for each in steps]
     return [abs(predicted - seconds) / seconds for predicted, seconds in pairs if predicted is not None]
 
 
 def _host(measured: Sequence[MeasuredStep]) -> HostCosts:
-    """Fit the host's parts by the number of rows, and for dispatch by whether the step has prompts. The last step,
-    without `after`, counts for dispatch only.
+    """Return the host's costs, fitted to the number of rows of steps and, for dispatch, to whether a step has prompts.
+    Steps whose `after` is None count for dispatch only.
     """
     rows = np.array([[1.0, each.step.most_rows, not each.step.bucket.decode_only] for each in measured])
     dispatch = _shares(rows, np.array([each.dispatch for each in measured]))

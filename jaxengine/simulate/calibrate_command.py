@@ -10,7 +10,7 @@ from jaxengine.config.engine_flags import add_engine_options, add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser, with `run` as the function that executes it."""
+    """Add the command's arguments to its parser, and set `run` as the function that executes the command."""
     add_model(parser)
     parser.add_argument(
         "--output", type=output_file, required=True, metavar="FILE", help="file to write, for simulate --costs"
@@ -21,10 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start an engine, measure its steps `args.rounds` times, write the costs to `args.output`, print them; return 0.
+    """Start an engine, measure its steps in `args.rounds` rounds, write the costs to the file `args.output`, and print
+    them. Returns 0.
 
-    Raises ConfigError as an engine, and for options of which a trace does not say enough; OSError if the file cannot be
-    written.
+    Raises ConfigError for invalid options, and for options whose effect a trace does not determine; OSError if the file
+    cannot be written.
     """
     from jaxengine.simulate.calibrate import calibrate_costs, text
 

@@ -27,7 +27,7 @@ _DEFAULT_LENGTH = 8192
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser, with `run` as the function that executes it."""
+    """Add the command's arguments to its parser, and set `run` as the function that executes the command."""
     about = "as `jaxengine plan` takes it, by its headers alone (default: the embedded SmolLM2-135M-Instruct)"
     parser.add_argument("--model", dest=MODEL, default=argparse.SUPPRESS, metavar="MODEL", help=about)
     trace = "a file of --record-trace, of Mooncake or of Azure, or a synthetic trace: " + ", ".join(SYNTHETIC)
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a fleet. Those of `_OF_FLEET` are None unless they are given."""
+    """Add the arguments of a fleet to the parser. Those in `_OF_FLEET` are None unless given."""
     parser.add_argument("--replicas", type=positive_int, metavar="N", help="simulate N such engines behind a router")
     parser.add_argument(
         "--router",
@@ -92,11 +92,10 @@ def _add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and print the result. Returns 0.
+    """Simulate a trace, print the result, and write it to the --json file if given. Returns 0.
 
-    Raises ConfigError for wrong arguments, options and traces, as an engine for a model that cannot be read, and where
-    the model does not fit. With --json, writes the result there. Raises OSError for files that cannot be read or
-    written.
+    Raises ConfigError for wrong arguments, options and traces, for a model that cannot be read or does not fit; OSError
+    for files that cannot be read or written.
     """
     from jaxengine.simulate.costs import HostCosts, read_costs
     from jaxengine.simulate.report import Limits
@@ -119,8 +118,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
-    """Read the trace file or make the synthetic trace that `args` name, with its arrival times sped up or all at 0.
-    Raises ConfigError for --rate with a file, and as `read_trace` and `synthetic`.
+    """Return the trace that `args` name, read from a file or synthetic, with its arrival times divided by --faster or
+    all 0.
+
+    Raises ConfigError for --rate with a file, and for what `read_trace` and `synthetic` refuse.
     """
     from jaxengine.simulate.synthetic import synthetic
     from jaxengine.simulate.trace import read_trace
@@ -136,7 +137,7 @@ def _trace(args: argparse.Namespace, setup: Setup) -> Trace:
 
 
 def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Simulate the trace on the best split; print the result and write it to the --json file, if given."""
+    """Simulate the trace on the best split, print the result, and write it to the --json file if given."""
     from jaxengine.results import write_json
     from jaxengine.simulate.report import as_json, text
 
@@ -146,8 +147,8 @@ def _run(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -
 
 
 def _check_fleet(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an argument of a fleet without --replicas, for --optimise with it, and for more than
-    _MOST_REPLICAS replicas.
+    """Raise ConfigError for an argument of a fleet without --replicas, for --optimise with --replicas, and for more
+    than _MOST_REPLICAS replicas.
     """
     for name in _OF_FLEET if args.replicas is None else ():
         if getattr(args, name) is not None:
@@ -159,7 +160,7 @@ def _check_fleet(args: argparse.Namespace) -> None:
 
 
 def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Simulate the trace on a fleet, once for each router; print the results and write them to the --json file, if
+    """Simulate the trace on a fleet once for each router, print the results, and write them to the --json file if
     given.
     """
     from jaxengine.results import write_json
@@ -175,12 +176,11 @@ def _fleet(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits)
 
 
 def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Choose step shapes for the trace; print and write them, as the option compilation_config, with the runs before
-    and after.
+    """Choose step shapes for the trace, and print them as the option compilation_config, together with runs with the
+    old and the new shapes. Writes both to the --json file if given.
 
-    The trace runs once with the shapes as they are, whose steps decide, and once with the chosen ones. args.by: what
-    shapes lose, device time or padding; args.within: the share that they may lose. Raises the ConfigError of shapes
-    that do not fit.
+    The steps of the run with the old shapes decide the choice. args.by: whether the loss is device time or padding.
+    args.within: the share that shapes may lose. Raises ConfigError if the new shapes do not fit.
     """
     from jaxengine.config.execution.compilation_config import CompilationConfig
     from jaxengine.results import table, write_json
@@ -211,8 +211,8 @@ def _buckets(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limit
 
 
 def _parallel(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limits) -> None:
-    """Run the trace on every split; print and write the results, the best first. Raises ConfigError with --costs, and
-    if no split fits.
+    """Run the trace on every split that fits, print the results, the best first, and write them to the --json file if
+    given. Raises ConfigError with --costs, and if no split fits.
     """
     from jaxengine.results import table, write_json
     from jaxengine.simulate.report import as_json
@@ -230,7 +230,9 @@ def _parallel(args: argparse.Namespace, setup: Setup, trace: Trace, limits: Limi
 
 
 def _head(setup: Setup, trace: Trace) -> list[str]:
-    """Return lines of text that say what is simulated, and by which costs."""
+    """Return two lines of text: the trace, model, chips, split and pages that are simulated, and the source of the
+    costs.
+    """
     plan = setup.plan
     config = plan.config
     flags = f" with {plan.split.flags}" if plan.split.flags else ""
@@ -243,7 +245,9 @@ def _head(setup: Setup, trace: Trace) -> list[str]:
 
 
 def _about(setup: Setup) -> dict[str, Any]:
-    """Return what is simulated, as JSON values: model, chips, options of the split, pages of a replica, costs."""
+    """Return a dict of JSON values that describe the simulation: model, chips, options of the split, pages of a
+    replica, source of the costs.
+    """
     plan = setup.plan
     return {
         "model": plan.config.model,
@@ -255,14 +259,16 @@ def _about(setup: Setup) -> dict[str, Any]:
 
 
 def _progress(what: str) -> None:
-    """Show what is being done on the last line of stderr; nothing unless it is a terminal."""
+    """Show a text on the current last line of stderr, over the previous one. Does nothing if stderr is not a
+    terminal.
+    """
     if sys.stderr.isatty():
         print(f"\r{what:<60}", end="\r", file=sys.stderr, flush=True)
 
 
 def _read(text: str, least: float, most: float, allowed: str) -> float:
-    """Return the number from `least` to `most`, both included, that a text says. Raises ArgumentTypeError, which says
-    what is `allowed`.
+    """Return the number in a text, which must be from `least` to `most`, both included. Raises ArgumentTypeError
+    otherwise. allowed: what the error's message says is allowed.
     """
     try:
         number = float(text)
@@ -274,42 +280,46 @@ def _read(text: str, least: float, most: float, allowed: str) -> float:
 
 
 def _share(text: str) -> float:
-    """Return a share from 0.01 to 1. Raises ArgumentTypeError for other texts."""
+    """Return the number in a text, a share from 0.01 to 1. Raises ArgumentTypeError for any other text."""
     return _read(text, 0.01, 1.0, "a share from 0.01 to 1")
 
 
 def _seconds(text: str) -> float:
-    """Return a number of seconds from 0 to 60. Raises ArgumentTypeError for other texts."""
+    """Return the number of seconds in a text, from 0 to 60. Raises ArgumentTypeError for any other text."""
     return _read(text, 0.0, 60.0, "a number of seconds from 0 to 60")
 
 
 def _wait(text: str) -> float:
-    """Return a number of seconds from 0 to 1e6. Raises ArgumentTypeError for other texts."""
+    """Return the number of seconds in a text, from 0 to 1e6. Raises ArgumentTypeError for any other text."""
     return _read(text, 0.0, 1e6, "a number of seconds from 0 to 1e6")
 
 
 def _events(text: str) -> int:
-    """Return a whole number of at most 6 digits. Raises ArgumentTypeError for other texts."""
+    """Return the whole number in a text of 1 to 6 digits. Raises ArgumentTypeError for any other text."""
     return _whole(text, 6)
 
 
 def _seed(text: str) -> int:
-    """Return a whole number of at most 18 digits. Raises ArgumentTypeError for other texts."""
+    """Return the whole number in a text of 1 to 18 digits. Raises ArgumentTypeError for any other text."""
     return _whole(text, 18)
 
 
 def _whole(text: str, digits: int) -> int:
-    """Return the whole number that ASCII digits say. Raises ArgumentTypeError for others and for more than `digits`."""
+    """Return the whole number that a text of 1 to `digits` ASCII digits represents. Raises ArgumentTypeError for other
+    texts.
+    """
     if not (text.isascii() and text.isdigit() and len(text) <= digits):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {'9' * digits}")
     return int(text)
 
 
 def _positive(text: str) -> float:
-    """Return a number from 1e-9 to 1e9. Raises ArgumentTypeError for other texts."""
+    """Return the number in a text, from 1e-9 to 1e9. Raises ArgumentTypeError for any other text."""
     return _read(text, 1e-9, 1e9, "a number above 0, at most 1e9")
 
 
 def _percent(text: str) -> float:
-    """Return the share (0 to 1) that a percentage from 0 to 100 says. Raises ArgumentTypeError for others."""
+    """Return the share (0 to 1) for a text with a percentage from 0 to 100. Raises ArgumentTypeError for other
+    texts.
+    """
     return _read(text, 0.0, 100.0, "a percentage from 0 to 100") / 100

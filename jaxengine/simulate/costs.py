@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxengine.plan.plan import SplitPlan
 
 VERSION = 2
-# Contexts at which a roofline's attention is counted; between them it is interpolated.
+# Context lengths for which a roofline's attention is computed; between them it is interpolated.
 _CONTEXTS = (0, *(1 << power for power in range(4, 25)))
 
 
@@ -29,9 +29,10 @@ class HostCosts:
     """Seconds of the host's work on a step.
 
     Attributes:
-      dispatch, dispatch_row, dispatch_prompts: from the beginning of scheduling until the forward pass is dispatched,
-        more per row, and more in a step with prompts.
-      after, after_row: from the arrival of the tokens until the next step is scheduled, and more per row.
+      dispatch: from the beginning of scheduling until the forward pass is dispatched.
+      dispatch_row, dispatch_prompts: additional to dispatch, for each row, and for a step with prompts.
+      after: from the arrival of the tokens until the next step is scheduled.
+      after_row: additional to after, for each row.
     """
 
     dispatch: float = 0.0
@@ -43,12 +44,13 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles in which attention computes: their rows and keys count as full. All 1: just what the rows hold.
+    """Sizes of the tiles in which attention computes; each tile counts as full. All 1: no padding.
 
     Attributes:
-      rows: rows of one token that share a tile, as wide as its longest; at most those of the step's shape.
-      tokens: of a row of several tokens.
-      keys, keys_alone: of a block of keys; the latter for rows of one token in a shape of one row.
+      rows: number of one-token rows in a tile, all padded to the longest of them.
+      tokens: query tokens in a tile of a row with several tokens.
+      keys: keys in a block.
+      keys_alone: keys in a block for one-token rows, in a bucket of one row.
     """
 
     rows: int = 1
@@ -57,9 +59,9 @@ class Tiles:
     keys_alone: int = 1
 
     def attended(self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
-        """Return the keys that rows of one token read, and the pairs of a query and a key in rows of several.
-
-        bucket, counts, lengths: as of `Costs.seconds`.
+        """Return (keys that one-token rows read, pairs of a query and a key in rows of several tokens), both with
+        padding to full tiles. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes, and
+        its tokens after the step.
         """
         block = self.keys if bucket.num_seqs > 1 else self.keys_alone
         rows, tokens = min(self.rows, bucket.num_seqs), min(self.tokens, bucket.num_tokens)
@@ -72,53 +74,56 @@ class Tiles:
 
 
 def _ceil(values: np.ndarray, block: int) -> int:
-    """Return the sum of values i64[n], each rounded up to a multiple of `block`."""
+    """Return the sum over i64[n] `values` of each value rounded up to a multiple of `block`."""
     return int((-(-values // block) * block).sum())
 
 
 class Costs(Protocol):
-    """Costs of steps."""
+    """Interface of the costs of steps."""
 
     @property
     def tiles(self) -> Tiles:
-        """Tiles of attention."""
+        """Tiles in which attention computes."""
         ...
 
     @property
     def host(self) -> HostCosts:
-        """The host's part."""
+        """Costs of the host's work."""
         ...
 
     @property
     def about(self) -> str:
-        """One line for a report: where the costs come from, and how exact they are."""
+        """Line for a report that says where the costs come from and how exact they are."""
         ...
 
     def seconds(
         self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
     ) -> Sequence[float]:
-        """Return the seconds of a step on each pipeline stage.
+        """Return the seconds that a step takes on each pipeline stage.
 
-        counts, lengths: i64[rows of a replica], the tokens that each row computes, and those that it has then. bucket:
-        the shape in which it runs. Empty arrays count a bucket without rows. since_prompts: decode steps since the last
-        one with prompts; inf for a step with prompts, or if there was none.
+        bucket: shape in which the step runs. counts: i64[rows of a replica], tokens that each row computes in this
+        step. lengths: i64[rows], tokens of each row after it. Empty arrays give the seconds of the bucket without rows.
+        since_prompts: number of decode steps since the last step with prompts; inf for a step with prompts, or if there
+        was none.
         """
         ...
 
 
 class RooflineCosts:
-    """Least seconds by a chip's bandwidth and operations, counted as `jaxengine check` counts a step, over a share.
+    """Least seconds of steps by a chip's memory bandwidth and rate of operations, both times an efficiency. Work is
+    counted as in `jaxengine check`.
 
-    Only attention depends on what rows hold; all else is counted once for each bucket.
+    Only attention depends on the rows' lengths. All other work is computed once for each bucket.
     """
 
     tiles = Tiles()
 
     def __init__(self, plan: SplitPlan, efficiency: float = 1.0, host: HostCosts | None = None):
-        """plan: one that fits, on a chip whose figures are known. efficiency: share of bandwidth and operations that is
-        reached, above 0 to 1. host: None for a host that takes no time.
+        """Compute the work of attention by context length for all stages.
 
-        Raises ConfigError for a chip without figures.
+        plan: plan of a split that fits, on a chip whose figures are known. efficiency: share of bandwidth and
+        operations that is reached, above 0 and at most 1. host: None for a host that takes no time. Raises ConfigError
+        for a chip without figures.
         """
         from jaxengine.check.model.roofline import Work, attention_work, epilogue_work, step_work
 
@@ -133,7 +138,9 @@ class RooflineCosts:
         buckets = plan.stages[0].programs.packer.buckets
 
         def attention(model: Any, bucket: Bucket, context: int) -> Work:
-            """Return a device's share of the work of attention in all layers of a stage."""
+            """Return the work of attention on one device, over all layers of a stage, with `context` tokens in each
+            row.
+            """
             own = [model.config.attention[layer] for layer in model.stage.layers]
             each = [attention_work(layer, bucket, *types, context) for layer in own if layer.attends]
             share = model.mesh.model
@@ -141,7 +148,9 @@ class RooflineCosts:
 
         @cache
         def base(stage: int, bucket: Bucket) -> Work:
-            """Return the work of a step of a stage without keys, its sampler included; counted once for each bucket."""
+            """Return the work of a stage's step without that of attention, its sampler included on the last stage.
+            Results are cached.
+            """
             model = models[stage]
             whole, own = step_work(model, bucket, *types, 0), attention(model, bucket, 0)
             sampler = Work(0, 0)
@@ -163,8 +172,9 @@ class RooflineCosts:
     def seconds(
         self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
     ) -> Sequence[float]:
-        """Return the least seconds of each stage, as `Costs.seconds`: the larger of bytes over bandwidth and operations
-        over rate. since_prompts: of no account.
+        """Return the least seconds of each pipeline stage: the larger of bytes over bandwidth and operations over their
+        rate. bucket: shape of the step. counts, lengths: i64[rows], tokens that each row computes, and its tokens after
+        the step. since_prompts: not used.
         """
         found, middle = [], lengths - (counts - 1) / 2
         bandwidth, flops = self._rates
@@ -182,12 +192,12 @@ class MeasuredCosts:
 
     Attributes:
       model, platform, options: what was measured: the model's name, jax's name of the platform, and engine options.
-      num_pages: of each replica's pool.
+      num_pages: pages in each replica's pool.
       decode, mixed: (T, seconds) of decode-only and of mixed buckets, by T; others are interpolated.
-      tiles: of the attention that was measured.
+      tiles: tiles of the attention that was measured.
       per_key, per_pair: seconds per key and per pair of `Tiles.attended`.
-      after_prompts, remains: seconds that a step takes more right after one with prompts, which leaves other things in
-        the caches, and the share of them that remains from each step to the next.
+      after_prompts: additional seconds of a step right after one with prompts, which leaves other data in the caches.
+      remains: factor by which these additional seconds shrink with each further step.
       errors: median and 90th percentile of the relative error of a step's seconds, on steps that were not fitted.
       host: seconds of the host's work.
       num_steps: steps that were measured.
@@ -210,7 +220,7 @@ class MeasuredCosts:
 
     @property
     def about(self) -> str:
-        """One line for a report: where the costs come from, and how exact they are."""
+        """Line for a report that says where the costs come from and how exact they are."""
         return (
             f"measured on {self.platform} over {self.num_steps} steps; a step's seconds are off by "
             f"{self.errors[0]:.0%} in the median, {self.errors[1]:.0%} at the 90th percentile"
@@ -219,10 +229,12 @@ class MeasuredCosts:
     def seconds(
         self, bucket: Bucket, counts: np.ndarray, lengths: np.ndarray, since_prompts: float = inf
     ) -> Sequence[float]:
-        """Return [seconds], as `Costs.seconds` for one stage: the bucket's by its size, plus shares for its keys and
-        pairs, plus what remains of the last prompts.
+        """Return [seconds], for the only stage: the seconds of the bucket's size, plus those for the keys and pairs of
+        attention, plus the decaying extra time after prompts.
 
-        Decode-only buckets take the `decode` table, others `mixed`; all take `decode` where `mixed` is empty.
+        Decode-only buckets use the `decode` table, others `mixed`; all use `decode` if `mixed` is empty. counts,
+        lengths: i64[rows], tokens that each row computes, and its tokens after the step. since_prompts: decode steps
+        since the last one with prompts.
         """
         decodes = bucket.decode_only or not self.mixed
         keys, pairs = self.tiles.attended(bucket, counts, lengths)
@@ -231,14 +243,14 @@ class MeasuredCosts:
         return [_between(table, bucket.num_tokens) + more]
 
     def write(self, path: str) -> None:
-        """Write the costs as JSON to a file for `read_costs`, over what is there. Raises OSError."""
+        """Write the costs as JSON to a file, for `read_costs`. An existing file is replaced. Raises OSError."""
         Path(path).write_text(json.dumps({"jaxengine_costs": VERSION, **asdict(self)}, indent=1) + "\n")
 
 
 def _between(table: Sequence[tuple[int, float]], size: int) -> float:
-    """Return the seconds of a bucket of `size` tokens from a table of (tokens, seconds) in rising order.
-
-    Sizes between entries are interpolated, smaller ones cost as the first entry, larger ones in proportion to the last.
+    """Return the seconds of a bucket of `size` tokens from a table of (tokens, seconds) in ascending order. Sizes
+    between entries are interpolated, smaller ones cost as much as the first entry, larger ones in proportion to the
+    last entry.
     """
     sizes, seconds = zip(*table, strict=True)
     if size > sizes[-1]:
@@ -247,10 +259,10 @@ def _between(table: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def read_costs(path: str) -> MeasuredCosts:
-    """Read a file of `jaxengine calibrate-costs`.
+    """Return the costs in a file that `jaxengine calibrate-costs` wrote.
 
-    Raises ConfigError if it is not one or is of another version, or if its sizes do not rise or its seconds are
-    negative or not finite; OSError if it cannot be read.
+    Raises ConfigError if it is not such a file or has another version, if its sizes do not rise or its values are out
+    of range, negative or not finite; OSError if it cannot be read.
     """
     allowed = "a file that jaxengine calibrate-costs wrote"
     file = named_path("costs", path)

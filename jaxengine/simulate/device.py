@@ -1,6 +1,6 @@
 """Stand-in for the device: takes a step's messages as a ModelRunner does, and answers after the seconds of the costs.
 
-It reads nothing but packed messages, as compiled steps do, and the tokens of the trace.
+It reads only packed messages, like compiled steps, and the tokens of the trace.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from jaxengine.simulate.costs import Costs
 
 
 class VirtualTime:
-    """Clock of a simulation. now: its time in seconds."""
+    """Clock of a simulation. now: its time in seconds, which the simulation sets."""
 
     def __init__(self) -> None:
         """Start the clock at 0."""
         self.now = 0.0
 
     def monotonic(self) -> float:
-        """Return the simulation's time, seconds."""
+        """Return the simulation's time in seconds."""
         return self.now
 
 
 class SimulatedStep:
-    """Dispatched step, as PendingStep: its tokens are known at once, and it is ready at a time.
+    """Dispatched step with the interface of PendingStep. Its tokens are known at once, and it is ready at a known time.
 
     Attributes:
-      started, ready_at: when its first stage began, and when its last one is done.
-      attended: keys and pairs of its rows, as of `costs.Tiles.attended`.
-      longest: tokens of its longest row.
-      since_prompts: as of `Costs.seconds`.
+    started, ready_at: simulated times in seconds at which its first stage begins and its last one ends.
+    tokens: sampled tokens, i32[replicas, rows].
+    attended: f64[2], keys and pairs of its rows, see `costs.Tiles.attended`.
+    num_rows: largest number of rows of a replica.
+    longest: tokens of its longest row.
+    since_prompts: see `Costs.seconds`.
     """
 
     started = ready_at = 0.0
     longest, since_prompts = 0, inf
 
     def __init__(self, runner: SimulatedRunner, tokens: np.ndarray):
-        """Hold the tokens, i32[replicas, rows], of a step; the runner fills in the rest."""
+        """Store the tokens of a step, i32[replicas, rows]. The runner sets the other attributes."""
         self._runner, self.tokens = runner, tokens
         self.attended = np.zeros(2)
         self.num_rows = 0
@@ -57,8 +59,8 @@ class SimulatedStep:
         return self._runner.time.now >= self.ready_at
 
     def token_ids(self) -> np.ndarray:
-        """Return the tokens, i32[replicas, rows]. Moves the clock on to `ready_at`, if that is later, and adds the
-        host's work after a step to what is due.
+        """Return the tokens, i32[replicas, rows]. Advances the clock to `ready_at` if that is later, and adds the
+        host's work after a step to the host's pending work.
         """
         time, host = self._runner.time, self._runner.costs.host
         time.now = max(time.now, self.ready_at)
@@ -66,25 +68,25 @@ class SimulatedStep:
         return self.tokens
 
     def result(self, name: str) -> np.ndarray | None:
-        """Return None: there are no drafts whose counts could be asked for."""
+        """Return None, since simulated steps have no drafts and hence no counts of accepted ones."""
         return None
 
 
 class SimulatedRunner:
-    """The parts of a ModelRunner that the engine's loop uses, for text requests without options of sampling.
+    """Part of a ModelRunner that the engine's loop uses, for text requests without sampling options.
 
     Attributes:
-      time: the simulation's clock, which dispatching, waiting and the host's work move on.
-      scheduler: the engine's, which is made after this.
-      busy: seconds in which the first stage computed.
+    time: the simulation's clock, which dispatching, waiting and the host's work advance.
+    scheduler: the engine's scheduler, to be set after construction.
+    busy: seconds in which the first stage has computed.
     """
 
     def __init__(
         self, config: ResolvedConfig, packer: Packer, num_pages: int, windows: tuple[int | None, ...], costs: Costs
     ):
-        """config: resolved. packer, windows: of the engine's steps. num_pages: of each replica.
-
-        `scheduler` must be set before `execute`.
+        """Create a runner without requests. config: resolved config; its record_trace is ignored. packer, windows:
+        those of the engine's steps. num_pages: pages of each replica. `scheduler` must be set before `execute` is
+        called.
         """
         self.config = config if config.record_trace is None else replace(config, record_trace=None)
         self.packer, self.costs = packer, costs
@@ -100,32 +102,35 @@ class SimulatedRunner:
         self._since_prompts = inf
         self._texts: dict[str, np.ndarray] = {}
         self._num_computed = np.zeros(packer.num_slots, np.int64)
-        # Of a slot whose tokens differ: the whole text. Of all others: their one token.
+        # _outputs: all tokens of a slot's request, if its output tokens differ. _fill: the one token of other slots.
         self._outputs: dict[int, np.ndarray] = {}
         self._fill = np.ones(packer.num_slots, np.int64)
 
     @property
     def buckets(self):
-        """The packer's buckets."""
+        """Buckets of the packer."""
         return self.packer.buckets
 
     def expect(self, request: Request, tokens: np.ndarray) -> None:
-        """Set the tokens of a request, i32[n]: its prompt's, then those that it gets; further ones equal the last."""
+        """Set the tokens of a request, i32[n]: those of its prompt, then those that steps will sample for it. Tokens
+        beyond n equal the last one.
+        """
         self._texts[request.request_id] = tokens
 
     def forget(self, request: Request) -> None:
-        """Drop what `expect` has noted."""
+        """Forget the tokens that `expect` has set for a request. Does nothing for an unknown one."""
         self._texts.pop(request.request_id, None)
 
     def host_is_due(self, seconds: float) -> None:
-        """Add seconds to the host's work, by which the next `execute` moves the clock on."""
+        """Add seconds to the host's pending work, by which the next `execute` advances the clock."""
         self._due += seconds
 
     def execute(self, step: StepInput) -> SimulatedStep:
-        """Dispatch a step and return it, with its tokens; the clock goes on by the host's work until then.
+        """Dispatch a step and return it with its tokens. Advances the clock by the host's pending work and the host's
+        dispatch.
 
-        Each stage computes the step as soon as it is free and the stage before is done. A step costs what its slowest
-        replica takes. Adds the seconds of the first stage to `busy`.
+        Each stage starts the step as soon as it is free and the previous stage has finished it. A step takes as long as
+        on its slowest replica. Adds the seconds of the first stage to `busy`.
         """
         scheduler, layout = self.scheduler, self.packer.layouts[step.bucket]
         assert scheduler is not None
@@ -153,9 +158,8 @@ class SimulatedRunner:
 
     def _run(self, rank: int, rows: np.ndarray, bucket: Bucket, pending: SimulatedStep) -> list[float]:
         """Compute one replica's rows, i32[len(ROW_COLUMNS), n]: write the tokens that they sample into
-        `pending.tokens`, add their keys and pairs to `pending.attended`, and note the lengths of their slots.
-
-        Returns the seconds of each stage.
+        `pending.tokens`, add their keys and pairs to `pending.attended`, and update `pending.longest` and the lengths
+        of their slots. Returns the seconds of each stage.
         """
         local, counts, start, sample, _ = rows.astype(np.int64)
         tokens = pending.tokens[rank]
@@ -178,9 +182,9 @@ class SimulatedRunner:
         return list(self.costs.seconds(bucket, counts, lengths, pending.since_prompts))
 
     def _begin(self, rank: int, own: int, slot: int) -> None:
-        """Note which request's tokens a slot gets: one by one where they differ, else all at once.
-
-        own: the slot on its replica; slot: among all replicas. An empty slot gets nothing.
+        """Set the tokens that a slot's new request will get: its whole text if its output tokens differ from each
+        other, otherwise one token. own: the slot on its replica. slot: the slot among those of all replicas. Does
+        nothing further for an empty slot.
         """
         assert self.scheduler is not None
         request = self.scheduler.ranks[rank].slots.requests[own]
@@ -194,16 +198,16 @@ class SimulatedRunner:
             self._outputs[slot] = text
 
     def sample(self, pending: SimulatedStep) -> None:
-        """Do nothing: `execute` has sampled."""
+        """Do nothing, because `execute` has already sampled the tokens."""
 
     def set_params(self, rows: Any) -> None:
-        """Do nothing: parameters change no token of a trace."""
+        """Do nothing, because sampling parameters change no token of a trace."""
 
     def set_biases(self, biases: Any) -> None:
-        """Do nothing, as `set_params`."""
+        """Do nothing, because logit biases change no token of a trace."""
 
     def set_logprob_ids(self, rows: Any) -> None:
-        """Do nothing, as `set_params`."""
+        """Do nothing, because simulated steps return no logprobs."""
 
     def set_token_counts(self, sequences: Any) -> None:
-        """Do nothing, as `set_params`."""
+        """Do nothing, because penalties change no token of a trace."""

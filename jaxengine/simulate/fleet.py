@@ -1,7 +1,7 @@
-"""Runs a trace on a fleet: replicas of the engine's loop, each with a device and a clock of its own, behind a router.
+"""Runs a trace on a fleet: replicas of the engine's loop, each with its own device and clock, behind a router.
 
-A queue of events keeps the order of time: arrivals, the next step of each replica that has requests, what replicas
-publish, deaths and drains. A replica without requests costs nothing.
+A queue of events in order of time has arrivals, the next step of each replica with requests, publications of replicas'
+caches, deaths and drains. A replica without requests costs no computation.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from jaxengine.simulate.costs import Costs
 from jaxengine.simulate.loop import SimulatedEngine, check_simulated, request_of
 from jaxengine.simulate.trace import Trace
 
-_DIGEST_BYTES = 32  # of a page of the first cache group; keys of other groups are longer
-# Called with the request's short digests, its key, and the index of replicas; returns the number of one.
+_DIGEST_BYTES = 32  # length of a page's key in the first cache group; keys of other groups are longer
+# Function (short digests of the request's pages, key of the request, index of replicas) -> number of a replica.
 Router = Callable[[Sequence[int], str, Replicas], int]
 
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """Options of a fleet, besides those of its replicas' engine.
+    """Options of a fleet, in addition to those of its replicas' engines.
 
     Attributes:
       num_replicas: replicas at the beginning, and again after each death and drain.
-      deaths, drains: how many replicas end at random moments of the trace: at once, or after their last request.
+      deaths: number of replicas that end at once at random moments of the trace.
+      drains: number of replicas that, from random moments of the trace on, take no more requests and end after their
+        last one.
       restart_seconds: from the end of a replica until another one, with an empty cache, takes its place.
-      publish_seconds: how old what the router knows of a prefix cache may be.
-      seed: of the moments and the replicas.
+      publish_seconds: delay after which the router knows of a change of a replica's prefix cache.
+      seed: seed of the random moments and replicas.
     """
 
     num_replicas: int
@@ -56,15 +58,16 @@ class FleetOutcome:
     """Result of a fleet's run.
 
     Attributes:
-      first_token, mean_interval, e2e: as of `Outcome`, of the requests that ended, in the order in which they did.
+      first_token, mean_interval, e2e: seconds as in `Outcome`, one for each request that ended, in order of their ends.
       seconds: from the first arrival to the last end.
-      failed, retried: requests whose replica died after their first token and before; the latter ran elsewhere.
+      failed: number of requests whose replica died after their first token.
+      retried: number of requests whose replica died before their first token, and which ran on another one.
       refused: messages of requests that engines refused.
-      queued: mean number of requests over time of each replica and its successors, f64[num_replicas].
-      busy: seconds in which their device computed, f64[num_replicas].
-      num_published: page digests that replicas published as new or gone.
-      router_seconds, cpu_seconds: what a choice took on this machine, in the median, and the whole simulation of its
-        processor.
+      queued: f64[num_replicas], mean over time of the requests of each replica and its successors.
+      busy: f64[num_replicas], seconds in which the devices of each replica and its successors computed.
+      num_published: number of page digests that replicas published as new or gone.
+      router_seconds: median real time of a choice of the router on this machine.
+      cpu_seconds: CPU time of the simulation on this machine.
     """
 
     trace: Trace
@@ -90,21 +93,23 @@ class FleetOutcome:
 
 
 def round_robin() -> Router:
-    """Return a router that takes replicas in turn."""
+    """Return a router that chooses the replicas in turn."""
     return _after_the_last(Replicas.in_turn)
 
 
 def least_load() -> Router:
-    """Return a router that takes a replica with the fewest requests: of equals, the one after the last choice."""
+    """Return a router that chooses a replica with the fewest requests; among equals, the first one after its last
+    choice.
+    """
     return _after_the_last(Replicas.least_loaded)
 
 
 def _after_the_last(choose: Callable[[Replicas, int], int]) -> Router:
-    """Return a router that calls choose(replicas, its last choice, -1 at first)."""
+    """Return a router that calls `choose(replicas, last)`, where last is the router's previous choice, -1 at first."""
     last = -1
 
     def router(digests: Any, key: Any, replicas: Replicas) -> int:
-        """Return the choice of a replica, which is remembered for the next one. digests, key: not used."""
+        """Choose a replica, store the choice for the next call, and return it. digests, key: not used."""
         nonlocal last
         last = choose(replicas, last)
         return last
@@ -113,7 +118,7 @@ def _after_the_last(choose: Callable[[Replicas, int], int]) -> Router:
 
 
 def prefix() -> Router:
-    """Return the router that serves (`jaxengine.server.base.routing`)."""
+    """Return the router of a real server (`jaxengine.server.base.routing`)."""
     return lambda digests, key, replicas: replicas.choose(digests, None, None, key=key)
 
 
@@ -125,18 +130,23 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 class _Replica:
-    """An engine in the fleet, and a listener of its pages.
+    """Engine in the fleet. It listens to changes of the engine's prefix cache.
 
     Attributes:
-      index, name: its index in the fleet, which is its successor's too.
-      assigned: requests that it was given and whose end the router has not seen, by their number in the trace.
-      inbox: those of them that came during the step that it computes.
-      ended: those that ended with that step.
-      changes: page digests that it has not published yet, and whether they are new.
+      index, name: its index in the fleet, as a number and as a text. Its successor has the same.
+      alive, draining: whether it has not ended, and whether it takes no more requests.
+      is_scheduled: whether its next step is in the queue of events.
+      publishes: whether a publication is in the queue of events.
+      assigned: requests routed to it whose end the router has not seen, by their number in the trace.
+      inbox: requests, with their tokens, that have arrived since its current step began.
+      ended: requests that end with its current step.
+      changes: (page digest, whether it is new) of unpublished changes, in order.
     """
 
     def __init__(self, index: int, engine: SimulatedEngine, start: float, fleet: Replicas):
-        """Set the engine's clock to `start`, and listen to the pools of all its ranks. fleet: what the router knows."""
+        """Set the engine's clock to `start`, and listen to the page pools of all its data-parallel replicas. fleet: the
+        router's index of replicas.
+        """
         self.index, self.name, self.simulated, self._fleet = index, str(index), engine, fleet
         engine.runner.time.now = start
         engine.engine.timeline = Timeline(1, 1)
@@ -149,27 +159,31 @@ class _Replica:
             rank.pool.listeners.append(self)
 
     def registered(self, digest: bytes, page: int) -> None:
-        """Note that the pool now caches a page, by its digest; keys of other cache groups are ignored."""
+        """Append a change: the pool now caches the page with this digest. Keys of other cache groups, which are longer,
+        are ignored.
+        """
         if len(digest) == _DIGEST_BYTES:
             self.changes.append((short_digest(digest), True))
 
     def dropped(self, digest: bytes) -> None:
-        """Note that the pool no longer caches a page."""
+        """Append a change: the pool no longer caches the page with this digest."""
         self.evicted([digest], [])
 
     def evicted(self, digests: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Note that the pool no longer caches these pages, by their digests."""
+        """Append changes: the pool no longer caches the pages with these digests. Longer keys are ignored; pages is not
+        used.
+        """
         self.changes += [(short_digest(digest), False) for digest in digests if len(digest) == _DIGEST_BYTES]
 
     def forgotten(self) -> None:
-        """Note that the pool has dropped its whole cache: all that the router knows of it, and nothing else, is to be
-        forgotten.
+        """Replace all unpublished changes because the pool has dropped its whole cache: the router is to forget every
+        digest that it knows of this replica.
         """
         self.changes = [(digest, False) for digest in self._fleet.known(self.name)]
 
 
 class _Fleet:
-    """Simulation of a fleet: its replicas, its events, and what has happened."""
+    """Simulation of a fleet with its replicas and its events. It fills in an outcome."""
 
     def __init__(
         self,
@@ -180,32 +194,32 @@ class _Fleet:
     ):
         """Start options.num_replicas replicas at time 0.
 
-        outcome: to be filled; it has the trace, the options and the name of the router. make: builds an engine of the
-        fleet. progress(ended, requests): called at times.
+        outcome: outcome to fill; it has the trace, the options and the name of the router. make: function that creates
+        an engine of the fleet. progress(ended, requests): called after every 256th end.
         """
         self.outcome, self.trace, self.options = outcome, outcome.trace, outcome.options
         self._make, self._config, self._progress = make, config, progress
         self._choose, self._rng = ROUTERS[outcome.router](), np.random.default_rng(self.options.seed)
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._numbers = count()
-        # What the router knows, and the replicas by their number in it.
+        # The router's index of replicas, and the replicas by their number in it.
         self._known, self._replicas = Replicas(), dict[int, _Replica]()
         self._backlog: list[int] = []
         self._lives: list[tuple[float, float, float, int]] = []
         self._num_ended, self._choices = 0, array("d")
-        # By a replica's index: its requests times seconds, and when this was last added to.
+        # By a replica's index: the integral of its requests over time, and the time up to which it is computed.
         self._area, self._changed = np.zeros((2, self.options.num_replicas))
         outcome.busy = np.zeros(self.options.num_replicas)
         for index in range(self.options.num_replicas):
             self._add(index, 0.0)
 
     def _add(self, index: int, now: float) -> None:
-        """Start a replica with this index, an empty cache and its clock at `now`, and tell the router of it."""
+        """Start a replica with this index, an empty cache and its clock at `now`, and add it to the router's index."""
         replica = _Replica(index, self._make(), now, self._known)
         self._replicas[self._known.add(replica.name)] = replica
 
     def run(self) -> None:
-        """Run all events in order of time until each request has ended, failed or been refused; then fill the
+        """Run all events in order of time until each request has ended, failed or been refused. Then fill in the
         outcome.
         """
         last = self.trace.requests[-1].arrival
@@ -223,14 +237,15 @@ class _Fleet:
         self._finish(now)
 
     def _at(self, now: float, happen: Callable[..., None], what: Any) -> None:
-        """Put an event into the queue: at the time `now`, `happen(now, what)` is called. Events of one time keep their
-        order.
+        """Put an event into the queue: `happen(now, what)` is to be called at the time `now`. Events with the same time
+        run in the order in which they were added.
         """
         heappush(self._events, (now, next(self._numbers), happen, what))
 
     def _route(self, now: float, index: int) -> None:
-        """Give request `index` of the trace to the replica that the router chooses, and schedule a step if that replica
-        is idle. The request joins the backlog if no replica takes requests.
+        """Route request `index` of the trace: put it into the inbox of the replica that the router chooses, and
+        schedule a step if that replica is idle. Measures the real time of the choice. If no replica takes requests, the
+        request is appended to the backlog.
         """
         if not self._known.num_open:
             self._backlog.append(index)
@@ -251,10 +266,12 @@ class _Fleet:
             self._at(clock.now, self._step, replica)
 
     def _step(self, now: float, replica: _Replica) -> None:
-        """Note what the replica's last step has ended, and run the next one, as far as its results are there.
+        """Finish a replica's previous step and run its next one.
 
-        First come the ends of the last step and the requests in the inbox, of which refused ones end here. A drained
-        replica without requests ends. Schedules the next step and, after changes of the cache, their publication.
+        First the requests that ended with the previous step leave, then the requests in the inbox enter the engine, or
+        leave if it refuses them. A draining replica without requests ends here. Otherwise runs a step if the engine has
+        requests, and schedules the next call at its end. Schedules the publication of cache changes if there are any.
+        Does nothing for a dead replica.
         """
         if not replica.alive:
             return
@@ -279,36 +296,38 @@ class _Fleet:
             self._at(now + self.options.publish_seconds, self._publish, replica)
 
     def _ended(self, now: float, replica: _Replica, request: Request) -> None:
-        """Note the end of a request that got tokens, and its times, whose tokens the caller now has."""
+        """Remove a finished request, which got at least one token, from its replica at time `now`, and record its times
+        and its number of output tokens.
+        """
         self._gone(now, replica, int(request.request_id))
         count = len(request.output_token_ids)
         assert request.first_token_time is not None
         self._lives.append((request.arrival_time, request.first_token_time, request.last_token_time, count))
 
     def _gone(self, now: float, replica: _Replica, index: int) -> None:
-        """Take request `index` from a replica and from what the router knows of its queue, and count it as ended."""
+        """Remove request `index` from its replica, update the router's queue length, and count the request as ended."""
         self._measure(replica, now)
         del replica.assigned[index]
         self._known.set_queue(replica.name, len(replica.assigned))
         self._count_end()
 
     def _count_end(self) -> None:
-        """Count a request as ended; call progress(ended, requests) after every 256th."""
+        """Count one request as ended, and call progress(ended, requests) after every 256th."""
         self._num_ended += 1
         if self._num_ended % 256 == 0:
             self._progress(self._num_ended, len(self.trace.requests))
 
     def _measure(self, replica: _Replica, now: float) -> None:
-        """Add the replica's requests times the seconds since the last call for its index to what `queued` is made
-        of.
+        """Add the replica's number of requests times the seconds since the last call for its index to the integral from
+        which `queued` is computed.
         """
         index = replica.index
         self._area[index] += len(replica.assigned) * (now - self._changed[index])
         self._changed[index] = now
 
     def _publish(self, now: float, replica: _Replica) -> None:
-        """Give the router the changes of a replica's cache, the last one of each digest, and clear them; nothing for a
-        dead replica.
+        """Apply the unpublished changes of a replica's cache to the router's index, only the last change of each
+        digest, then clear them. Adds their number to the outcome. Does nothing for a dead replica.
         """
         if not replica.alive:
             return
@@ -320,14 +339,13 @@ class _Fleet:
         replica.publishes = False
 
     def _one(self) -> _Replica | None:
-        """Return a replica at random of those that take requests; None if there is none."""
+        """Return a random replica among those that take requests; None if there is none."""
         found = [each for each in self._replicas.values() if not each.draining]
         return found[self._rng.integers(len(found))] if found else None
 
     def _die(self, now: float, _: None) -> None:
-        """End a replica at once: requests without output run elsewhere, those with output fail.
-
-        It is chosen at random of those that take requests; without one nothing happens.
+        """End a random replica, among those that take requests, at once. Its requests that have output fail, and the
+        others are routed again. Does nothing if no replica takes requests.
         """
         if (replica := self._one()) is None:
             return
@@ -343,8 +361,8 @@ class _Fleet:
                 self._route(now, index)
 
     def _drain(self, now: float, _: None) -> None:
-        """Have a random replica take no more requests, if any takes some; it ends after its last one, at once if it has
-        none.
+        """Make a random replica, among those that take requests, take no more of them. It ends after its last request,
+        or at once if it has none. Does nothing if no replica takes requests.
         """
         if (replica := self._one()) is not None:
             replica.draining = True
@@ -353,8 +371,8 @@ class _Fleet:
                 self._end(now, replica)
 
     def _end(self, now: float, replica: _Replica) -> None:
-        """Take a replica away from the router and count its work; another one takes its place after
-        `restart_seconds`.
+        """Remove a replica from the router's index and add its counts to the outcome. Schedules the start of its
+        successor after `restart_seconds`.
         """
         replica.alive = False
         self._known.remove(replica.name)
@@ -363,7 +381,7 @@ class _Fleet:
         self._at(now + self.options.restart_seconds, self._start, replica.index)
 
     def _start(self, now: float, index: int) -> None:
-        """Add a replica of this index with an empty cache, and route the backlog of requests that no replica took."""
+        """Add a replica with this index and an empty cache, and route all requests of the backlog."""
         self._changed[index] = now
         self._add(index, now)
         waiting, self._backlog = self._backlog, []
@@ -371,7 +389,7 @@ class _Fleet:
             self._route(now, request)
 
     def _count(self, replica: _Replica, now: float) -> None:
-        """Add what a replica has done to the outcome."""
+        """Add a replica's device time, steps, tokens, preemptions and prefix-cache counts to the outcome."""
         self._measure(replica, now)
         outcome, engine = self.outcome, replica.simulated.engine
         outcome.busy[replica.index] += replica.simulated.runner.busy
@@ -381,8 +399,8 @@ class _Fleet:
             setattr(outcome, name, getattr(outcome, name) + getattr(engine.scheduler, name))
 
     def _finish(self, now: float) -> None:
-        """Set the times, the mean queues and the median seconds of a choice in the outcome. now: when the last request
-        ended.
+        """Set the outcome's times of requests, mean queue lengths and median time of a choice. now: time at which the
+        last request ended.
         """
         outcome = self.outcome
         outcome.seconds = now - self.trace.requests[0].arrival
@@ -405,9 +423,11 @@ def run_fleet(
     costs: Costs,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FleetOutcome:
-    """Run a trace on a fleet to its end. router: a name of ROUTERS; all others as of `run_trace`.
+    """Run a trace on a fleet until all requests have ended, and return the outcome.
 
-    Raises ConfigError as `check_simulated`. RuntimeError if requests wait forever, as `SimulatedEngine.step`.
+    router: a name in ROUTERS. config, packer, num_pages, windows: those of each replica's engine. costs: costs of
+    steps. progress(ended, requests): called after every 256th end. Raises ConfigError for a config that
+    `check_simulated` refuses, RuntimeError if requests wait forever.
     """
     check_simulated(config)
     outcome, begun = FleetOutcome(trace, options, router), time.process_time()

@@ -13,10 +13,11 @@ from jaxengine.simulate.report import NONE, Limits, quantiles
 
 
 def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
-    """Return a run as JSON values: times in seconds, shares from 0 to 1; None for a quantile of nothing.
+    """Return a run of a fleet as JSON values: times in seconds, shares from 0 to 1, None for a quantile of no values.
 
-    All but "cost" follow from the trace, the options and the seed. "load" has the most and the mean of the replicas.
-    limits: what a request must meet to be good; the share is of all requests of the trace.
+    All values but "cost" are determined by the trace, the options and the seed. "load" has the largest value and the
+    mean over replicas. limits: times that a good request must meet; "good_share" is relative to all requests of the
+    trace.
     """
     seconds, ended = outcome.seconds, len(outcome.e2e)
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)
@@ -55,13 +56,13 @@ def fleet_json(outcome: FleetOutcome, limits: Limits = NONE) -> dict[str, Any]:
 
 
 def _most_and_mean(values: np.ndarray) -> dict[str, float]:
-    """Return the largest and the mean of f64[n] by name."""
+    """Return {"most": the largest value, "mean": the mean} of f64[n]."""
     return {"most": float(values.max()), "mean": float(values.mean())}
 
 
 def fleet_text(outcomes: Sequence[FleetOutcome], head: Sequence[str], limits: Limits = NONE) -> str:
-    """Return runs of one trace for people, a row for each router: times in milliseconds. head: lines above. limits: as
-    of `fleet_json`.
+    """Return runs of one trace as a text for people: `head`, lines about the fleet, and a table with a row for each
+    router. limits: times that a good request must meet.
     """
     first = outcomes[0]
     options = first.options
@@ -74,8 +75,8 @@ def fleet_text(outcomes: Sequence[FleetOutcome], head: Sequence[str], limits: Li
 
 
 def _row(outcome: FleetOutcome, limits: Limits) -> dict[str, Any]:
-    """Return one router's run as a row of a table: times in milliseconds, shares in percent, None where there is
-    none.
+    """Return one router's run as a row of a table: times in milliseconds, shares in percent, None where there is no
+    value.
     """
     found = fleet_json(outcome, limits)
     times = {"ttft": found["first_token"], "itl": found["between_tokens"], "e2e": found["end"]}

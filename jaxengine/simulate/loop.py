@@ -1,4 +1,4 @@
-"""Runs a trace through the engine's own loop, on a simulated device and by a clock that the costs move on."""
+"""Runs a trace through the engine's own loop, on a simulated device and with a clock that the costs advance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxengine.simulate.costs import Costs
 from jaxengine.simulate.device import SimulatedRunner, SimulatedStep
 from jaxengine.simulate.trace import STOP, Trace
 
-# Options whose effect depends on what a trace does not say.
+# Option -> what its effect depends on and a trace does not contain.
 _UNKNOWN = {
     "speculative_config": "how many drafts are accepted",
     "sleep_idle_seconds": "how long weights take to come back",
@@ -34,7 +34,7 @@ _UNKNOWN = {
     "enable_lora": "which adapters its requests use",
 }
 
-_MOST_IDLE = 1000  # calls of a step that change nothing
+_MOST_IDLE = 1000  # largest number of consecutive steps that change nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class StepTime:
     """One step.
 
     Attributes:
-      num_tokens, num_rows: real ones, of all replicas.
-      most_tokens, most_rows: the most of any replica, which decide the bucket.
+      num_tokens, num_rows: tokens and rows without padding, of all replicas together.
+      most_tokens, most_rows: largest numbers of any replica, which decide the bucket.
       seconds: on the device, from the beginning of the first stage to the end of the last.
-      keys, pairs: as of `costs.Tiles.attended`, over all replicas.
+      keys, pairs: see `costs.Tiles.attended`, summed over all replicas.
       longest: tokens of the longest row.
-      since_prompts: as of `Costs.seconds`.
+      since_prompts: see `Costs.seconds`.
     """
 
     bucket: Bucket
@@ -67,16 +67,18 @@ class Outcome:
     """Result of a simulated run.
 
     Attributes:
-      trace, config: what ran.
-      stats: the engine's own counts.
-      steps: in order.
-      first_token, intervals, e2e, mean_interval: seconds: to the first token of each request, between successive
-        tokens of all, to the end of each, and the mean between tokens of each (0 with one token).
+      trace, config: the trace and the engine's config.
+      stats: counts of the engine.
+      steps: all steps in order.
+      first_token, e2e: seconds from each request's arrival to its first and to its last token.
+      intervals: seconds between successive tokens of all requests.
+      mean_interval: mean seconds between tokens of each request (0 with one token).
       seconds: from the first arrival to the last end.
-      busy: share of these in which the device computed, its first stage.
+      busy: share of `seconds` in which the device's first stage computed.
       refused: messages of requests that the engine refused.
-      num_preemptions, num_prefix_queries, num_prefix_hits: the scheduler's; the last two in tokens.
-      most_waiting: requests that waited at once.
+      num_preemptions: preemptions of the scheduler.
+      num_prefix_queries, num_prefix_hits: prompt tokens looked up and found in the prefix cache.
+      most_waiting: largest number of requests that waited at once.
     """
 
     trace: Trace
@@ -97,18 +99,18 @@ class Outcome:
 
 
 class _Observer(LoopExtension):
-    """Loop extension that notes what steps and requests took."""
+    """Loop extension that records the times of steps and requests."""
 
     def __init__(self):
         """Start without steps and requests."""
         self.steps: list[StepTime] = []
         self.intervals: list[np.ndarray] = []
-        # Of each request that got a token: its arrival, first and last token, and how many it got.
+        # For each request that got a token: times of its arrival, first and last token, and its number of tokens.
         self.lives: list[tuple[float, float, float, int]] = []
         self.num_ended = 0
 
     def collected(self, step: InFlight, result: StepResult, output: EngineOutput) -> None:
-        """Note a step's time and the intervals between tokens, when the loop has collected its results."""
+        """Record a step's time and the intervals between tokens when the loop has collected its results."""
         pending, own = cast(SimulatedStep, step.pending), step.step
         tokens, rows = (max(getattr(batch, name) for batch in own.batches) for name in ("num_tokens", "num_rows"))
         seconds, (keys, pairs) = pending.ready_at - pending.started, pending.attended.tolist()
@@ -117,7 +119,7 @@ class _Observer(LoopExtension):
         self.intervals += result.intervals
 
     def ended(self, request: Request) -> None:
-        """Count a request that has ended, and note its times if it got a token."""
+        """Count a request that has ended, and record its times if it got a token."""
         self.num_ended += 1
         if (first := request.first_token_time) is not None:
             count = len(request.output_token_ids)
@@ -125,7 +127,7 @@ class _Observer(LoopExtension):
 
 
 class SimulatedEngine:
-    """An engine's loop on a simulated device, with a clock of its own."""
+    """Engine loop on a simulated device with its own clock."""
 
     def __init__(
         self,
@@ -135,8 +137,8 @@ class SimulatedEngine:
         windows: tuple[int | None, ...],
         costs: Costs,
     ):
-        """Make the engine on a simulated device, its clock at 0. config, packer, num_pages, windows: of the engine to
-        simulate, as a plan or a runner has them.
+        """Create the engine and its simulated device, with the clock at 0. config, packer, num_pages, windows: those of
+        the engine to simulate, from a plan or a runner.
         """
         self.runner = SimulatedRunner(config, packer, num_pages, windows, costs)
         self.engine = Engine(cast(Any, self.runner), clock=self.runner.time.monotonic)
@@ -144,9 +146,8 @@ class SimulatedEngine:
         self._idle = 0
 
     def queue(self, request: Request, tokens: np.ndarray) -> str | None:
-        """Give the engine a request with its tokens; returns why it refuses it, None if it does not.
-
-        A refused request is forgotten.
+        """Queue a request in the engine, with the tokens that it will get. Returns None, or the error's message if the
+        engine refuses the request, which is then forgotten.
         """
         self.runner.expect(request, tokens)
         try:
@@ -157,9 +158,8 @@ class SimulatedEngine:
         return None
 
     def step(self) -> EngineOutput:
-        """Run a step of the loop; returns its results. Raises RuntimeError if nothing has changed in many calls.
-
-        Advances the clock. Tokens of ended requests are forgotten.
+        """Run one step of the loop and return its results. Advances the clock, and forgets the tokens of finished
+        requests. Raises RuntimeError if more than _MOST_IDLE successive calls have changed nothing.
         """
         before = self._progress()
         output = self.engine.step()
@@ -171,13 +171,15 @@ class SimulatedEngine:
         return output
 
     def _progress(self) -> tuple[int, float, int]:
-        """Return (steps, time in seconds, unfinished requests), which differ after a step that did something."""
+        """Return (number of steps, time in seconds, unfinished requests). At least one of them changes in a step that
+        does something.
+        """
         return self.engine.stats.num_steps, self.runner.time.now, self.engine.scheduler.num_unfinished
 
 
 def check_simulated(config: Any) -> None:
-    """Raise ConfigError for a config with an option whose effect a trace does not tell (keys of _UNKNOWN), and for a
-    pooling one.
+    """Raise ConfigError for a config with an option whose effect a trace does not determine (keys of _UNKNOWN), and for
+    a pooling model. config: an EngineConfig or a ResolvedConfig.
     """
     for name, what in _UNKNOWN.items():
         if getattr(config, name):
@@ -195,11 +197,12 @@ def run_trace(
     costs: Costs,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Run a trace to its end.
+    """Run a trace until all requests have ended, and return the outcome. A request is queued once the clock has reached
+    its arrival. Messages of refused requests are listed in the outcome.
 
-    config, packer, num_pages, windows: of the engine to simulate, as a plan or a runner has them. progress(ended,
-    requests): called now and then. Raises ConfigError as `check_simulated`. A request is queued once the clock has
-    reached its arrival; refused ones are listed in the outcome. Raises RuntimeError if requests never end.
+    config, packer, num_pages, windows: those of the engine to simulate, from a plan or a runner. progress(ended,
+    requests): called after every 256th step. Raises ConfigError for a config that `check_simulated` refuses,
+    RuntimeError if requests never end.
     """
     check_simulated(config)
     observer = _Observer()
@@ -225,10 +228,10 @@ def run_trace(
 
 
 def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, np.ndarray]:
-    """Return request `index` of the trace, and its tokens with those that it is to get, i32[n].
+    """Return request `index` of the trace, and its tokens, i32[n]: those of the prompt and those that it will get.
 
-    A request that ended before its limit has STOP as its last token and stop token. The limit is cut to
-    `max_model_len`, but at least 1.
+    A request that ended before its token limit has STOP as its last token and as its stop token. The limit is cut to
+    fit max_model_len, but is at least 1.
     """
     own, tokens = trace.requests[index], trace.tokens(index)
     limit = min(own.limit, max(1, max_model_len - own.num_prompt))
@@ -241,10 +244,9 @@ def request_of(trace: Trace, index: int, max_model_len: int) -> tuple[Request, n
 
 
 def _finish(outcome: Outcome, engine: Engine, runner: SimulatedRunner, observer: _Observer) -> None:
-    """Complete an outcome with the counts of the scheduler, the steps, and the times of all requests that got a token,
-    in the order in which they ended.
-
-    Without one, times stay empty and seconds 0. runner: for the time in which the device computed.
+    """Complete an outcome with the scheduler's counts, the steps, and the times of all requests that got a token, in
+    the order in which they ended. If no request got a token, its times stay empty and `seconds` 0. runner: gives the
+    seconds in which the device computed.
     """
     scheduler = engine.scheduler
     outcome.num_preemptions = scheduler.num_preemptions

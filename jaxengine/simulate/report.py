@@ -14,7 +14,7 @@ QUANTILES = (50, 90, 99)
 
 
 class Limits(NamedTuple):
-    """Limits of a request that counts for goodput.
+    """Largest times of a request that counts for goodput.
 
     Attributes:
       first_token: seconds to its first token.
@@ -34,9 +34,8 @@ NONE = Limits()
 
 
 def as_json(outcome: Outcome, limits: Limits = NONE) -> dict[str, Any]:
-    """Return a run as JSON values: times in seconds, shares from 0 to 1; None for a quantile of nothing.
-
-    limits: what a request must meet to be good, its time to the first token and the mean between its tokens.
+    """Return a run as JSON values: times in seconds, shares from 0 to 1, None for a quantile of no values. limits:
+    times that a good request must meet; "good_share" is relative to the requests that ended.
     """
     stats, seconds = outcome.stats, outcome.seconds
     good = (outcome.first_token <= limits.first_token) & (outcome.mean_interval <= limits.interval)
@@ -70,7 +69,9 @@ def as_json(outcome: Outcome, limits: Limits = NONE) -> dict[str, Any]:
 
 
 def quantiles(values: np.ndarray) -> dict[str, float | None]:
-    """Return the mean and QUANTILES of values f64[n], by name; None for each if there are none."""
+    """Return the mean and the percentiles QUANTILES of f64[n], by the names "mean", "p50" and so on. All are None if n
+    is 0.
+    """
     names = ["mean", *(f"p{share}" for share in QUANTILES)]
     if not len(values):
         return dict.fromkeys(names)
@@ -78,16 +79,15 @@ def quantiles(values: np.ndarray) -> dict[str, float | None]:
 
 
 def text(outcome: Outcome, head: Sequence[str], limits: Limits = NONE) -> str:
-    """Return a run for people. head: lines that say what was simulated and by which costs.
-
-    limits: for goodput, which is left out without any.
+    """Return a run as a text for people. head: first lines, which say what was simulated and with which costs. limits:
+    for goodput, which is left out if they are NONE.
     """
     return "\n".join([*head, *_lines(outcome, as_json(outcome, limits), limits)])
 
 
 def _lines(outcome: Outcome, found: dict[str, Any], limits: Limits) -> Iterator[str]:
-    """Yield lines of text for a run: requests and seconds, times in milliseconds, rates, goodput if there are limits,
-    steps and the device. found: the run `as_json`. Without an ended request there are only the first lines.
+    """Yield lines of text about a run: requests and seconds, a table of times in milliseconds, rates, goodput if there
+    are limits, steps, and the device's use. found: the result of `as_json`. If no request ended, only the first lines.
     """
     refused = f", {found['refused']:,} refused" if found["refused"] else ""
     yield f"  {found['requests']:,} requests ended in {found['seconds']:,.2f} s{refused}"
@@ -120,8 +120,8 @@ def _lines(outcome: Outcome, found: dict[str, Any], limits: Limits) -> Iterator[
 
 def row(name: str, outcome: Outcome, limits: Limits = NONE) -> dict[str, Any]:
     """Return a run as one row of a table: median and p99 of the time to the first token and between tokens in
-    milliseconds, tokens a second, good requests a second, steps, preemptions, padding and cache hits in percent.
-    limits: for "good/s", which is None without any.
+    milliseconds, output tokens and good requests per second, steps, preemptions, and padding and cache hits in percent.
+    "good/s" is None without limits.
     """
     found = as_json(outcome, limits)
     first, between = found["first_token"], found["between_tokens"]

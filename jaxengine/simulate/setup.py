@@ -19,7 +19,7 @@ from jaxengine.simulate.fleet import FleetOptions, FleetOutcome, run_fleet
 from jaxengine.simulate.loop import Outcome, check_simulated, run_trace
 from jaxengine.simulate.trace import Trace
 
-# Options of which a measurement says nothing where they differ from what was measured.
+# Options that must equal those of a measurement, because its costs are not valid for other values.
 _MEASURED_WITH = ("model", "dtype", "quantization", "kv_cache_dtype", *PARALLEL)
 _LENGTH = 1024
 
@@ -32,8 +32,8 @@ class Setup:
       model, chips: the model and its devices.
       splits: the model's splits over the chips, the best first.
       measured: costs of a running engine; None for a roofline.
-      efficiency, host: of a roofline.
-      progress: called with what is being done, and how far it is.
+      efficiency, host: share of the roofline that is reached, and the host's costs; used without measured costs.
+      progress: function that is called with a text about the current progress.
     """
 
     model: PlannedModel
@@ -46,47 +46,51 @@ class Setup:
 
     @property
     def plan(self) -> SplitPlan:
-        """The best split's plan. Raises ConfigError where the model does not fit."""
+        """Plan of the best split. Raises ConfigError if the model does not fit."""
         return fitting(self.splits[0])
 
     def costs(self, plan: SplitPlan) -> Costs:
-        """Return the costs of a plan's steps. Raises ConfigError for a chip without figures."""
+        """Return the costs of a plan's steps: the measured ones if there are any, otherwise a roofline. Raises
+        ConfigError for a chip without figures.
+        """
         if self.measured is not None:
             return self.measured
         return self._roofline if plan is self.plan else RooflineCosts(plan, self.efficiency, self.host)
 
     @cached_property
     def _roofline(self) -> RooflineCosts:
-        """Costs of the best split's plan, whose buckets are counted once for all runs."""
+        """Roofline costs of the best split's plan, cached so that each bucket is computed once for all runs."""
         return RooflineCosts(self.plan, self.efficiency, self.host)
 
     def num_pages(self, plan: SplitPlan) -> int:
-        """Return the pages of a replica: those of the engine that was measured, unless options say how many or a
-        roofline is used.
+        """Return the pages of a replica: those of the measured engine, or the plan's if there was no measurement or if
+        options fix the number.
         """
         if self.measured is None or plan.config.fixes_pages:
             return plan.num_pages
         return self.measured.num_pages
 
     def run(self, trace: Trace, plan: SplitPlan | None = None) -> Outcome:
-        """Run a trace on a plan, the best split's if None. Raises ConfigError as `plan` and `costs`."""
+        """Run a trace on a plan (None: the best split's) and return the outcome. Raises ConfigError if the best split
+        does not fit or the chip has no figures.
+        """
         plan = plan or self.plan
         packer = plan.stages[0].programs.packer
 
         def progress(done: int, total: int) -> None:
-            """Pass on how many of the requests have ended."""
+            """Call the setup's progress with the split and the number of requests that have ended."""
             self.progress(f"{plan.split.flags} {done:,} of {total:,} requests")
 
         return run_trace(trace, plan.config, packer, self.num_pages(plan), plan.windows, self.costs(plan), progress)
 
     def run_fleet(self, trace: Trace, options: FleetOptions, router: str) -> FleetOutcome:
-        """Run a trace on a fleet of engines with the best split's plan. router: a name of `fleet.ROUTERS`. Raises
-        ConfigError as `plan` and `costs`.
+        """Run a trace on a fleet of engines with the best split's plan, and return the outcome. router: a name in
+        `fleet.ROUTERS`. Raises ConfigError if the best split does not fit or the chip has no figures.
         """
         plan = self.plan
 
         def progress(done: int, total: int) -> None:
-            """Pass on how many of the requests have ended."""
+            """Call the setup's progress with the router and the number of requests that have ended."""
             self.progress(f"{router}: {done:,} of {total:,} requests")
 
         packer = plan.stages[0].programs.packer
@@ -94,16 +98,15 @@ class Setup:
         return run_fleet(trace, options, router, *engine, progress)
 
     def with_shapes(self, shapes: CompilationConfig) -> SplitPlan:
-        """Return the best split's plan with other step shapes.
-
-        Its `error` says why they do not fit. Raises ConfigError where the best split does not fit.
+        """Return a plan of the best split with other step shapes. If these do not fit, the plan's `error` says why.
+        Raises ConfigError if the best split itself does not fit.
         """
         model = replace(self.model, config=replace(self.model.config, compilation_config=shapes))
         return plan_split(model, self.chips, self.plan.split)
 
 
 def fitting(ranked: Ranked) -> SplitPlan:
-    """Return the plan of a split that fits; raise the ConfigError of one that does not."""
+    """Return the plan of a split. Raises the split's ConfigError if it does not fit."""
     if ranked.error is not None:
         raise ranked.error
     assert ranked.plan is not None
@@ -119,12 +122,13 @@ def open_setup(
     host: HostCosts,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Setup]:
-    """Context manager that opens a model, plans its splits and yields a Setup; closes the model at the end.
+    """Open a model, plan its splits, and yield a Setup, as a context manager that closes the model at the end.
 
-    options: engine options; with a measurement they are added to its own. chips: as `jaxengine plan` reads them; None
-    for those that were measured on. measured, efficiency, host, progress: as of Setup. Raises ConfigError without both,
-    for chips of another platform than was measured, for options that contradict the measurement or each other, and as
-    `open_planned` and `rank_splits`.
+    options: engine options; the options of a measurement are added where they are absent. chips: a text for
+    `read_chips`; None, allowed only with a measurement, for one CPU. measured, efficiency, host, progress: see Setup.
+
+    Raises ConfigError without both chips and measurement, for chips of another platform than was measured, for options
+    that contradict the measurement or each other, and for what `open_planned` and `rank_splits` refuse.
     """
     if measured is not None:
         options = _with_measured(options, measured)
@@ -145,8 +149,8 @@ def open_setup(
 
 
 def _with_measured(options: Mapping[str, Any], measured: MeasuredCosts) -> dict[str, Any]:
-    """Return options with those of the measurement where they are not given. Raises ConfigError for an option of
-    _MEASURED_WITH that differs from the measurement's. Those in `options` take precedence.
+    """Return the options of the measurement, replaced by those in `options` where these are given. Raises ConfigError
+    if an option in _MEASURED_WITH differs from the measurement's value, or from the default if it has none.
     """
     for name in _MEASURED_WITH:
         if name in options and options[name] != measured.options.get(

@@ -14,18 +14,18 @@ from jaxengine.simulate.trace import Trace
 
 @dataclass(frozen=True)
 class SplitRun:
-    """The plan of a split, and the outcome of a trace on it."""
+    """Plan of a split, and the outcome of a trace on it."""
 
     plan: SplitPlan
     outcome: Outcome
 
     def row(self, limits: Limits) -> dict[str, Any]:
-        """Return the run as a row of a table, as `report.row`, named by the flags of the split."""
+        """Return the run as a row of a table (see `report.row`), named by the flags of the split, or "one device"."""
         return row(self.plan.split.flags or "one device", self.outcome, limits)
 
     def key(self, limits: Limits) -> tuple[float, ...]:
-        """Return the sorting key of the best first: by the number of refused requests, then by goodput if there are
-        limits, then by the mean time to the end of a request.
+        """Return a sorting key that puts the best run first: by fewest refused requests, then by most goodput if there
+        are limits, then by the least mean time to the end of a request.
         """
         found = as_json(self.outcome, limits)
         good = -round(found["good_requests_per_second"] or 0.0, 3) if limits.given else 0.0
@@ -33,9 +33,8 @@ class SplitRun:
 
 
 def run_splits(setup: Setup, trace: Trace, limits: Limits) -> list[SplitRun]:
-    """Run a trace on every split that fits, the best first. Raises the ConfigError of the first one if none fits.
-
-    setup.splits: those to run. The order is `SplitRun.key`'s.
+    """Run a trace on every split in `setup.splits` that fits, and return the runs, the best first by `SplitRun.key`. If
+    none fits, raises the ConfigError of the first split.
     """
     plans = [each.plan for each in setup.splits if each.fits and each.plan is not None]
     if not plans:

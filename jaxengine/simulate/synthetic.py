@@ -14,20 +14,22 @@ from jaxengine.records.trace_file import TraceRequest
 from jaxengine.simulate.trace import Trace
 
 BLOCK_SIZE = 16
-# Largest rate of a trace of conversations: as many seconds of it as they last come before the trace, and are dropped.
+# Largest rate of a trace of conversations. Their simulation begins before time 0 and drops earlier requests, which
+# takes work in proportion to the rate.
 _MOST_TURNS = 10_000
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Lengths of a kind of trace, which are log-normal.
+    """Distribution of the lengths in a kind of trace. Lengths are log-normal.
 
     Attributes:
-      prompt, output: medians in tokens of prompts (after their prefix) and of outputs.
-      prompt_shape, output_shape: sigma of their logarithms.
-      shared, num_shared: tokens of the prefix that requests share, and how many such prefixes there are.
-      turns, pause: requests of a conversation, each of which begins with all that was said before, and the seconds from
-        one to the next; both in the mean, geometric and exponential. Its prefix is the n-th with a weight of 1 / n.
+      prompt, output: medians in tokens of prompts (without the shared prefix) and of outputs.
+      prompt_shape, output_shape: standard deviations of the logarithms of the lengths.
+      shared: tokens of the prefix that requests share.
+      num_shared: number of different shared prefixes. Conversations choose the n-th with a weight of 1 / n.
+      turns: mean number of requests of a conversation (geometric). Each begins with all earlier turns.
+      pause: mean seconds between requests of a conversation (exponential).
     """
 
     prompt: float
@@ -52,14 +54,13 @@ KINDS = {
 def synthetic(
     kind: str, num_requests: int, rate: float, max_model_len: int, seed: int = 0, scale: float = 1.0
 ) -> Trace:
-    """Return a trace of a kind of KINDS, with arrivals at random at `rate` requests a second; all at once for inf,
-    which conversations refuse. Each turn of a conversation is a request.
+    """Return a synthetic trace of the given kind, a key of KINDS, with `num_requests` requests that arrive at random at
+    `rate` per second. With rate inf all arrive at once. Each turn of a conversation is a request.
 
-    max_model_len: prompt and output are cut to half of it each; a conversation ends before it has so many tokens.
-    scale: factor of all lengths.
-
-    Raises ConfigError for another kind, for lengths that leave no room for a shared prefix or a turn of a conversation,
-    and for conversations at a rate of more than 10,000.
+    max_model_len: prompt and output are each cut to half of it; a conversation ends before it reaches so many tokens.
+    scale: factor of all lengths. seed: equal seeds give equal traces. Raises ConfigError for an unknown kind, for a
+    max_model_len without room for a shared prefix or a turn of a conversation, and for conversations at a rate of more
+    than 10,000.
     """
     if kind not in KINDS:
         raise ConfigError("synthetic", kind, ", ".join(KINDS))
@@ -92,11 +93,11 @@ def synthetic(
 def _conversations(
     own: Kind, rng: np.random.Generator, num_requests: int, rate: float, longest: int, shared: int, scale: float
 ) -> tuple[TraceRequest, ...]:
-    """Return `num_requests` requests of conversations that begin at random, in order of arrival, on average `rate` a
-    second from time 0 on. Conversations that began earlier go on.
+    """Return `num_requests` requests of conversations, in order of arrival, on average `rate` per second from time 0
+    on. Conversations begin at random times, also before 0; their requests from 0 on are included.
 
-    own: lengths, turns and pauses. longest: a conversation ends before it has so many tokens. shared: tokens of the
-    prefix, whole blocks. scale: factor of lengths.
+    own: distribution of lengths, turns and pauses. longest: a conversation ends before it reaches so many tokens.
+    shared: tokens of the shared prefix, a multiple of the block size. scale: factor of lengths.
     """
     begun, blocks, next_id = -5 * own.turns * own.pause, shared // BLOCK_SIZE, own.num_shared * (shared // BLOCK_SIZE)
     shares = np.cumsum(1.0 / np.arange(1, own.num_shared + 1))
@@ -127,17 +128,17 @@ def _conversations(
 
 
 def _lengths(rng: np.random.Generator, count: int, scale: float) -> Callable[[float, float, int], np.ndarray]:
-    """Return a function (median, shape, most) -> log-normal lengths, i64[count], from 1 to `most`, both included.
-    scale: factor of the median.
+    """Return a function (median, sigma, most) that draws i64[count] log-normal lengths, each cut to 1 to `most`, both
+    included. scale: factor of the median.
     """
 
     def draw(median: float, shape: float, most: int) -> np.ndarray:
-        """Return log-normal lengths i64[count] with this median and sigma, cut to 1 to `most`."""
+        """Return i64[count] log-normal lengths with this median (times scale) and sigma `shape`, cut to 1 to `most`."""
         return np.clip(rng.lognormal(np.log(median * scale), shape, count), 1, most).astype(int)
 
     return draw
 
 
 def _prefix(head: int, blocks: int) -> tuple[int, ...]:
-    """Return the hash ids of the shared prefix number `head`, of `blocks` blocks."""
+    """Return the hash ids of shared prefix `head`, one for each of its `blocks` blocks."""
     return tuple(range(head * blocks, (head + 1) * blocks))

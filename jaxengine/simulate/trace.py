@@ -1,8 +1,8 @@
-"""Traces: when requests came and how long they were. Reads three forms: our own, Mooncake's and Azure's.
+"""Traces: arrival times and lengths of requests. Reads three formats: our own, Mooncake's and Azure's.
 
-Our own form is JSON lines. The first line has `jaxengine_trace` and `block_size`, each other line is a request:
+Our own format is JSON lines. The first line has `jaxengine_trace` and `block_size`, each other line is a request:
 `arrival` seconds, `prompt_tokens`, `output_tokens`, and optionally `max_tokens` and `hash_ids`. A trace has no text and
-no token ids: what requests share is known by the ids of their blocks of `block_size` tokens.
+no token ids: requests with the same ids of blocks of `block_size` tokens share these tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jaxengine.records.trace_file import VERSION, TraceRequest, header_line, req
 
 MOONCAKE_BLOCK = 512
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-MOST_TOKENS = 1 << 24  # of one request
-MOST_LINE = 1 << 24  # bytes
+MOST_TOKENS = 1 << 24  # largest number of tokens of one request
+MOST_LINE = 1 << 24  # largest number of bytes of a line
 MOST_ID = 1 << 63
 MOST_SECONDS = 1e9
-# The token that ends a request before its max_tokens. Tokens of blocks come after it.
+# Token that ends a request before its max_tokens. Tokens of blocks have larger numbers.
 STOP = 0
 
 
@@ -37,9 +37,9 @@ class Trace:
     """Requests and their arrivals.
 
     Attributes:
-      name: of the file or generator.
-      requests: in order of arrival.
-      block_size: tokens of a block of `hash_ids`.
+      name: name of the file or of the kind of synthetic trace.
+      requests: requests in order of arrival.
+      block_size: number of tokens for which each of a request's `hash_ids` stands.
     """
 
     name: str
@@ -48,7 +48,9 @@ class Trace:
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        """Small number for each hash id, from STOP + 1 on in the order in which they occur."""
+        """Map from each hash id to a small number. Numbers count up from STOP + 1 in the order in which ids first
+        occur.
+        """
         found: dict[int, int] = {}
         for request in self.requests:
             for block in request.hash_ids:
@@ -56,10 +58,9 @@ class Trace:
         return found
 
     def tokens(self, index: int) -> np.ndarray:
-        """Return stand-ins for the tokens of the prompt and output of request `index`, i32[num_prompt + num_output].
-
-        Requests share tokens where they share blocks, and nowhere else. Tokens of no block are all one number, which no
-        other request has.
+        """Return substitute token ids of the prompt and output of request `index`, i32[num_prompt + num_output].
+        Requests have equal tokens exactly where they share blocks. All tokens that belong to no block are one number,
+        which no other request has.
         """
         request, numbers = self.requests[index], self._numbers
         total = request.num_prompt + request.num_output
@@ -69,28 +70,28 @@ class Trace:
         return tokens
 
     def at_once(self) -> Trace:
-        """Return the trace with all requests at time 0."""
+        """Return a copy of the trace in which all requests arrive at time 0."""
         return replace(self, requests=tuple(replace(each, arrival=0.0) for each in self.requests))
 
     def faster(self, factor: float) -> Trace:
-        """Return the trace with `factor` times as many requests a second."""
+        """Return a copy of the trace with all arrival times divided by `factor`."""
         return replace(self, requests=tuple(replace(each, arrival=each.arrival / factor) for each in self.requests))
 
     def first(self, count: int | None) -> Trace:
-        """Return the trace with its first `count` requests; None for all."""
+        """Return a copy of the trace with only the first `count` requests; None for all."""
         return replace(self, requests=self.requests[:count])
 
 
 class _LineError(ValueError):
-    """Error of a line of a trace: its fault, and what is allowed."""
+    """Error of a line of a trace. Arguments: the fault, and what is allowed."""
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace in any of the three forms, distinguished by its first line.
+    """Read a trace in any of the three formats, which the first line distinguishes.
 
-    Requests are sorted by arrival, and the first one is moved to time 0. The name is that of the file. Raises
-    ConfigError, with the number of the line, for a line that is not as the form says and for a file without requests;
-    OSError if it cannot be read.
+    Requests are sorted by arrival, and all arrival times shifted so that the first is 0. The trace's name is the
+    file's. Raises ConfigError, with the number of the line, for an invalid line and for a file without requests;
+    OSError if the file cannot be read.
     """
     with named_path("trace", path).open("rb") as file:
         lines = _lines(path, file)
@@ -118,7 +119,7 @@ def read_trace(path: str) -> Trace:
 
 
 def write_trace(trace: Trace, path: str) -> None:
-    """Write a trace in our own form to a file, over what is there. Raises OSError."""
+    """Write a trace in our own format to a file, replacing an existing one. Raises OSError."""
     with Path(path).open("w", encoding="utf-8") as file:
         file.write(header_line(trace.block_size))
         for request in trace.requests:
@@ -128,10 +129,11 @@ def write_trace(trace: Trace, path: str) -> None:
 def trace_of(
     name: str, prompts: Sequence[Sequence[int]], outputs: Sequence[int], block_size: int, arrivals: Sequence[float] = ()
 ) -> Trace:
-    """Return the trace of prompts, token ids, and the lengths of their outputs. arrivals: seconds; empty: at once.
+    """Return the trace of prompts, given as token ids, and the lengths of their outputs. arrivals: seconds; if empty,
+    all requests arrive at 0.
 
-    Blocks have ids where they are full: the same for the same tokens after the same blocks. Requests stay in the order
-    given.
+    Full blocks of prompts get hash ids: two blocks get the same id if their tokens and all tokens before them are
+    equal. Requests stay in the order given.
     """
     ids: dict[tuple[int, bytes], int] = {}
     requests = []
@@ -146,8 +148,8 @@ def trace_of(
 
 
 def _lines(path: str, file: Any) -> Iterator[tuple[int, str]]:
-    """Yield the number, from 1, and the text of each line that is not empty, without white space around it. Raises
-    ConfigError for a line above MOST_LINE bytes or not in UTF-8. path: for errors; file: open, of bytes.
+    """Yield (number from 1, text without surrounding white space) of each line that is not blank. Raises ConfigError
+    for a line of more than MOST_LINE bytes or not in UTF-8. path: path for errors. file: binary file, open for reading.
     """
     number = 0
     while raw := file.readline(MOST_LINE + 1):
@@ -169,13 +171,15 @@ def _with(number: int, first: str, lines: Iterator[tuple[int, str]]) -> Iterator
 
 
 def _error(path: str, number: int, problem: str, allowed: str) -> ConfigError:
-    """Return the ConfigError of a line. number: of the line, from 1. problem: what it does, after "line N of PATH"."""
+    """Return the ConfigError of line `number` (from 1) of a trace. problem: the text after "line N of PATH". allowed:
+    what the line may have.
+    """
     return ConfigError.because("trace", f"line {number} of {path} {problem}", f"allowed: {allowed}")
 
 
 def _checked(path: str, number: int, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return read(*arguments), a reader of a line. Turns its _LineError into a ConfigError with `path` and the line's
-    number.
+    """Call `read(*arguments)`, which parses a line, and return its result. Raises ConfigError with `path` and the
+    line's number in place of _LineError.
     """
     try:
         return read(*arguments)
@@ -184,7 +188,9 @@ def _checked(path: str, number: int, read: Callable[..., Any], *arguments: Any) 
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object that a line is, without a byte order mark. Raises _LineError if it is not one."""
+    """Return the JSON object in a line, which may begin with a byte order mark. Raises _LineError if the line is not a
+    JSON object.
+    """
     try:
         value = json.loads(text.lstrip("\ufeff"))
     except (ValueError, RecursionError):
@@ -195,8 +201,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _header(value: dict[str, Any]) -> int:
-    """Return the block size, from 1 to MOST_TOKENS, of a first line in our own form. Raises _LineError for another
-    version.
+    """Return the block size, from 1 to MOST_TOKENS, in the first line of a trace in our own format. Raises _LineError
+    for an unsupported version or an invalid size.
     """
     if value["jaxengine_trace"] != VERSION or isinstance(value["jaxengine_trace"], bool):
         raise _LineError(f"has jaxengine_trace {value['jaxengine_trace']!r:.60}", f"{VERSION}")
@@ -204,8 +210,8 @@ def _header(value: dict[str, Any]) -> int:
 
 
 def _own(value: dict[str, Any], block: int) -> TraceRequest:
-    """Read a request in our own form; max_tokens may be absent, but not less than output_tokens. block: tokens of a
-    block. Raises _LineError.
+    """Return the request in a line of our own format. block: tokens of a block. Raises _LineError for an invalid value,
+    for max_tokens (optional) below output_tokens, and for too many hash ids.
     """
     most = _whole(value, "max_tokens", 1, MOST_TOKENS) if value.get("max_tokens") is not None else None
     request = TraceRequest(
@@ -221,8 +227,8 @@ def _own(value: dict[str, Any], block: int) -> TraceRequest:
 
 
 def _mooncake(value: dict[str, Any], block: int) -> TraceRequest:
-    """Read a request in Mooncake's form, whose times are milliseconds; no output counts as one token. block: tokens of
-    a block. Raises _LineError.
+    """Return the request in a line of Mooncake's format, whose times are milliseconds. An output of no tokens counts as
+    one token. block: tokens of a block. Raises _LineError for an invalid value and for too many hash ids.
     """
     request = TraceRequest(
         _number(value, "timestamp", 1e3 * MOST_SECONDS) / 1e3,  # milliseconds
@@ -235,10 +241,9 @@ def _mooncake(value: dict[str, Any], block: int) -> TraceRequest:
 
 
 def _azure(text: str) -> TraceRequest:
-    """Read a request from a line of Azure's CSV, (TIMESTAMP, prompt tokens, output tokens).
-
-    Its arrival is in seconds since 1970, its time zone this machine's unless it says one; no output counts as one
-    token. Raises _LineError for a line of another form.
+    """Return the request in a line of Azure's CSV: TIMESTAMP, prompt tokens, output tokens. Its arrival is in seconds
+    since 1970. A timestamp without a time zone is in this machine's. An output of no tokens counts as one token. Raises
+    _LineError for an invalid line.
     """
     try:
         fields = next(csv.reader([text]))
@@ -262,8 +267,8 @@ def _azure(text: str) -> TraceRequest:
 
 
 def _whole(value: dict[str, Any], name: str, least: int, most: int) -> int:
-    """Return the whole number from `least` to `most`, both included, under a name. Raises _LineError for others and if
-    it is absent.
+    """Return the whole number value[name], which must be from `least` to `most`, both included. Raises _LineError if it
+    is not or is absent.
     """
     found = value.get(name)
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
@@ -272,8 +277,8 @@ def _whole(value: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 def _number(value: dict[str, Any], name: str, most: float) -> float:
-    """Return the number from 0 to `most`, both included, under a name. Raises _LineError for others and if it is
-    absent.
+    """Return the number value[name] as a float, which must be from 0 to `most`, both included. Raises _LineError if it
+    is not or is absent.
     """
     found = value.get(name)
     is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
@@ -283,7 +288,7 @@ def _number(value: dict[str, Any], name: str, most: float) -> float:
 
 
 def _hash_ids(value: dict[str, Any]) -> tuple[int, ...]:
-    """Return the hash ids of a request, from 0 to MOST_ID - 1; () if it has none. Raises _LineError for other
+    """Return the hash ids of a request, each from 0 to MOST_ID - 1; () if it has none. Raises _LineError for other
     values.
     """
     found = value.get("hash_ids", [])
@@ -296,9 +301,8 @@ def _hash_ids(value: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _fitting(request: TraceRequest, total: int, block: int) -> TraceRequest:
-    """Return the request. Raises _LineError if it has more hash ids than `total` tokens have blocks.
-
-    The last block may be partial. block: tokens of a block.
+    """Return the request unchanged. Raises _LineError if it has more hash ids than `total` tokens have blocks of
+    `block` tokens, a partial last block included.
     """
     most = -(-total // block)
     if len(request.hash_ids) > most:
@@ -309,5 +313,5 @@ def _fitting(request: TraceRequest, total: int, block: int) -> TraceRequest:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as error messages show it, in at most 60 characters; "nothing" for None."""
+    """Return a value's repr for error messages, cut to 60 characters; "nothing" for None."""
     return "nothing" if value is None else f"{value!r:.60}"

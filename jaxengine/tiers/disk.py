@@ -2,8 +2,8 @@
 under the same key.
 
 A file is written under another name and then renamed, so that it is complete or absent. It begins with its key and a
-checksum of all that follows; a file with other ones is a miss, and is removed. Only `read`, the maintenance functions
-and the thread that writes wait for the disk.
+checksum of the rest. A file with another key or checksum counts as a miss and is removed. Only `read`, the maintenance
+functions and the thread that writes wait for the disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-# Names of subfolders: the first byte of their keys.
+# Pattern of the names of subfolders: the first byte of their files' keys, in hex.
 _SUBFOLDER = re.compile("[0-9a-f]{2}")
 _KEY = re.compile("([0-9a-f]{2})+")
 _MAGIC = b"jaxengine kv 1\n\0"
@@ -35,9 +35,9 @@ _CHECKSUM_BYTES = 16
 _MAX_WAITING = 1024
 # Period of scans for files that other engines have written, and the least one as a multiple of a scan's duration.
 _SCAN_SECONDS, _SCAN_SHARE = 1.0, 20.0
-# Age from which a folder's time tells later changes apart: clocks of file systems advance in steps.
+# Age from which a folder's modification time distinguishes later changes: clocks of file systems advance in steps.
 _SETTLED_NS = 1_000_000_000
-# Age from which an unfinished file is taken for one of an engine that was killed: writing one takes less.
+# Age from which an unfinished file counts as left over by an engine that was killed; writing one takes less.
 _REST_SECONDS = 600.0
 
 
@@ -47,16 +47,18 @@ class DiskTier:
     Attributes:
       is_far: False: reading waits for no other machine.
       folder: the folder.
-      num_bytes: of the files, as far as they have been seen.
-      num_written, num_bad, num_failed: blocks written, files with a wrong checksum, and blocks that could not be
-        written.
+      num_bytes: total size of the files that this engine knows of.
+      num_written: number of blocks written.
+      num_bad: number of files with a wrong key or checksum.
+      num_failed: number of blocks that could not be written.
     """
 
     is_far = False
 
     def __init__(self, folder: Path, capacity: int | None = None, most_bytes: int | None = None):
-        """Open a folder, which is made if there is none, and find its blocks. capacity: most bytes of files;
-        most_bytes: of a block; None for no limit. Raises OSError for a folder that cannot be made or read.
+        """Open a folder, which is created if it does not exist, scan it for blocks, and start the thread that writes.
+        capacity: largest total size of files in bytes; most_bytes: largest size of a block; None for no limit. Raises
+        OSError for a folder that cannot be created.
         """
         self.folder, self._capacity, self._most_bytes = folder, capacity, most_bytes
         self.num_bytes = self.num_written = self.num_bad = self.num_failed = 0
@@ -68,7 +70,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[tuple[bytes, np.ndarray] | None] = SimpleQueue()
         self._num_waiting = 0
-        # Keys that were dropped while blocks waited to be written.
+        # Keys that were dropped while any block was waiting to be written.
         self._unwanted: set[bytes] = set()
         self._has_warned = self._has_warned_of_damage = False
         self._own_name = secrets.token_hex(8)
@@ -78,16 +80,16 @@ class DiskTier:
         self._thread.start()
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a file of a key has been seen."""
+        """Return whether a file of this key is known. Does not access the disk."""
         return key in self._known
 
     def __len__(self) -> int:
-        """Return the number of files that have been seen."""
+        """Return the number of known files."""
         return len(self._known)
 
     def write(self, key: bytes, block: np.ndarray) -> bool:
-        """Queue a block to be written, unless its key has a file; return False if too many wait already. The block must
-        not be changed until then.
+        """Queue a block for writing. Returns True if it was queued or a file with its key is known, and False, dropping
+        the block, if too many blocks are waiting. The caller must not change the block until it is written.
         """
         if key in self._known:
             return True
@@ -100,8 +102,8 @@ class DiskTier:
         return True
 
     def read(self, key: bytes) -> np.ndarray | None:
-        """Return the block u8[n] of a key, read-only; None if there is no file with the key and the right checksum. A
-        file with other ones is removed.
+        """Return the block u8[n] of a key, read-only, and set the file's time to now. Returns None if there is no such
+        file, or if its key or checksum is wrong; such a file is removed, counted in num_bad and logged.
         """
         path = self._path(key)
         try:
@@ -127,13 +129,13 @@ class DiskTier:
         return np.frombuffer(body, np.uint8)
 
     def read_all(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Yield the keys that `read` finds, with their blocks."""
+        """Yield (key, block) for those of the keys whose block `read` returns, in order."""
         for key in keys:
             if (block := self.read(key)) is not None:
                 yield key, block
 
     def touch(self, key: bytes) -> bool:
-        """Record a use of a key's file now; return whether there is one."""
+        """Set the time of a key's file to now. Returns whether there is such a file."""
         try:
             os.utime(self._path(key))
         except OSError:
@@ -141,7 +143,7 @@ class DiskTier:
         return True
 
     def remove_older(self, seconds: float) -> None:
-        """Remove the files, of those that have been seen, last used or written more than `seconds` ago."""
+        """Remove the known files that were last used or written more than `seconds` ago."""
         oldest = time.time() - seconds
         with self._lock:
             known = list(self._known)
@@ -153,7 +155,7 @@ class DiskTier:
                     self._forget(key)
 
     def drop(self, key: bytes) -> None:
-        """Remove the file of a key, and do not write a block of it that waits."""
+        """Remove the file of a key, if any, and discard a block of this key that waits to be written."""
         with self._lock:
             if self._num_waiting:
                 self._unwanted.add(key)
@@ -161,8 +163,8 @@ class DiskTier:
         self._forget(key)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until no block waits to be written, for `seconds` at most, or until the thread ends; return whether none
-        waits. A block that could not be written, or was dropped, does not wait any more.
+        """Wait until no block waits to be written, at most `seconds`, or until the thread ends. Returns whether none
+        waits. A block that failed to be written, or was dropped, no longer waits.
         """
         end = time.monotonic() + seconds
         while self._num_waiting and self._thread.is_alive() and time.monotonic() < end:
@@ -170,12 +172,14 @@ class DiskTier:
         return not self._num_waiting
 
     def shutdown(self, seconds: float = 10.0) -> None:
-        """End the thread once it has written all blocks that wait, or return after `seconds`."""
+        """Order the thread to end once it has written all waiting blocks, and wait for it at most `seconds`."""
         self._waiting.put(None)
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        """Write the blocks that wait and scan the folder now and then, until None waits."""
+        """Write waiting blocks and scan the folder periodically, until None is taken from the queue. Counts blocks that
+        cannot be written in num_failed, and logs a warning for the first.
+        """
         while True:
             try:
                 item = self._waiting.get(timeout=max(_SCAN_SECONDS, self._next_scan - time.monotonic()))
@@ -201,7 +205,9 @@ class DiskTier:
                 self._scan()
 
     def _write(self, key: bytes, block: np.ndarray) -> None:
-        """Write the file of a block, unless its key has one, was dropped, or there is no room. Raises OSError."""
+        """Write the file of a block and count it. Does nothing if the key's file is known, if the key was dropped, or
+        if there is no room. Raises OSError, after removing the incomplete file.
+        """
         if key in self._known or key in self._unwanted:
             return
         path, body = self._path(key), block.data
@@ -209,7 +215,7 @@ class DiskTier:
         size = len(header) + _CHECKSUM_BYTES + block.nbytes
         if not self._make_room(size):
             return
-        for folder in (self.folder, path.parent):  # somebody may have emptied the folder above while engines run
+        for folder in (self.folder, path.parent):  # the folder may have been deleted while engines run
             folder.mkdir(mode=0o700, exist_ok=True)
         temporary = path.parent / f".{self._own_name}.tmp"
         try:
@@ -227,7 +233,9 @@ class DiskTier:
             self._forget(key)
 
     def _make_room(self, size: int) -> bool:
-        """Remove the files used least recently until `size` bytes are free; return False if that is impossible."""
+        """Remove the least recently used files until `size` bytes more are within the capacity. Returns whether there
+        is room.
+        """
         if self._capacity is None:
             return True
         if size > self._capacity:
@@ -242,8 +250,9 @@ class DiskTier:
         return True
 
     def _scan(self) -> None:
-        """Record the files that other engines have written or removed, in subfolders that have changed since the last
-        scan.
+        """Update the index of files with those that other engines have written or removed, in subfolders that have
+        changed since the last scan, and set the time of the next scan. If the folder is gone, forget all files. Ignores
+        other errors.
         """
         start = self._next_scan = time.monotonic()
         try:
@@ -273,7 +282,7 @@ class DiskTier:
         self._next_scan = now + max(_SCAN_SECONDS, _SCAN_SHARE * (now - start))
 
     def _forget_others(self, names: set[str]) -> None:
-        """Forget the keys whose subfolders are gone, and the times of these. names: of the subfolders that are left."""
+        """Forget the keys and times of subfolders that no longer exist. names: names of the existing subfolders."""
         with self._lock:
             gone = [key for own in self._by_folder if own and f"{next(iter(own))[0]:02x}" not in names for key in own]
         for key in gone:
@@ -281,8 +290,8 @@ class DiskTier:
         self._times = {name: changed for name, changed in self._times.items() if name in names}
 
     def _read_folder(self, path: str) -> list[tuple[float, bytes, int]]:
-        """Return (time of last use in seconds, key, bytes) of the files in a subfolder that had not been seen, and
-        forget the keys whose files are gone; remove old unfinished files. Raises OSError.
+        """Return (time of last use in seconds, key, bytes) for each file of a subfolder that is not known yet. Forgets
+        keys of this subfolder whose files are gone, and removes old unfinished files. Raises OSError.
         """
         news, present, own = [], set[bytes](), os.path.basename(path)
         with os.scandir(path) as found:
@@ -302,12 +311,16 @@ class DiskTier:
         return news
 
     def _path(self, key: bytes) -> Path:
-        """Return the path of a key's file: named by the key in hexadecimal, in a subfolder named by its first byte."""
+        """Return the path of a key's file, which is named by the key in hexadecimal, in a subfolder named by the key's
+        first byte.
+        """
         name = key.hex()
         return self.folder / name[:2] / name
 
     def _note(self, key: bytes, size: int) -> None:
-        """Record that a key has a file of `size` bytes."""
+        """Add a key, whose file has `size` bytes, to the index as the most recently used. Does nothing if the key is
+        known.
+        """
         with self._lock:
             if key not in self._known:
                 self._known[key] = size
@@ -315,31 +328,33 @@ class DiskTier:
                 self.num_bytes += size
 
     def _forget(self, key: bytes) -> None:
-        """Record that a key has no file."""
+        """Remove a key, whose file is gone, from the index. Does nothing if the key is unknown."""
         with self._lock:
             self.num_bytes -= self._known.pop(key, 0)
             self._by_folder[key[0]].discard(key)
 
 
 def _content(path: Path, most: int | None) -> bytes:
-    """Return the bytes of a file, none if there are more than `most` or it is not a plain file; None for any number.
-    Raises OSError.
+    """Return the bytes of a file. Returns b"" if the file has more than `most` bytes (None: no limit) or is not a
+    regular file. Raises OSError.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it waits for no writer of a pipe
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # does not block if it is a pipe
         status = os.fstat(file.fileno())
         is_large = most is not None and status.st_size > most
         return b"" if is_large or not stat.S_ISREG(status.st_mode) else file.read()
 
 
 def _remove_rest(file: os.DirEntry[str]) -> None:
-    """Remove an unfinished file that an engine has left when it was killed; a young one may still be written."""
+    """Remove an unfinished file that is older than _REST_SECONDS, as an engine left it when it was killed. A younger
+    one may still be written. Ignores errors.
+    """
     with contextlib.suppress(OSError):
         if file.name.endswith(".tmp") and time.time() - file.stat(follow_symlinks=False).st_mtime > _REST_SECONDS:
             _remove(Path(file.path))
 
 
 def _remove(path: Path) -> None:
-    """Remove a file if there is one and that is possible."""
+    """Remove a file if it exists. Ignores errors."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Host tier: content of pages in host memory, by key, up to a number of bytes."""
+"""Host tier: content of pages in host memory, by key, with a limited total size."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ LRU, ARC = POLICIES = ("lru", "arc")
 
 
 class HostTier:
-    """Blocks u8[n] by key. For one thread.
+    """Blocks u8[n] by key. Must be used by one thread.
 
     A new block replaces the least recently used ones that are not pinned. Under "arc" (Megiddo and Modha, "ARC: A
-    Self-Tuning, Low Overhead Replacement Cache", FAST 2003) blocks used once and blocks used again have lists of their
-    own, so that many new blocks do not replace those that are used often. The share of the first list follows the keys
-    that come back after they were evicted from either.
+    Self-Tuning, Low Overhead Replacement Cache", FAST 2003) blocks used once and blocks used repeatedly have separate
+    lists, so that many new blocks do not replace those that are used often. The target size of the first list grows
+    when a key returns that was evicted from it, and shrinks when one returns that was evicted from the second.
 
     Attributes:
-      capacity: in bytes; num_bytes: in use.
-      num_evicted: blocks that were replaced by others.
+    capacity: largest total size in bytes.
+    num_bytes: present total size in bytes.
+    num_evicted: number of blocks that were replaced by others.
     """
 
     def __init__(self, capacity: int, policy: str = LRU):
-        """Begin without blocks. capacity: bytes; policy: of POLICIES."""
+        """Create an empty tier. capacity: bytes. policy: one of POLICIES."""
         self.capacity, self.num_bytes, self.num_evicted = capacity, 0, 0
         self._is_arc = policy == ARC
         self._once: OrderedDict[bytes, np.ndarray] = OrderedDict()
@@ -36,7 +37,7 @@ class HostTier:
         self._pins: dict[bytes, int] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a key has a block; not a use of it."""
+        """Return whether there is a block for a key. This does not count as a use."""
         return key in self._once or key in self._again
 
     def __len__(self) -> int:
@@ -44,7 +45,9 @@ class HostTier:
         return len(self._once) + len(self._again)
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """Return the block of a key, which counts as a use; None if there is none. It is not to be changed."""
+        """Return the block of a key, and count that as a use; None if there is none. The caller must not change the
+        block.
+        """
         if (block := self._once.pop(key, None)) is None:
             block = self._again.pop(key, None)
         if block is not None:
@@ -52,8 +55,8 @@ class HostTier:
         return block
 
     def put(self, key: bytes, block: np.ndarray) -> bool:
-        """Store a block under a key, unless the key has one; return whether the key has one then. It has none if there
-        is no room for the block in addition to the pinned ones.
+        """Store a block under a key, evicting others if necessary. Does nothing if the key has a block already. Returns
+        whether the key has a block afterwards; it has none if the block does not fit in addition to the pinned ones.
         """
         if key in self:
             return True
@@ -65,7 +68,7 @@ class HostTier:
         return True
 
     def drop(self, key: bytes) -> None:
-        """Forget the block of a key, if there is one; pins stay."""
+        """Remove the block of a key, if there is one. Its pins stay."""
         block = self._once.pop(key, None)
         if block is None:
             block = self._again.pop(key, None)
@@ -73,25 +76,28 @@ class HostTier:
             self.num_bytes -= block.nbytes
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Keep the blocks of these keys, whether they are here or come later, until as many calls of `unpin`."""
+        """Protect the blocks of these keys from eviction, also blocks that are stored later, until `unpin` has been
+        called as often.
+        """
         for key in keys:
             self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """End one `pin` of each of these keys. Raises KeyError for one that is not pinned."""
+        """Undo one `pin` of each of these keys. Raises KeyError for a key that is not pinned."""
         for key in keys:
             if (count := self._pins.pop(key) - 1) > 0:
                 self._pins[key] = count
 
     def clear(self) -> None:
-        """Forget all blocks, and which were evicted; pins stay."""
+        """Remove all blocks, and forget which keys were evicted. Pins stay."""
         for each in (self._once, self._again, self._once_gone, self._again_gone):
             each.clear()
         self.num_bytes = self._target = 0
 
     def _adapt(self, key: bytes) -> bool:
-        """Return whether a new block's key was evicted not long ago, so that it counts as used again; if so, let the
-        list that evicted it grow. False under "lru".
+        """Return whether a new block's key was evicted recently, so that it counts as used repeatedly. If so, adjust
+        the target size of the first list in favour of the list that evicted the key, and forget the eviction. Always
+        returns False under "lru".
         """
         if not self._is_arc:
             return False
@@ -107,7 +113,9 @@ class HostTier:
         return False
 
     def _make_room(self, size: int) -> bool:
-        """Evict blocks until `size` bytes are free; return False if that is impossible."""
+        """Evict blocks until `size` bytes are free. Returns False if that is impossible, in which case some may have
+        been evicted.
+        """
         if size > self.capacity:
             return False
         while self.num_bytes + size > self.capacity:
@@ -118,8 +126,8 @@ class HostTier:
         return True
 
     def _evict(self, blocks: OrderedDict[bytes, np.ndarray], gone: OrderedDict[bytes, None]) -> bool:
-        """Evict the least recently used block of a list that is not pinned; return False if there is none. Under "arc"
-        its key is added to `gone`, the evicted keys of the list.
+        """Evict the least recently used block in a list that is not pinned, and count it. Returns False if there is
+        none. Under "arc" its key is added to `gone`, the evicted keys of the list.
         """
         key = next((key for key in blocks if key not in self._pins), None)
         if key is None:
@@ -129,6 +137,6 @@ class HostTier:
         self.num_evicted += 1
         if self._is_arc:
             gone[key] = None
-            if len(gone) > len(self) + 1:  # as many as there are blocks
+            if len(gone) > len(self) + 1:  # remember about as many evicted keys as there are blocks
                 gone.popitem(last=False)
         return True

@@ -1,4 +1,6 @@
-"""Pages by TCP: ZeroMQ's CURVE authenticates both ends by a key that all engines share, and encrypts what they send."""
+"""Transport of pages by TCP. ZeroMQ's CURVE authenticates both ends by a key that all engines share, and encrypts
+messages.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from zmq.utils import z85
 from jaxengine.tiers.transport import MAX_KEYS, PATIENCE_SECONDS, Reader, Source, Transport
 
 _READ, _RELEASE = b"read", b"release"
-_MAX_FRAME_BYTES = 1024  # of what a reader sends
+_MAX_FRAME_BYTES = 1024  # largest frame that a reader may send
 _LINGER_MS = 1000
 # Time for which no request is sent to a source that did not answer.
 _REST_SECONDS = 10.0
-# Period of checks for announced pages that requests wait for.
+# Period in milliseconds of checks whether announced pages that requests wait for have come.
 _LOOK_MS = 2
 # Events of a connection to a source that is gone or has another key.
 _GONE = (
@@ -39,9 +41,9 @@ class _Waiting(NamedTuple):
     """Request of a reader that waits for announced pages.
 
     Attributes:
-      reader: ZeroMQ's name of its connection.
-      keys: of the pages, in the order of the answer.
-      until: time.monotonic seconds at which it is answered without those that are missing.
+    reader: ZeroMQ's identity of the reader's connection.
+    keys: keys of the pages, in the order of the answer.
+    until: time.monotonic() at which it is answered without the pages that are still missing.
     """
 
     reader: bytes
@@ -50,20 +52,20 @@ class _Waiting(NamedTuple):
 
 
 class TcpTransport(Transport):
-    """Transport by TCP. A thread answers readers, which wait in their own threads.
+    """Transport by TCP. One thread answers readers, which wait in their own threads.
 
     Attributes:
-      patience: seconds that an answer waits for announced pages; a reader waits half as long again for the answer.
+    patience: seconds that an answer waits for announced pages; a reader waits half as long again for the answer.
     """
 
     patience = PATIENCE_SECONDS
 
     def __init__(self, key: bytes, identity: str, listen: tuple[str, int] | None = None):
-        """Begin to listen, if the engine offers pages.
+        """Start listening, and the thread that answers, if the engine offers pages.
 
-        key: secret of all engines. identity: of the pages (`Offload.identity`); engines with another one get none.
-        listen: host and port, 0 for any free one; None for an engine that offers none. Raises OSError if it cannot
-        listen there.
+        key: secret shared by all engines. identity: identity of the pages' content (`Offload.identity`); readers with
+        another one get no pages. listen: host and port, 0 for any free port; None for an engine that offers no pages.
+        Raises OSError if it cannot listen there.
         """
         self.address = None
         self._identity = identity.encode()
@@ -95,25 +97,27 @@ class TcpTransport(Transport):
         self._thread.start()
 
     def offer(self, key: bytes, block: np.ndarray | None) -> None:
-        """Let readers have a block u8[n]; None announces one that will come, and keeps one that is there."""
+        """Offer a block u8[n] to readers under a key. None announces a block that will come later; it does not replace
+        one that is offered.
+        """
         if block is not None or key not in self._pages:
             self._pages[key] = block
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        """Stop offering these keys; others are ignored."""
+        """Stop offering these keys. Unknown keys are ignored."""
         for key in keys:
             self._pages.pop(key, None)
 
     def released(self) -> list[str]:
-        """Return the leases that readers have ended since the last call."""
+        """Remove and return the leases that readers have released since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def open(self, source: Source) -> Reader:
-        """Return a reader that connects to the source when it first reads."""
+        """Return a reader of a source, which connects when it first reads."""
         return _TcpReader(self, source)
 
     def shutdown(self) -> None:
-        """End the threads and close all sockets, after at most _LINGER_MS for messages that are being sent."""
+        """Stop the threads and close all sockets. Waits at most _LINGER_MS for messages that are being sent."""
         self._is_closing = True
         if self._thread is not None:
             self._thread.join()
@@ -123,8 +127,8 @@ class TcpTransport(Transport):
         self._context.destroy(linger=_LINGER_MS)
 
     def connect(self, source: Source) -> zmq.Socket[bytes]:
-        """Return a new socket to a source. Raises ConnectionError for a source that did not answer within the last
-        _REST_SECONDS, zmq.ZMQError for an address that cannot be used.
+        """Return a new socket that connects to a source. Raises ConnectionError if the source failed to answer within
+        the last _REST_SECONDS, zmq.ZMQError if its address cannot be used.
         """
         if time.monotonic() < self._resting.get((source.host, source.port), 0.0):
             raise ConnectionError(f"{source.host}:{source.port} has failed to answer not long ago")
@@ -132,14 +136,15 @@ class TcpTransport(Transport):
         socket = _socket(self._context, zmq.DEALER, self._reader_keys, source.host)
         socket.curve_serverkey = self._server_keys[0]
         socket.set(zmq.LINGER, _LINGER_MS)
-        # Under a name of its own: pyzmq names monitors by numbers that it uses again before libzmq has freed the names.
+        # A unique name, because pyzmq would reuse the name of an earlier monitor before libzmq has freed it.
         socket.get_monitor_socket(_GONE, f"inproc://kv-{next(self._numbers)}")
         socket.connect(_address(source.host, source.port))
         return socket
 
     def ask(self, socket: zmq.Socket[bytes], source: Source, keys: Sequence[bytes]) -> list[Any]:
-        """Request at most MAX_KEYS pages from a source, and return the frames of its answer, one for each key, empty if
-        it lacks the page. Raises ConnectionError if there is none in time, and records that the source did not answer.
+        """Request at most MAX_KEYS pages from a source, and return the frames of its answer: one for each key, empty if
+        the source lacks the page. If there is no answer in time (1.5 * patience), or the connection fails, records that
+        the source did not answer and raises ConnectionError.
         """
         socket.send_multipart([_READ, self._identity, *keys])
         poller = zmq.Poller()
@@ -153,7 +158,9 @@ class TcpTransport(Transport):
         return socket.recv_multipart(copy=False)
 
     def _answer_all(self) -> None:
-        """Answer readers until the transport is closing, on its thread."""
+        """Answer readers until the transport is closing. Runs on the transport's thread. A request is answered once
+        none of its keys is only announced, or when its time is over, with an empty frame for each page that is missing.
+        """
         waiting: list[_Waiting] = []
         while not self._is_closing:
             if self._socket.poll(_LOOK_MS if waiting else 100):
@@ -169,11 +176,11 @@ class TcpTransport(Transport):
                 self._socket.send_multipart([each.reader, *blocks], copy=False)
 
     def _read(self, frames: Sequence[bytes]) -> _Waiting | None:
-        """Return the request of a message; None for one that needs no answer: the release of a lease, which is
-        recorded, and what no reader sends, which is ignored. A reader with another identity gets no page, at once.
+        """Return the request in a message of a reader; None if no answer is needed. A released lease is recorded, and
+        an invalid message ignored. A request with another identity is answered without pages, at once.
 
-        frames: the reader's address, the kind, then the identity and the keys of 1 to MAX_KEYS pages, or b"" and a
-        lease.
+        frames: the reader's connection, the kind, and then either the identity and the keys of 1 to MAX_KEYS pages, or
+        b"" and a lease.
         """
         if len(frames) < 3:
             return None
@@ -187,7 +194,7 @@ class TcpTransport(Transport):
         return _Waiting(reader, keys, time.monotonic() + self.patience)
 
     def _is_announced(self, key: bytes) -> bool:
-        """Return whether a key is offered but its block has not come yet."""
+        """Whether a key is announced but its block has not come yet."""
         return key in self._pages and self._pages[key] is None
 
 
@@ -195,13 +202,14 @@ class _TcpReader(Reader):
     """Reader of one source."""
 
     def __init__(self, transport: TcpTransport, source: Source):
-        """Connect when `read` is first called."""
+        """Store the transport and the source. `read` connects."""
         self._transport, self._source = transport, source
         self._socket: zmq.Socket[bytes] | None = None
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the blocks of at most MAX_KEYS keys, and return those that came, by key; connects at the first call.
-        Raises ConnectionError if the source does not answer in time, or has failed to not long ago.
+        """Wait for the blocks of at most MAX_KEYS keys, and return those that the source has, by key. Connects in the
+        first call. Raises ConnectionError if the source does not answer in time, failed to answer recently, or has an
+        unusable address.
         """
         try:
             if self._socket is None:
@@ -213,7 +221,7 @@ class _TcpReader(Reader):
         return {key: block for key, block in zip(keys, blocks, strict=False) if len(block)}
 
     def close(self) -> None:
-        """Release the source's lease and close the connection, if there is one."""
+        """Release the source's lease and close the connection. Does nothing if `read` has not connected."""
         if self._socket is not None:
             self._socket.send_multipart([_RELEASE, b"", self._source.lease.encode()])
             monitor = self._socket.get_monitor_socket()
@@ -223,27 +231,29 @@ class _TcpReader(Reader):
 
 
 class _Allowed:
-    """Check of readers, for pyzmq's authenticator: those with the shared key may connect."""
+    """Check of readers for pyzmq's authenticator. Only readers with the shared key may connect."""
 
     def __init__(self, key: bytes):
-        """Allow the readers with this public key."""
+        """Store the public key of the readers that may connect."""
         self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a reader with this public key may connect. domain: not used."""
+        """Return whether a reader with this public key, as Z85 text, may connect. domain: not used."""
         return key == self._key
 
 
 def _key_pair(secret: bytes, person: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret key of one end, as Z85 text, derived from the secret of all engines. person: 16
-    bytes at most that name the end.
+    """Return (public key, secret key) of one end, as Z85 text, derived from the secret that all engines share. person:
+    name of the end, at most 16 bytes.
     """
     own = z85.encode(hashlib.blake2b(secret, digest_size=32, person=person).digest())
     return zmq.curve_public(own), own
 
 
 def _socket(context: zmq.Context[Any], kind: int, keys: tuple[bytes, bytes], host: str) -> zmq.Socket[bytes]:
-    """Return a new socket of a kind with its public and secret key, for IPv6 if the host is such an address."""
+    """Return a new socket of the given kind with its public and secret key. IPv6 is enabled if `host` contains a
+    colon.
+    """
     socket = context.socket(kind)
     socket.curve_publickey, socket.curve_secretkey = keys
     socket.set(zmq.IPV6, ":" in host)

@@ -1,6 +1,6 @@
 """Transports of pages from engines that offer them to engines that read them.
 
-A page is named by the key under which a tier has it. One that does not come, or has another key, is a miss.
+A page is named by its key in a tier. A page that does not come, or comes with another key, is a miss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxengine.tiers.disk import DiskTier
 
 # Largest number of pages in one read.
 MAX_KEYS = 32
-# Time for which a reader waits for a page that was announced.
+# Time in seconds for which a reader waits for a page that was announced.
 PATIENCE_SECONDS = 5.0
 # Longest period at which a producer removes old files.
 _SWEEP_SECONDS = 1.0
@@ -27,8 +27,8 @@ class Source(NamedTuple):
     """Engine that offers pages.
 
     Attributes:
-      host, port: where it listens; None for a transport by a folder.
-      lease: name of the lease under which it keeps them.
+      host, port: address at which it listens; None for a transport by a folder.
+      lease: name of the lease under which it keeps the pages.
     """
 
     host: str | None
@@ -37,30 +37,32 @@ class Source(NamedTuple):
 
 
 class Reader(Protocol):
-    """Reader of one source's pages. For one thread at a time."""
+    """Interface of a reader of one source's pages. Must be used by one thread at a time."""
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
         """Wait for the blocks u8[n] of at most MAX_KEYS keys, and return those that came, by key. Raises OSError if the
-        source does not answer.
+        source does not answer in time.
         """
         ...
 
     def close(self) -> None:
-        """End the reading, and release the source's lease."""
+        """Stop reading, and release the source's lease."""
         ...
 
 
 class Transport(Protocol):
-    """Transport of pages between engines. Any thread may call it.
+    """Interface of a transport of pages between engines. Any thread may call it.
 
     Attributes:
-      address: host and port at which it listens; None for nowhere.
+    address: host and port at which it listens; None if it does not listen.
     """
 
     address: tuple[str, int] | None
 
     def offer(self, key: bytes, block: np.ndarray | None) -> None:
-        """Let others read a block u8[n] until `withdraw`; None announces one that will come, so that readers wait."""
+        """Offer a block u8[n] to other engines until `withdraw`. None announces a block that will come, so that readers
+        wait for it.
+        """
         ...
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
@@ -68,28 +70,27 @@ class Transport(Protocol):
         ...
 
     def released(self) -> list[str]:
-        """Return the leases that readers have ended since the last call."""
+        """Return the leases that readers have released since the last call."""
         ...
 
     def open(self, source: Source) -> Reader:
-        """Return a reader of a source's pages, which it connects to when it first reads."""
+        """Return a reader of a source's pages. It connects to the source when it first reads."""
         ...
 
     def shutdown(self) -> None:
-        """End the transport's threads."""
+        """Stop the transport's threads and close its connections."""
         ...
 
 
 class FolderTransport(Transport):
-    """Transport by a folder that all engines share. A file stays for `seconds` after its last use; every producer
-    removes older ones, so that those of a producer that was killed are removed, too.
+    """Transport by a folder that all engines share. Files are removed `seconds` after their last use. Every producer
+    removes old files of all producers, including those of producers that were killed.
     """
 
     def __init__(self, folder: Path, seconds: float, produces: bool, most_bytes: int | None = None):
-        """Open the folder, of engines with equal weights and page layout. produces: whether it offers pages and removes
-        old files. most_bytes: of a page; None for no limit.
-
-        Raises OSError if it cannot be made.
+        """Open the folder, which must belong to engines with equal weights and page layout, and start the threads.
+        produces: whether this engine offers pages and removes old files. most_bytes: largest size of a page; None for
+        no limit. Raises OSError if the folder cannot be created.
         """
         self.address = None
         self._disk, self._seconds = DiskTier(folder, None, most_bytes), seconds
@@ -99,44 +100,46 @@ class FolderTransport(Transport):
             self._thread.start()
 
     def offer(self, key: bytes, block: np.ndarray | None) -> None:
-        """Write a block u8[n] to its file, on a thread, or record a use of the file that is there. Ignores None."""
+        """Queue a block u8[n] to be written to its file by a thread, or, if the file exists, set its time of last use.
+        None is ignored.
+        """
         if block is not None and not self._disk.touch(key):
             self._disk.write(key, block)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        pass  # another producer may have a lease of the same file: only its age decides
+        """Do nothing. Another producer may have a lease of the same file, so only its age decides about its removal."""
 
     def released(self) -> list[str]:
-        """Return []: readers of files end no leases."""
+        """Return [], since readers of files do not release leases."""
         return []
 
     def open(self, source: Source) -> Reader:
-        """Return a reader of the folder, whichever the source."""
+        """Return a reader of the folder. source: not used."""
         return _FolderReader(self._disk)
 
     def shutdown(self) -> None:
-        """End the threads, after blocks that wait to be written, for ten seconds at most."""
+        """Stop the threads. Waits at most ten seconds for waiting blocks to be written."""
         self._end.set()
         if self._thread is not None:
             self._thread.join()
         self._disk.shutdown()
 
     def _sweep(self) -> None:
-        """Remove old files now and then, until the transport ends."""
+        """Remove old files periodically until the transport is shut down. Runs on a thread."""
         while not self._end.wait(min(_SWEEP_SECONDS, self._seconds / 4)):
             self._disk.remove_older(self._seconds)
 
 
 class _FolderReader(Reader):
-    """Reader of files, each of which is written some time after its page was announced."""
+    """Reader of files. A file may appear some time after its page was announced."""
 
     def __init__(self, disk: DiskTier):
-        """Wait for all reads together PATIENCE_SECONDS from now at most."""
+        """Set the deadline for all reads together to PATIENCE_SECONDS from now."""
         self._disk, self._deadline = disk, time.monotonic() + PATIENCE_SECONDS
 
     def read(self, keys: Sequence[bytes]) -> Mapping[bytes, np.ndarray]:
-        """Wait for the files of all keys, and return their blocks by key. Raises TimeoutError if some are not there by
-        the deadline.
+        """Wait for the files of all keys, and return their blocks by key. Raises TimeoutError if a file is still
+        missing at the deadline.
         """
         found: dict[bytes, np.ndarray] = {}
         for key in keys:
@@ -148,4 +151,4 @@ class _FolderReader(Reader):
         return found
 
     def close(self) -> None:
-        pass
+        """Do nothing, since a reader of files holds no connection and no lease."""

@@ -1,7 +1,7 @@
 """Validation of chat messages, and the different forms in which templates expect the same message.
 
-A template does not state how it expects a message without text or the arguments of an earlier call: some expect a
-missing key, None or "", and an object or JSON text. Nor does it state where it takes instructions: most know no role
+A template does not declare how it represents missing content or the arguments of an earlier call: some expect a missing
+key, None or "", and an object or JSON text. Nor does it declare how it handles instructions: most know no role
 "developer", and drop or refuse a second system message, or one in the middle.
 """
 
@@ -19,12 +19,12 @@ from jaxengine.tokens.cut_json import read_cut_json
 MAX_DEPTH = 32
 # Types of content parts other than text, named as in templates. They have no other keys.
 MEDIA_TYPES = ("image", "video", "audio")
-# Type of a content part that is a text -> its key for that. Those of /v1/responses are allowed as in vLLM.
+# Type of a text part -> key of the part that holds the text. Types of /v1/responses are allowed, as in vLLM.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Names of a model's reasoning in answers; templates use the first.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
-# Depth of arguments in a message: tool_calls, the call, function, arguments.
+# Nesting depth of arguments in a message: tool_calls, the call, function, arguments.
 _ARGUMENTS_DEPTH = 4
 _INSTRUCTING = ("system", "developer")
 _KNOWS_DEVELOPER = re.compile(r"""['"]developer['"]""")
@@ -34,10 +34,10 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Check messages, a list or tuple of at least one, and return copies without keys of None. Raises
-    RequestError(param="messages").
+    """Check messages, a list or tuple of at least one, and return copies without keys whose value is None.
 
-    Contents become texts, except that those with parts of MEDIA_TYPES stay lists of parts.
+    Contents that are lists of text parts become texts, joined by line breaks; those with parts of MEDIA_TYPES stay
+    lists. Raises RequestError(param="messages") for invalid messages.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)
@@ -45,35 +45,36 @@ def checked_messages(messages: Any) -> list[Message]:
 
 
 def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
-    """Yield distinct variants of checked messages that `template` may expect, the likeliest first.
+    """Yield the distinct variants of checked messages that `template` may accept, the likeliest first.
 
-    A missing content is None for a template that tests for it, a missing key for others (which would print "None"), or
-    "". Arguments of earlier calls are objects, or the text that the model wrote. For instructions see `_instructed`.
+    A missing content is None for templates that test for it, otherwise a missing key, since they would print "None"; a
+    further variant has "". Arguments of earlier calls are objects, or, in a further variant, the text that the model
+    wrote. Instructions vary as in `_instructed`.
     """
     for placed in _instructed(messages, template):
         yield from _ways_to_write(placed, template)
 
 
 def lost_instructions(messages: Sequence[Message], text: str) -> bool:
-    """Whether a template has left out the content of a system or developer message. text: the rendered text."""
+    """Whether a rendered text lacks the content of a system or developer message. text: the rendered text."""
     contents = (message.get("content") for message in messages if message["role"] in _INSTRUCTING)
     return any(isinstance(content, str) and content.strip() not in text for content in contents)
 
 
 def has_unusual_instructions(messages: Sequence[Message]) -> bool:
-    """Whether there is a message that many templates refuse: a developer message, or a system message that is not the
-    first message.
+    """Whether the messages contain one that many templates refuse: a developer message, or a system message that is not
+    the first message.
     """
     return messages[0]["role"] == "developer" or any(each["role"] in _INSTRUCTING for each in messages[1:])
 
 
 def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence[Message]]:
-    """Yield the messages and, if any but the first is an instruction, the messages with all instructions joined into
-    one at the beginning.
+    """Yield the messages and, if any message but the first is an instruction, a variant in which all instructions are
+    joined into one message at the beginning.
 
-    Instructions are system and developer messages that are texts. A developer's message becomes a system message for a
-    template that does not know the role. If there is a developer's message, those that stand together at the beginning
-    are one in the first variant already.
+    Instructions are system and developer messages whose content is a text. For a template that does not contain the
+    role "developer", developer messages become system messages. If there is a developer message, the instructions at
+    the beginning are joined in the first variant too.
     """
     has_developer = any(each["role"] == "developer" for each in messages)
     if has_developer and _KNOWS_DEVELOPER.search(template) is None:
@@ -87,15 +88,18 @@ def _instructed(messages: Sequence[Message], template: str) -> Iterator[Sequence
 
 
 def _merged(instructions: Sequence[Message], others: Sequence[Message]) -> list[Message]:
-    """Return one message with the texts of all instructions, an empty line between them, and `others` after it."""
+    """Return a list that begins with one message that joins the texts of all instructions by empty lines, followed by
+    `others`. Without instructions, returns a list of `others`.
+    """
     if not instructions:
         return [*others]
     return [{**instructions[0], "content": "\n\n".join(each["content"] for each in instructions)}, *others]
 
 
 def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
-    """Yield variants of checked messages: arguments of calls as objects, then as given; in each, a missing content as
-    `template` seems to expect it (None or no key), then as "". Without calls or missing contents there is one.
+    """Yield variants of checked messages: first with arguments of calls as objects, then with arguments as given; and
+    within each first with a missing content as `template` seems to expect it (None or no key), then with "". Without
+    calls, or without missing contents, the corresponding alternatives are left out.
     """
     none_first = _ASKS_FOR_NONE.search(template) is not None
     contents: tuple[Mapping[str, Any], ...] = ({"content": None} if none_first else {}, {"content": ""})
@@ -111,11 +115,11 @@ def _ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[
 
 
 def plain(value: Any, param: str, depth: int = 0) -> Any:
-    """Copy a value to plain JSON types; the methods of other types would be reachable by a template.
+    """Return a copy of a value in plain JSON types, because a template could reach the methods of other types. Mappings
+    become dicts, and tuples lists.
 
-    param: name of the argument in errors. depth: levels of it that are around the value already. Mappings become dicts,
-    and tuples lists. Raises RequestError for other types, keys that are not texts, floats that are not finite, and more
-    than MAX_DEPTH levels.
+    param: name of the argument in errors. depth: number of levels that already enclose the value. Raises RequestError
+    for other types, keys that are not texts, floats that are not finite, and more than MAX_DEPTH levels.
     """
     if depth > MAX_DEPTH:
         raise RequestError(f"{param} must not be nested deeper than {MAX_DEPTH}", param=param)
@@ -133,14 +137,17 @@ def plain(value: Any, param: str, depth: int = 0) -> Any:
 
 
 def kind(value: Any) -> str:
-    """Describe the type of a value for an error message."""
+    """Return the name of a value's type for an error message, with "an empty" before it for an empty text, list, tuple
+    or dict.
+    """
     empty = isinstance(value, (str, list, tuple, dict)) and not value
     return f"an empty {type(value).__name__}" if empty else type(value).__name__
 
 
 def _checked_message(message: Any, where: str) -> Message:
-    """Check one message and return its copy, as checked_messages. The copy has no None; reasoning is under the first of
-    REASONING_NAMES, and a refusal takes the place of a missing content. where: its path in errors. Raises RequestError.
+    """Check one message and return a copy without None values. Reasoning is stored under the first of REASONING_NAMES,
+    and a refusal takes the place of a missing content. Content parts are joined unless there are media. where: path of
+    the message in errors. Raises RequestError for an invalid message.
     """
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
@@ -168,10 +175,10 @@ def _checked_message(message: Any, where: str) -> Message:
 
 
 def _checked_calls(calls: Any, where: str) -> list[Any] | None:
-    """Check tool_calls of an earlier answer and return them; None if there are none.
+    """Check the tool_calls of an earlier answer and return them as a list; None for None or an empty list.
 
-    where: name of the message in errors. Each call must be a mapping with function.name; arguments are a text, a
-    mapping or missing. Raises RequestError.
+    Each call must be a mapping with a text function.name. Its arguments must be a text, a mapping or missing. where:
+    path of the message in errors. Raises RequestError otherwise.
     """
     if not calls and (calls is None or isinstance(calls, (list, tuple))):
         return None
@@ -189,18 +196,17 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
 
 
 def _with_objects(call: Message) -> Message:
-    """Return a copy of a call with its arguments as an object, {} if they are missing. Clients send them as text, most
-    templates expect objects.
+    """Return a copy of a tool call with its arguments as an object, {} if they are missing. Clients send arguments as
+    text, but most templates expect objects.
     """
     function = call["function"]
     return {**call, "function": {**function, "arguments": _object(function.get("arguments") or {})}}
 
 
 def _object(arguments: Any) -> Any:
-    """Parse the arguments of a call, if they are text, to an object; truncated JSON gives as much as is there.
-
-    Text that is no JSON object becomes {"arguments": text}, and JSON's null an empty object. Arguments that are not
-    text are returned as they are.
+    """Return the arguments of a call as an object. Text is parsed as JSON; truncated JSON gives the complete part.
+    JSON's null becomes an empty object, and text that is not a JSON object becomes {"arguments": text}. Arguments that
+    are not text are returned unchanged.
     """
     if not isinstance(arguments, str):
         return arguments
@@ -213,9 +219,9 @@ def _object(arguments: Any) -> Any:
 
 
 def _checked_part(part: Any, where: str) -> dict[str, str]:
-    """Check a content part and return it as {"type": "text", "text": ...}, or as {"type": ...} of MEDIA_TYPES.
-
-    A plain text and a refusal become text parts. where: name of the part in errors. Raises RequestError.
+    """Check a content part, and return it as {"type": "text", "text": ...}, or as {"type": ...} for one of MEDIA_TYPES.
+    A plain text and a refusal become text parts. where: path of the part in errors. Raises RequestError for an invalid
+    part.
     """
     if isinstance(part, str):
         return {"type": "text", "text": str.__str__(part)}
@@ -233,5 +239,5 @@ def _checked_part(part: Any, where: str) -> dict[str, str]:
 
 
 def _refused(message: str, value: Any) -> RequestError:
-    """Return the RequestError about the argument "messages" with this text and offending value."""
+    """Return (not raise) a RequestError about the argument "messages" with this text and offending value."""
     return RequestError(message, param="messages", value=value)

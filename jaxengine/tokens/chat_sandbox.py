@@ -25,13 +25,13 @@ FUNCTIONS = frozenset({"raise_exception", "strftime_now", "namespace", "dict", "
 
 
 class TemplateRefusal(ValueError):
-    """Raised if the template called raise_exception, because its input does not suit it."""
+    """Error of a template that called raise_exception because its input does not suit it."""
 
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a template, Jinja source, with FUNCTIONS in the sandbox; the last 16 are kept. Raises
-    jinja2.TemplateSyntaxError.
+    """Return the compiled template of Jinja source, in the sandbox and with FUNCTIONS. The last 16 results are cached.
+    Raises jinja2.TemplateSyntaxError.
     """
     environment = _environment()
     environment.filters["tojson"] = _to_json
@@ -43,15 +43,15 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def parse(source: str) -> nodes.Template:
-    """Parse a template, Jinja source, to its syntax tree, without running it. Raises jinja2.TemplateSyntaxError."""
+    """Return the syntax tree of a template's Jinja source, without running it. Raises jinja2.TemplateSyntaxError."""
     return _environment().parse(source)
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """Render a template, Jinja source, and return its text. `variables` are plain JSON values.
+    """Return the text that a template, given as Jinja source, produces for `variables`, which are plain JSON values.
 
     Raises TemplateRefusal, jinja2.TemplateError (syntax, security, undefined), OverflowError for more than
-    MAX_OUTPUT_CHARS characters, and any other error of the program (TypeError, ZeroDivisionError, ...).
+    MAX_OUTPUT_CHARS characters, and any other error of the template's program (TypeError, ZeroDivisionError, ...).
     """
     pieces, length = [], 0
     for piece in compile_template(source).generate(variables):
@@ -63,29 +63,29 @@ def render(source: str, variables: dict[str, Any]) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return a new sandbox: blocks are trimmed, and loop controls and {% generation %} are known."""
+    """Return a new immutable sandbox that trims blocks and supports loop controls and {% generation %}."""
     return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
 
 
 class _GenerationBlock(Extension):
-    """The block {% generation %} ... {% endgeneration %}, which marks assistant text for training; here it has no
-    effect.
+    """Jinja extension for the block {% generation %} ... {% endgeneration %}, which marks assistant text for training.
+    Its body is rendered as if the tags were absent.
     """
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block whose tag comes next in the stream, and return its body as a scope."""
+        """Parse the block that begins at the next tag of the stream, and return its body as a scope node."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
 class _PublicNamespace(Namespace):
-    """A namespace without underscored attributes, which on Python objects lead out of the sandbox. Setting one raises
-    SecurityError.
+    """Jinja namespace that raises SecurityError when an attribute with a leading underscore is set. On Python objects
+    such names lead out of the sandbox.
     """
 
     def __init__(*args: Any, **attributes: Any):
@@ -108,16 +108,17 @@ def _check_public(name: Any) -> None:
 
 
 def _make_dict(*args: Any, **entries: Any) -> dict[Any, Any]:
+    """Return a plain dict of the arguments, as the function `dict` of templates."""
     return dict(*args, **entries)
 
 
 def _raise_exception(message: Any) -> None:
-    """Raise TemplateRefusal with the template's message."""
+    """Raise TemplateRefusal with the template's message, converted to a text."""
     raise TemplateRefusal(str(message))
 
 
 def _strftime_now(form: str) -> str:
-    """Return the local time by a format string of strftime, `form`."""
+    """Return the local time, formatted by strftime with the format string `form`."""
     return datetime.now().strftime(form)
 
 
@@ -128,8 +129,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return the value as JSON, as json.dumps with these arguments; by default non-ASCII characters are not escaped. It
-    is the templates' filter `tojson`.
+    """Return the value as JSON by json.dumps with these arguments. Unlike json.dumps, does not escape non-ASCII
+    characters by default. It is the filter `tojson` of templates.
     """
     # Jinja's own filter escapes for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

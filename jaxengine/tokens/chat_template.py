@@ -32,7 +32,7 @@ OWN_NAMES = chat_sandbox.FUNCTIONS.union(
     ("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     ("return_assistant_tokens_mask", "chat_template_kwargs"),
 )
-# Marks the end of the last message; its trailing space shows whether the template strips contents.
+# Text that marks the end of the last message. Its trailing space reveals whether the template strips contents.
 CONTINUE_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "
 
 
@@ -62,11 +62,12 @@ def render_chat(
         texts; of truncated JSON the template gets as much as is there. A message of the role developer is a system
         message for templates that do not know the role. Several instructions that the template refuses or leaves out
         become one at the beginning. Other keys (name, ...) are passed to the template unchanged.
-      add_generation_prompt: the text ends with the beginning of an answer.
-      continue_final_message: the text ends with the last message's, which the model goes on with. Not both.
+      add_generation_prompt: whether the text ends with the beginning of an answer.
+      continue_final_message: whether the text ends with the last message's text, which the model continues. Must not be
+        combined with add_generation_prompt.
       tools: None or a list of JSON-schema dicts, not empty.
-      chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default, which is
-        "tool_use" with tools, if there is one, else "default"; None for that.
+      chat_template: Jinja source, or the name of one of `templates`. None: the model's default, which is "tool_use" if
+        there are tools and such a template, else "default".
       variables: additional variables of the template; names of OWN_NAMES are refused.
       placeholder: for a model that takes media, returns the text that stands for "image", "video" or "audio" in
         templates that take only text; None for a text-only model.
@@ -95,11 +96,13 @@ def render_chat(
 
 
 def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
-    """Render the first variant of the messages that the template accepts, if possible one whose instructions it writes;
-    if it writes those of none, the first one's text.
+    """Return the text of the first variant of the messages that the template accepts and whose instructions it writes.
+    If no accepted variant keeps the instructions, return the text of the first accepted one. Whether instructions are
+    kept matters only for messages that `has_unusual_instructions` finds.
 
-    source: of the template. context: its variables other than messages. checked: from checked_messages. Raises
-    RequestError for a template that is invalid, takes too long or accepts no variant; OverloadedError.
+    source: the template. context: its variables other than messages. checked: result of checked_messages. Raises
+    RequestError for a template that is invalid, takes too long or accepts no variant; OverloadedError if too many
+    templates are being rendered.
     """
     first: TemplateFailure | None = None
     incomplete: str | None = None
@@ -123,8 +126,8 @@ def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any],
 
 
 def _check_options(add_generation_prompt: Any, continue_final_message: Any, tools: Any) -> None:
-    """Raise RequestError for arguments of render_chat of another type, two that exclude each other, and tools that are
-    neither None nor a list of at least one dict.
+    """Check arguments of render_chat. Raises RequestError if one of the first two is not a bool or both are true, or if
+    tools is neither None nor a list of at least one dict.
     """
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, value in options.items():
@@ -140,8 +143,8 @@ def _check_options(add_generation_prompt: Any, continue_final_message: Any, tool
 
 
 def _choose(templates: str | Mapping[str, str] | None, chat_template: Any, tools: Any) -> str:
-    """Return the source of the template to use; arguments as of render_chat. Raises RequestError for a chat_template
-    that is empty or not a text, and if None is given and the model has no default.
+    """Return the source of the template to use. Arguments: see render_chat. Raises RequestError for a chat_template
+    that is empty or not a text, and if it is None and the model has no default template.
     """
     if chat_template is not None and (not isinstance(chat_template, str) or not chat_template):
         text = f"chat_template must be a text that is not empty, got {kind(chat_template)}"
@@ -159,7 +162,9 @@ def _choose(templates: str | Mapping[str, str] | None, chat_template: Any, tools
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with CONTINUE_MARK after its text. Raises RequestError for one that does not end with text."""
+    """Return a copy of the message with CONTINUE_MARK after its text, or after its last part. Raises RequestError for a
+    message that does not end with text.
+    """
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + CONTINUE_MARK}
@@ -171,9 +176,8 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Return what a rendered text has before CONTINUE_MARK, without white space at its end if the template strips it.
-
-    Raises RequestError for a text without the mark.
+    """Return the part of a rendered text before the last CONTINUE_MARK. Trailing white space is removed if the template
+    has stripped the mark's. Raises RequestError for a text without the mark.
     """
     at = text.rfind(CONTINUE_MARK.strip())
     if at < 0:

@@ -1,8 +1,8 @@
 """Detects whether a chat template takes contents as texts or as lists of parts, and converts messages accordingly.
 
-Templates of multimodal models iterate over the parts of a content and write a placeholder per image; others expect a
-text that contains the placeholders. Which one it is shows in the template's loops (vLLM's content formats "openai" and
-"string").
+Templates of multimodal models iterate over the parts of a content and write a placeholder for each image. Other
+templates expect a text that contains the placeholders. The template's loops reveal which of the two it is (vLLM's
+content formats "openai" and "string").
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 def with_contents(
     messages: Sequence[Message], template: str, placeholder: Callable[[str], str] | None
 ) -> list[Message]:
-    """Convert the contents of checked messages to the template's form.
+    """Return messages whose contents have the form that the template expects.
 
     Args:
-      messages: from chat_messages.checked_messages.
-      placeholder: returns the text for one of MEDIA_TYPES, for a template that takes texts; None for a text-only model,
-        whose texts stay unchanged.
+    messages: result of chat_messages.checked_messages; not changed.
+    template: Jinja source.
+    placeholder: function that returns the text for one of MEDIA_TYPES; None for a text-only model, whose texts stay
+      unchanged.
 
     Raises RequestError for media if `placeholder` is None and the template takes texts.
     """
@@ -54,9 +55,8 @@ def with_contents(
 
 @lru_cache(maxsize=16)
 def takes_parts(template: str) -> bool:
-    """Whether a template iterates over the parts of a content. False for one that is invalid or very long.
-
-    The answers for the last 16 templates are kept.
+    """Whether a template iterates over the parts of a content. False for a template that is invalid or very long.
+    Results for the last 16 templates are cached.
     """
     if len(template) > _MAX_TEMPLATE_CHARS:
         return False
@@ -69,8 +69,8 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """Return the names of a template's variables that hold a message's content: "content", and those that are assigned
-    it.
+    """Return the names of a template's variables that hold a message's content: "content", and variables that are
+    assigned a content, up to three assignments in a chain.
     """
     names = {_CONTENT}
     # Assignments may chain; a few rounds are enough.
@@ -82,10 +82,8 @@ def _content_names(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression of a template (`node`) is a message's content: a name, attribute or key for it, a slice or
-    filter of one, or a conditional with one.
-
-    names: variables that hold a content.
+    """Whether an expression of a template is a message's content: a variable in `names`, the attribute or key
+    "content", a slice or filter of a content, or a conditional with one.
     """
     if isinstance(node, nodes.Name):
         return node.name in names
@@ -103,14 +101,16 @@ def _is_content(node: nodes.Node, names: set[str]) -> bool:
 
 
 def _as_parts(message: Message) -> Message:
-    """Return the message with a content that is a text as a list of one text part; others unchanged."""
+    """Return a copy of the message with a text content as a list of one text part. Other messages are returned
+    unchanged.
+    """
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_texts(message: Message, unknown: set[str], placeholder: Callable[[str], str]) -> Message:
-    """Replace the parts of a message whose type is in `unknown`, types that the template does not know, by text: videos
-    for one that only takes images, such as SmolVLM's, and sounds.
+    """Return a copy of the message with each part whose type is in `unknown`, types that the template does not support,
+    replaced by a text part with its placeholder. Messages with a text content are returned unchanged.
     """
     content = message.get("content")
     if not isinstance(content, list):
@@ -122,8 +122,8 @@ def _with_texts(message: Message, unknown: set[str], placeholder: Callable[[str]
 
 
 def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Message:
-    """Return the message with the parts of its content joined to one text by line breaks; others unchanged. Raises
-    RequestError for media if placeholder is None.
+    """Return a copy of the message with the parts of its content joined to one text by line breaks. Messages without
+    parts are returned unchanged. Raises RequestError for media if placeholder is None.
     """
     content = message.get("content")
     if not isinstance(content, list):
@@ -132,8 +132,8 @@ def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Mess
 
 
 def _text(part: dict[str, Any], placeholder: Callable[[str], str] | None) -> str:
-    """Return the text of a part, for one of MEDIA_TYPES its placeholder. Raises RequestError for it if placeholder is
-    None.
+    """Return the text of a text part, or the placeholder of a part of MEDIA_TYPES. Raises RequestError for the latter
+    if placeholder is None.
     """
     if part["type"] not in MEDIA_TYPES:
         return part["text"]

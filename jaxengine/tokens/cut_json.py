@@ -1,4 +1,4 @@
-"""Reads JSON (RFC 8259) written by a model that may be truncated: as much of the value as is there.
+"""Reads JSON (RFC 8259) written by a model, which may be truncated: the complete part of the value is returned.
 
 Line breaks within strings are accepted, as models write them.
 """
@@ -16,8 +16,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_cut_json(text: str) -> Any:
-    """Return the JSON value that `text` is; of a truncated one, everything except a last piece that is meaningless
-    alone.
+    """Return the JSON value in `text`. If the text is truncated, return the value without a last piece that is
+    meaningless on its own, such as a key without a value.
 
     Raises ValueError for invalid JSON, numbers that are not finite and unpaired surrogates; RecursionError for values
     nested too deeply.
@@ -36,17 +36,15 @@ def read_cut_json(text: str) -> Any:
 
 
 def _closed(text: str) -> tuple[str, ...]:
-    """Return two completions of truncated JSON: with everything open closed, and the same after its last complete
-    piece.
-
-    () if nothing is open, or brackets do not match.
+    """Return two completions of truncated JSON: one that closes all open strings and brackets at the end, and one that
+    closes them after the last complete element. Returns () if no bracket is open, or if brackets do not match.
     """
     closing: list[str] = []
     end, quote = len(text), ""
     whole, num_open = 0, 0
     for token in _TOKEN.finditer(text):
         first = token.group()[0]
-        if first == '"' and not token.group(1):  # at most half an escape follows it
+        if first == '"' and not token.group(1):  # an unfinished string; at most half an escape follows the match
             end, quote = token.end(), '"'
         elif first in _CLOSING:
             closing.append(_CLOSING[first])
@@ -63,12 +61,12 @@ def _closed(text: str) -> tuple[str, ...]:
 
 
 def _refuse(name: str) -> NoReturn:
-    """Raise ValueError: json.loads passes the names NaN, Infinity and -Infinity here."""
+    """Raise ValueError for the names NaN, Infinity and -Infinity, which json.loads passes to this function."""
     raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
-    """Return the float that `digits` is; raise ValueError for one that is too large."""
+    """Return the number in `digits` as a float. Raises ValueError if it is too large for a float."""
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits[:40]} is too large for a number")

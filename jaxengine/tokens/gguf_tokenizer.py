@@ -1,9 +1,8 @@
 """Builder of a tokenizer from the metadata of a GGUF file.
 
-A GGUF file holds the vocabulary and names the way in which texts are split (see vocabularies.splits). Models of
-vocabularies are, in llama.cpp's words: "gpt2", byte-level BPE with a merge list; "llama", SentencePiece BPE, whose
-merges follow from the scores; "t5", SentencePiece's unigram model; "bert", the pieces of words; "gemma4", BPE over
-characters.
+A GGUF file contains the vocabulary and names the way in which texts are split (see vocabularies.splits). The types of
+vocabularies are, in llama.cpp's terms: "gpt2", byte-level BPE with a list of merges; "llama", SentencePiece BPE, whose
+merges follow from the scores; "t5", SentencePiece's unigram model; "bert", word pieces; "gemma4", BPE over characters.
 """
 
 from __future__ import annotations
@@ -36,18 +35,20 @@ OTHER_WAY = "give another with --tokenizer org/name or a folder"
 
 
 class _Metadata:
-    """Typed access to the tokenizer's metadata. Raises ModelFileError for missing values and wrong types."""
+    """Typed access to the tokenizer's metadata. Methods raise ModelFileError for missing values and wrong types."""
 
     def __init__(self, values: Mapping[str, Any], path: str):
         self._values, self.path = values, path
 
     def fail(self, what: str, key: str) -> ModelFileError:
-        """Return the error for a value. what: its fault; key: its name after "tokenizer.ggml."."""
+        """Return (not raise) the ModelFileError for a value. what: the fault. key: the value's name after
+        "tokenizer.ggml.".
+        """
         return ModelFileError(self.path, what, f"tokenizer.ggml.{key}")
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of tokenizer.ggml.KEY, which must be of the type `kind`; `default` if it is missing. Raises
-        ModelFileError for another type.
+        """Return the value of tokenizer.ggml.KEY, or `default` if it is missing. Raises ModelFileError if its type is
+        not exactly `kind`.
         """
         value = self._values.get(f"tokenizer.ggml.{key}")
         if value is None:
@@ -57,15 +58,17 @@ class _Metadata:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """Return tokenizer.ggml.KEY, a list of strings that is not empty; raise ModelFileError otherwise."""
+        """Return the list of strings tokenizer.ggml.KEY. Raises ModelFileError if it is missing, empty or of another
+        type.
+        """
         values = self.get(key, list)
         if not values or not all(type(value) is str for value in values):
             raise self.fail("must be a list of strings that is not empty", key)
         return values
 
     def numbers(self, key: str, length: int) -> np.ndarray | None:
-        """Return the array tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError for another type or
-        length.
+        """Return the array tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError if it is not an array or
+        does not have `length` entries.
         """
         values = self.get(key, np.ndarray)
         if values is not None and len(values) != length:
@@ -73,7 +76,9 @@ class _Metadata:
         return values
 
     def token_id(self, key: str, size: int) -> int | None:
-        """Return the token id tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError outside [0, size)."""
+        """Return the token id tokenizer.ggml.KEY, or None if it is missing. Raises ModelFileError unless it is an int
+        in [0, size).
+        """
         number = self.get(key, int)
         if number is not None and not 0 <= number < size:
             raise self.fail(f"must be from 0 to {size - 1}, got {number}", key)
@@ -81,11 +86,10 @@ class _Metadata:
 
 
 def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
-    """Build the tokenizer of a GGUF file, including special tokens and the BOS/EOS that it requests.
+    """Return the tokenizer of a GGUF file, including its special tokens and the BOS and EOS that the file requests.
 
-    values: the file's metadata by key. path: of the file, for errors.
-
-    Raises ModelFileError for metadata that is incomplete, contradictory, or names an unknown model or pre-tokenizer.
+    values: the file's metadata by key. path: path of the file, for errors. Raises ModelFileError for metadata that is
+    incomplete, contradictory, or names an unknown model or pre-tokenizer.
     """
     metadata = _Metadata(values, path)
     tokens = metadata.texts("tokens")
@@ -106,7 +110,9 @@ def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
 
 
 class _Parts(NamedTuple):
-    """Checked parts of a file's vocabulary: its metadata, ids by token, types by id, and ids of special tokens."""
+    """Checked parts of a file's vocabulary: the metadata, token ids by token, token types by id, and ids of special
+    tokens.
+    """
 
     metadata: _Metadata
     vocabulary: dict[str, int]
@@ -115,11 +121,13 @@ class _Parts(NamedTuple):
 
     @property
     def names(self) -> list[str]:
+        """Tokens in the order of their ids."""
         return list(self.vocabulary)
 
     def pieces(self, adds_space: bool) -> Pieces:
-        """Return the vocabulary of a SentencePiece model. adds_space: default where the file does not say. Raises
-        ModelFileError without a finite score for each token, and for a character map that is not bytes.
+        """Return the vocabulary of a SentencePiece model. adds_space: whether a space is put before texts if the file
+        does not say. Raises ModelFileError unless each token has a finite score and the character map, if any, is
+        bytes.
         """
         scores = self.metadata.numbers("scores", len(self.vocabulary))
         if scores is None or not np.isfinite(scores).all():
@@ -137,10 +145,10 @@ class _Parts(NamedTuple):
         )
 
     def finished(self, tokenizer: Tokenizer, adds_bos: bool, adds_eos: bool = False) -> Tokenizer:
-        """Add to a tokenizer its special tokens, and the BOS and EOS that the file requests, and return it.
+        """Add special tokens, and the BOS and EOS that the file requests, to a tokenizer in place, and return it.
 
-        adds_bos, adds_eos: defaults where the file does not say. A file that requests one without naming it gets none.
-        Raises ModelFileError for a request that is not a bool.
+        adds_bos, adds_eos: defaults if the file does not say. A requested BOS or EOS whose id the file does not give is
+        left out. Raises ModelFileError for a request that is not a bool.
         """
         names = self.names
         add_marked_tokens(tokenizer, names, self.types.tolist())
@@ -152,10 +160,11 @@ class _Parts(NamedTuple):
 
 
 def _of_merges(parts: _Parts) -> Tokenizer:
-    """Build a BPE tokenizer of merges. Raises ModelFileError for an unknown pre-tokenizer, no merges, or merges of
-    other than two tokens whose union is one.
+    """Return a BPE tokenizer with the file's merges. For Kimi's files without merges, these are derived from the order
+    of the normal tokens.
 
-    Kimi's files without merges get those that follow from the order of the normal tokens.
+    Raises ModelFileError for an unknown pre-tokenizer, for missing merges, and for a merge that is not two tokens whose
+    concatenation is a token.
     """
     metadata, vocabulary = parts.metadata, parts.vocabulary
     pre = metadata.get("pre", str, "gemma4" if metadata.get("model", str) == "gemma4" else "default")
@@ -177,15 +186,15 @@ def _of_merges(parts: _Parts) -> Tokenizer:
 
 
 def _of_scores(parts: _Parts) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer. It adds a space and BOS unless the file says otherwise. Raises
-    ModelFileError.
+    """Return a SentencePiece BPE tokenizer. It puts a space and BOS before texts unless the file says otherwise. Raises
+    ModelFileError for invalid metadata.
     """
     return parts.finished(byte_pair_pieces(parts.pieces(adds_space=True)), adds_bos=True)
 
 
 def _of_unigrams(parts: _Parts) -> Tokenizer:
-    """Build a SentencePiece unigram tokenizer. It adds EOS unless the file says otherwise. Raises ModelFileError, also
-    if the file names no unknown token.
+    """Return a SentencePiece unigram tokenizer. It appends EOS unless the file says otherwise. Raises ModelFileError
+    for invalid metadata, and if the file names no unknown token.
     """
     pieces = parts.pieces(adds_space=False)
     unknown = parts.special.unk
@@ -197,9 +206,9 @@ def _of_unigrams(parts: _Parts) -> Tokenizer:
 
 
 def _of_words(parts: _Parts) -> Tokenizer:
-    """Build BERT's tokenizer. Raises ModelFileError for words that are not distinct or lack [UNK], [CLS] or [SEP].
-
-    The file's tokens begin with U+2581 where a word does, instead of with ## where none does.
+    """Return BERT's tokenizer. The file marks tokens at the beginning of a word with U+2581; BERT's vocabulary marks
+    the other ones with ## instead, so names are converted. Raises ModelFileError if the converted words are not
+    distinct, or if [UNK], [CLS] or [SEP] is missing.
     """
     metadata, names = parts.metadata, parts.names
     marked = {at for at in range(len(names)) if parts.types[at] in (CONTROL, UNKNOWN)}
@@ -245,10 +254,8 @@ _MODELS: dict[str | None, Callable[[_Parts], Tokenizer]] = {
 
 
 def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
-    """Return the special token ids in GGUF metadata (`values`, by key), checked against its vocabulary. Raises
-    ModelFileError.
-
-    path: of the file, for errors.
+    """Return the ids of the special tokens in GGUF metadata. values: the metadata by key. path: path of the file, for
+    errors. Raises ModelFileError for ids outside the vocabulary.
     """
     metadata = _Metadata(values, path)
     size = len(metadata.texts("tokens"))
@@ -264,8 +271,10 @@ def special_tokens(values: Mapping[str, Any], path: str) -> SpecialTokens:
 
 
 def chat_template_of(values: Mapping[str, Any], path: str) -> str | dict[str, str] | None:
-    """Return the file's chat template, Jinja source; sources by name, the first "default", for a file with several;
-    None if it has none. values: the file's metadata by key; path: for errors. Raises ModelFileError if one is not a
+    """Return the file's chat template as Jinja source. For a file with several, return a dict from names to sources, in
+    which the unnamed one is "default". Returns None if the file has none.
+
+    values: the file's metadata by key. path: path of the file, for errors. Raises ModelFileError if a template is not a
     text.
     """
     named = {key: value for key, value in values.items() if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")}

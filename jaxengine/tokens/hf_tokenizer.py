@@ -1,7 +1,8 @@
 """Reads the tokenizer files of a Hugging Face folder: tokenizer.json, or a vocabulary alone, and related files.
 
-Vocabularies that are read alone are BERT's vocab.txt, SentencePiece's tokenizer.model and tiktoken's ranks. The files
-are only data: code that they name (auto_map) is not run, and classes (tokenizer_class) only distinguish vocabularies.
+Vocabularies that are read without a tokenizer.json are BERT's vocab.txt, SentencePiece's tokenizer.model and tiktoken's
+ranks. All files are treated as data: code that they name (auto_map) is not run, and tokenizer_class only decides how a
+vocabulary is read.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from jaxengine.tokens.vocabularies.tiktoken import KIMI, LLAMA3, QWEN, Ranks, is
 from jaxengine.tokens.word_pieces import CLASSES, MODEL_TYPES, TOKENS, VOCAB, build_word_pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
-MAX_VOCABULARY_BYTES = 1 << 25  # of a vocabulary alone; the largest have some MiB
+MAX_VOCABULARY_BYTES = 1 << 25  # largest size of a vocabulary file; known ones have some MiB
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 PIECES = "tokenizer.model"
-# Classes of tokenizers that split texts as SentencePiece does and number tokens as the file does; None: not named.
+# Tokenizer classes that split texts as SentencePiece does and number tokens as the file does. None: no class is named.
 PIECES_CLASSES = (
     None,
     *(f"{kind}Tokenizer{fast}" for kind in ("Llama", "CodeLlama", "Gemma", "InternLM2") for fast in ("", "Fast")),
@@ -43,18 +44,18 @@ PIECES_CLASSES = (
 )
 RANKS = {"TikTokenTokenizer": KIMI, "QWenTokenizer": QWEN}
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
-ADDED = "added_tokens.json"  # in addition to a vocabulary; a tokenizer.json has these tokens itself
+ADDED = "added_tokens.json"  # tokens in addition to a vocabulary; a tokenizer.json already contains them
 ADDED_TOKENS = "added_tokens_decoder"  # tokens by id, in tokenizer_config.json
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
 def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dict[str, str] | None]:
-    """Read a folder's tokenizer, its special ids, and the chat template or templates by name. Raises ModelFileError for
-    files that are missing, invalid or contradict each other.
+    """Return a folder's tokenizer, the ids of its special tokens, and its chat template, or templates by name.
 
-    The template is chat_template.jinja if present, else the configuration's; None without either. Further ids that end
-    an answer are those of generation_config.json.
+    The template is chat_template.jinja if present, else the one in tokenizer_config.json, else None. Further ids that
+    end an answer are read from generation_config.json. Raises ModelFileError for files that are missing, invalid or
+    contradict each other.
     """
     config = read_object(folder, CONFIG) or {}
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
@@ -69,10 +70,10 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
 
 
 def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
-    """Read tiktoken's ranks: the tokenizer, and `config` with the tokens that its code names; None without such a
-    file.
+    """Return the tokenizer of a file of tiktoken's ranks, and a copy of `config` with the special tokens that the model
+    family's code names where config names none. Returns None if the folder has no such file.
 
-    config: content of tokenizer_config.json. Raises ModelFileError.
+    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
     """
     row: Ranks | None = RANKS.get(str(config.get("tokenizer_class")))
     source = None if row is None else read_bytes(folder, row.file, MAX_VOCABULARY_BYTES)
@@ -91,10 +92,11 @@ def _of_ranks(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str
 
 
 def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
-    """Read SentencePiece's tokenizer.model: the tokenizer, and `config` with the file's tokens where it names none;
-    None for a folder without it, or whose class uses it in another way.
+    """Return the tokenizer of SentencePiece's tokenizer.model, and a copy of `config` with the file's special tokens
+    where config names none. Returns None if the folder lacks the file, or if the tokenizer_class uses it in another
+    way.
 
-    config: content of tokenizer_config.json. Raises ModelFileError.
+    config: content of tokenizer_config.json. Raises ModelFileError for invalid files.
     """
     source = read_bytes(folder, PIECES, MAX_VOCABULARY_BYTES)
     if source is None or config.get("tokenizer_class") not in PIECES_CLASSES:
@@ -125,12 +127,12 @@ def _of_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[st
 
 
 def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[list[str], list[AddedToken]]:
-    """Return the names of pieces, by id, as tokenizer_config.json changes them (`added_tokens_decoder`), and the tokens
-    that it describes.
+    """Return the names of all pieces, by id, after the changes of tokenizer_config.json (`added_tokens_decoder`), and
+    the list of the tokens that it describes.
 
-    A repository gives the spare pieces of a vocabulary names of its own. A name that another piece has is not given a
-    second time, and ids from len(names) on are ignored. names: of the vocabulary's pieces, by id. config: content of
-    that file, at `path`. Raises ModelFileError for an invalid entry.
+    Repositories rename spare pieces of a vocabulary. A name that another piece already has is not given again, and ids
+    from len(names) on are ignored. names: names of the vocabulary's pieces, by id; not changed. config: content of
+    tokenizer_config.json, whose path is `path`. Raises ModelFileError for an invalid entry.
     """
     entries = config.get(ADDED_TOKENS, {})
     _check_ids(entries, path)
@@ -147,18 +149,19 @@ def _renamed(names: Sequence[str], config: dict[str, Any], path: Path) -> tuple[
 
 
 def _added(entry: Any, content: str) -> AddedToken:
-    """Return the token that an entry of tokenizer_config.json describes, a text or an object with flags; one that is no
-    bool has AddedToken's default. content: its text.
+    """Return the AddedToken that an entry of tokenizer_config.json describes. entry: a text, or an object with flags; a
+    flag that is missing or not a bool gets AddedToken's default. content: the token's text.
     """
     given = entry if isinstance(entry, dict) else {}
     return AddedToken(content, **{name: given[name] for name in ADDED_TOKEN_FLAGS if type(given.get(name)) is bool})
 
 
 def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Read BERT's vocab.txt: the tokenizer, and `config` with the special tokens of BERT where it names none.
+    """Return the tokenizer of BERT's vocab.txt, and a copy of `config` with BERT's special tokens where config names
+    none.
 
-    config: content of tokenizer_config.json. Raises ModelFileError, also for a folder without that file and for one
-    that says that the file is another class's.
+    config: content of tokenizer_config.json. Raises ModelFileError for invalid files, for a folder without vocab.txt,
+    and for one whose tokenizer class reads that file in another way.
     """
     model, fallback = read_object(folder, "config.json") or {}, read_object(folder, SPECIAL) or {}
     named = config.get("tokenizer_class") or model.get("tokenizer_class")
@@ -179,8 +182,8 @@ def _of_word_pieces(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, di
 
 
 def _without_tokenizer(folder: Path) -> str:
-    """Return advice, for an error, what to do about a folder without tokenizer.json, by the other tokenizer files in
-    it.
+    """Return advice, for an error message, on what to do about a folder without tokenizer.json. The advice depends on
+    the other tokenizer files in the folder.
     """
     ways = "name another with the option tokenizer, or give token ids with skip_tokenizer_init"
     others = [name for name in (PIECES, "tiktoken.model", "vocab.json", VOCAB) if (folder / name).is_file()]
@@ -191,11 +194,11 @@ def _without_tokenizer(folder: Path) -> str:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Add to `tokenizer`, in place, tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id ->
-    description).
+    """Add tokens that are only in tokenizer_config.json (`added_tokens_decoder`: id -> description) to `tokenizer`, in
+    place, in the order of their ids.
 
-    config: content of that file. path: of that file, for errors. Raises ModelFileError for an invalid entry and for an
-    id that contradicts tokenizer.json, or is not the next free one.
+    config: content of that file, whose path is `path`. Raises ModelFileError for an invalid entry, and for an id that
+    differs from the token's id in the tokenizer, or is not the next free one for a new token.
     """
     key = ADDED_TOKENS
     entries = config.get(key, {})
@@ -210,7 +213,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path
 
 
 def _check_ids(entries: Any, path: Path) -> None:
-    """Raise ModelFileError unless `entries` is a dict whose keys are decimal token ids. path: of the file, for the
+    """Raise ModelFileError unless `entries` is a dict whose keys are decimal token ids. path: path of the file, for the
     error.
     """
     if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
@@ -218,10 +221,9 @@ def _check_ids(entries: Any, path: Path) -> None:
 
 
 def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) -> SpecialTokens:
-    """Return the ids of the tokens that `config` (tokenizer_config.json), or else special_tokens_map.json, names.
-
-    A pad or unk token that the vocabulary lacks is None. Raises ModelFileError for such a bos or eos token, and for
-    invalid entries.
+    """Return the ids of the special tokens that `config` (tokenizer_config.json), or else special_tokens_map.json,
+    names. A pad or unk token that is not in the vocabulary is None. Raises ModelFileError for a bos or eos token that
+    is not, and for invalid entries.
     """
     ids: dict[str, int | None] = {}
     fallback = read_object(folder, SPECIAL) or {}
@@ -236,7 +238,7 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
 
 
 def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
-    """Return the eos_token_id of the folder's generation_config.json, one or a list; () without it. Raises
+    """Return eos_token_id of the folder's generation_config.json as a tuple of ids; () if it is absent. Raises
     ModelFileError for ids outside the vocabulary, and for more than MAX_TURN_ENDS.
     """
     value = (read_object(folder, GENERATION) or {}).get("eos_token_id")
@@ -249,8 +251,9 @@ def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
 
 
 def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str] | None:
-    """Return the template, or templates by name, as read_hf_tokenizer. config: content of tokenizer_config.json. Raises
-    ModelFileError for what is neither a text nor a list of named texts.
+    """Return the chat template, or a dict of templates by name, from chat_template.jinja or else from `config`; None
+    without either. config: content of tokenizer_config.json. Raises ModelFileError for a value that is neither a text
+    nor a list of named texts.
     """
     template = read_text(folder, TEMPLATE, MAX_JSON_BYTES)
     if template is None:
@@ -268,8 +271,8 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str]
 
 
 def _content(entry: Any, path: Path, key: str) -> str:
-    """Return the text of a token that an entry gives as text, or as an object with "content". path, key: where it
-    stands, for errors. Raises ModelFileError for neither.
+    """Return the text of a token. entry: the text itself, or an object with "content". path, key: location of the
+    entry, for errors. Raises ModelFileError for other values and for an empty text.
     """
     content = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(content, str) or not content:

@@ -19,8 +19,8 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def rust_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Context in which any Exception and any panic of Rust code becomes a ModelFileError about `path`; a ModelFileError
-    passes unchanged.
+    """Convert any Exception and any panic of Rust code in this context into a ModelFileError about `path`. A
+    ModelFileError passes unchanged, and so do other BaseExceptions, such as KeyboardInterrupt.
     """
     try:
         yield

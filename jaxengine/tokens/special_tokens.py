@@ -10,10 +10,10 @@ class SpecialTokens:
     """Ids of special tokens by role; None for a role without a token.
 
     Attributes:
-      bos, eos: beginning and end of a text.
-      unk: unknown piece of text.
-      pad: padding.
-      turn_ends: further ids that end an answer.
+      bos, eos: tokens at the beginning and at the end of a text.
+      unk: token for text that the vocabulary lacks.
+      pad: token for padding.
+      turn_ends: further tokens that end an answer.
     """
 
     bos: int | None = None

@@ -1,4 +1,4 @@
-"""The token that a chat template writes after an assistant's message: it ends the model's turn."""
+"""Detection of the token that a chat template writes after an assistant's message, and which ends the model's turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxengine.models.params.gguf_ends import TURN_ENDS
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 
 _USER, _ANSWER = "What is the number of the house?", "It has the number 4096."
-# Tokens that many templates contain and that end no turn: no reason to render a template.
+# Tokens that many templates contain and that do not end a turn. A template need not be rendered because of them.
 _NO_ENDS = frozenset(
     (
         *("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
@@ -23,10 +23,10 @@ _NO_ENDS = frozenset(
 def template_end(tokenizer: Any) -> int | None:
     """Return the id of the token with which the tokenizer's chat template ends an assistant's message.
 
-    None if the template writes no such token, if that token begins a turn, or if rendering fails; without rendering, if
-    the tokenizer has several templates or none, or if its template has a known end and no unknown token.
-
-    tokenizer: a jaxengine.tokens.tokenizer.Tokenizer; its type is not imported, because it calls this.
+    Returns None if the template writes no such token, if that token begins a turn, or if rendering fails. Also returns
+    None, without rendering, if the tokenizer has several templates or none, or if its template contains a known end and
+    no unknown token. tokenizer: a jaxengine.tokens.tokenizer.Tokenizer; its type is not imported, because that module
+    imports this one.
     """
     tokens = {token.content: at for at, token in tokenizer.backend.get_added_tokens_decoder().items()}
     if not _may_find_more(tokenizer, tokens):
@@ -42,10 +42,9 @@ def template_end(tokenizer: Any) -> int | None:
 
 
 def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
-    """Whether the tokenizer's template may write an end that is not in its eos_token_ids; False without one template.
-
-    tokens: ids of the added tokens by their text. Rendering takes a process, so it is left out for templates with a
-    known end and no unknown token.
+    """Whether the tokenizer's template may write an ending token that is not in its eos_token_ids. False unless there
+    is exactly one template, and for a template with a known end and no unknown token. This avoids rendering, which
+    needs a process. tokens: ids of the added tokens by their text.
     """
     source = tokenizer.chat_template
     if not isinstance(source, str):
@@ -58,9 +57,9 @@ def _may_find_more(tokenizer: Any, tokens: dict[str, int]) -> bool:
 
 
 def _end_in(text: str, tokens: list[str], bos: str | None) -> str | None:
-    """Return the token after _ANSWER in a rendered conversation; None if there is none, or if it begins a turn.
-
-    tokens: all texts that are tokens. bos: one of them that ends no turn.
+    """Return the token directly after _ANSWER in a rendered conversation; None if there is none, or if that token
+    begins a turn. text: the rendered conversation. tokens: texts of all added tokens. bos: the beginning-of-text token,
+    which does not end a turn, or None.
     """
     at = text.rfind(_ANSWER)
     if at < 0:
@@ -71,10 +70,10 @@ def _end_in(text: str, tokens: list[str], bos: str | None) -> str | None:
     if match is None or (end := match.group()) in _NO_ENDS or end == bos:
         return None
     before = [(found.group(), found.end()) for found in pattern.finditer(text[:at])]
-    # A role's own token directly before the answer begins its turn.
+    # A token that also stands directly before the answer begins a turn: it is the assistant's role token.
     if before and before[-1][0] == end and not text[before[-1][1] : at].strip():
         return None
-    if pattern.sub("", tail).strip():  # the name of a role, after a token that begins a turn
+    if pattern.sub("", tail).strip():  # text, such as the name of a role, follows: the token may begin a turn
         to_user = takewhile(lambda each: each[1] <= text.find(_USER), before)
         starts = [token for token, _ in before if token != bos][:1] + [token for token, _ in [*to_user][-1:]]
         return None if end in (*starts, before[-1][0] if before else None) else end

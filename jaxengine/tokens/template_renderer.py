@@ -16,45 +16,45 @@ from jaxengine.scheduler.base.errors import OverloadedError
 from jaxengine.tokens.template_worker import Answer, Refused, Render, Rendered, packed, unpacked
 from jaxengine.workers.process import WorkerProcess
 
-# Limits of rendering a conversation, and of waiting for a worker; normal templates take milliseconds.
+# Limits in seconds of rendering a conversation, and of waiting for a worker; normal templates take milliseconds.
 RENDER_SECONDS = 5.0
 WAIT_SECONDS = 2.0
-_START_SECONDS = 60.0  # limit of a process's start
+_START_SECONDS = 60.0  # limit in seconds of a process's start
 # With two, a slow conversation leaves one worker to the others.
 NUM_PROCESSES = 2
 _MODULE = "jaxengine.tokens.template_worker"
 
 
 class TemplateFailure(ValueError):
-    """Raised if a template produced no text."""
+    """Error of a template that has not produced a text."""
 
 
 class BadTemplate(TemplateFailure):
-    """Raised for a template that is invalid for any input."""
+    """Error of a template that is invalid for any input."""
 
 
 class ConversationRefused(TemplateFailure):
-    """Raised if the template ran but refused its input; another variant of the messages may be accepted."""
+    """Error of a template that ran but refused its input. It may accept another variant of the messages."""
 
 
 class _Renderer:
-    """A worker process, started on demand and restarted after it has ended."""
+    """Client of one worker process, which is started on demand and again after it has ended."""
 
     def __init__(self):
         self._process: WorkerProcess | None = None
 
     def render(self, message: Render) -> Rendered | Refused:
-        """Render the message's template and wait for the answer; in a new process if the old one has ended, or ends
-        meanwhile.
+        """Render a message's template and wait for the answer. Starts a process if there is none, and tries once more
+        in a new one if the old one ends.
 
-        Raises TemplateFailure if the new one ends too, does not start within _START_SECONDS, or takes more than
-        RENDER_SECONDS; these also kill the process.
+        Raises TemplateFailure if the new process ends too, if it does not start within _START_SECONDS, or if rendering
+        takes more than RENDER_SECONDS. The last two kill the process.
         """
         if self._process is not None and self._process.is_ours:
             answer = self._ask(self._process, message)
             if answer is not None:
                 return answer
-        # There was no process of ours, or it had ended before or during this message: another one is started.
+        # There is no process of ours, or it ended before or during this message: start another one.
         self._process = process = WorkerProcess(_MODULE, Answer)
         answer = self._await(process, _START_SECONDS) and self._ask(process, message)
         if answer is None:
@@ -62,14 +62,16 @@ class _Renderer:
         return answer
 
     def _ask(self, process: WorkerProcess, message: Render) -> Any:
-        """Send the message and wait for the answer; None if the process has ended. After RENDER_SECONDS kills it and
-        raises TemplateFailure.
+        """Send the message and return the answer; None if the process has ended. If there is no answer within
+        RENDER_SECONDS, kill the process and raise TemplateFailure.
         """
         process.send(message)
         return self._await(process, RENDER_SECONDS)
 
     def _await(self, process: WorkerProcess, seconds: float) -> Any:
-        """Wait for the worker's answer; None if it has ended. Kills it and raises TemplateFailure after `seconds`."""
+        """Wait for the worker's next answer and return it; None if the worker has ended. If there is no answer within
+        `seconds`, kill the worker and raise TemplateFailure.
+        """
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             process.wait(left)
@@ -84,7 +86,7 @@ class _Renderer:
 
 
 class TemplateRenderer:
-    """Renders templates in a pool of worker processes. Thread-safe."""
+    """Renderer of templates in a pool of worker processes. Thread-safe."""
 
     def __init__(self):
         self._idle: queue.LifoQueue[_Renderer] = queue.LifoQueue()
@@ -92,10 +94,11 @@ class TemplateRenderer:
             self._idle.put(_Renderer())
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Render a template, Jinja source, and wait for its text; `variables` are plain JSON values.
+        """Return the text of a template, given as Jinja source. variables: plain JSON values.
 
-        Raises BadTemplate, ConversationRefused, or TemplateFailure if it takes too long or ends its process;
-        OverloadedError if all workers stay busy for the WAIT_SECONDS that it waits for one.
+        Raises BadTemplate for an invalid template, ConversationRefused if the template refuses its variables,
+        TemplateFailure if it takes too long or ends its process, and OverloadedError if no worker becomes free within
+        WAIT_SECONDS.
         """
         message = Render(packed(source), packed(json.dumps(variables, ensure_ascii=False)))
         try:

@@ -1,5 +1,5 @@
-"""Worker process that renders chat templates, which come with models and are not trusted. It may be killed
-at any time.
+"""Worker process that renders chat templates, which come with models and are not trusted. The process may be killed at
+any time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Render(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """Message that the process has started."""
+    """Message of the worker that it has started."""
 
 
 class Rendered(msgspec.Struct, tag=True, array_like=True):
-    """The rendered text, as `packed` encodes it."""
+    """Answer with the rendered text, as `packed` encodes it."""
 
     text: bytes
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """Answer in place of the rendered text: the reason why there is none.
+    """Answer with the reason why there is no rendered text.
 
-    usable: the template is valid, but refused these variables.
+    usable: whether the template is valid, but refused these variables.
     """
 
     usable: bool
@@ -48,7 +48,7 @@ Answer = Ready | Rendered | Refused
 
 
 def packed(text: str) -> bytes:
-    """Encode text as UTF-8, lone surrogates included."""
+    """Return text encoded as UTF-8, lone surrogates included."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -58,8 +58,8 @@ def unpacked(raw: bytes) -> str:
 
 
 def render(message: Render) -> Answer:
-    """Render the message's template and return the answer, Rendered or Refused. A template's other errors become
-    Refused. Raises MemoryError, after which the worker must end.
+    """Render a message's template and return Rendered, or Refused with the error if it fails. Raises MemoryError, after
+    which the worker must end.
     """
     try:
         return Rendered(packed(chat_sandbox.render(unpacked(message.source), json.loads(unpacked(message.variables)))))
@@ -77,10 +77,8 @@ def _brief(error: Exception) -> str:
 
 
 def main() -> None:
-    """Serve the parent process until the connection ends, or a template has needed more than MAX_MEMORY_BYTES; this one
-    is answered with Refused.
-
-    Sends Ready first, then one answer for each Render.
+    """Answer the parent's Render messages until the connection ends. Sends Ready first. A template that needs more than
+    MAX_MEMORY_BYTES is answered with Refused, and the worker then ends.
     """
     connection = Connection(Render, MAX_MEMORY_BYTES)
     connection.send(Ready())

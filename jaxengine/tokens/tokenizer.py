@@ -34,17 +34,17 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A vocabulary with its tokenizer. Thread-safe.
+    """Tokenizer with its vocabulary, special tokens and chat template. Thread-safe.
 
     Attributes:
       backend: the underlying `tokenizers.Tokenizer`; must not be changed.
-      bos_token_id, eos_token_id, unk_token_id, pad_token_id: int or None.
-      eos_token_ids: all ids that end an answer, eos first.
+      bos_token_id, eos_token_id, unk_token_id, pad_token_id: ids of special tokens; None for one that does not exist.
+      eos_token_ids: all ids that end an answer, eos_token_id first.
       all_special_ids: ids of the tokens that `decode` leaves out.
       added_token_ids: ids of tokens that are matched in text before it is split, including the special ones.
       vocab_size: number of ids, including added tokens; also len().
-      lowers: texts are lower-cased before they are tokenized.
-      is_byte_level: every token is a run of bytes of the text, see `token_bytes`.
+      lowers: whether texts are lower-cased before they are tokenized.
+      is_byte_level: whether every token is a run of bytes of the text, see `token_bytes`.
       chat_template: Jinja source, {name: source} for a model with several, or None.
     """
 
@@ -56,10 +56,10 @@ class Tokenizer:
         folder: Path | None = None,
         lowers: bool = False,
     ):
-        """Take over `backend`, whose truncation and padding are switched off.
+        """Create a tokenizer on `backend`, whose truncation and padding are switched off.
 
-        special: ids by role. chat_template: source, sources by name, or None for a model without one. folder: the
-        Hugging Face folder whose tokenizer.json was read, or None. lowers: whether texts are lower-cased before
+        special: ids of special tokens. chat_template: source, sources by name, or None for a model without one. folder:
+        the Hugging Face folder whose tokenizer.json was read, or None. lowers: whether texts are lower-cased before
         tokenization.
         """
         # A tokenizer.json may contain truncation and padding settings of the training.
@@ -82,7 +82,8 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
-        """Build a tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is for errors. Raises ModelFileError.
+        """Return the tokenizer that a GGUF file's `tokenizer.*` metadata describes. path: name of the file in errors.
+        Raises ModelFileError for invalid metadata.
 
         Such files seldom name every token that ends an answer, so the one that the chat template writes, found by
         rendering it, is added to eos_token_ids.
@@ -97,10 +98,9 @@ class Tokenizer:
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str], *, lowers: bool = False) -> Tokenizer:
-        """Read the tokenizer of the folder `path`: tokenizer.json, or a vocabulary alone, and related files (see
-        hf_tokenizer). Raises ModelFileError.
-
-        lowers: whether texts are lower-cased before tokenization.
+        """Return the tokenizer in the folder `path`: its tokenizer.json, or a vocabulary alone, and related files (see
+        hf_tokenizer). lowers: whether texts are lower-cased before tokenization. Raises ModelFileError for missing or
+        invalid files.
         """
         with rust_errors(path):
             has_file = (Path(path) / TOKENIZER).is_file()
@@ -110,32 +110,33 @@ class Tokenizer:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode text to token ids. Special tokens written in `text` become their ids. `add_special_tokens`: add
-        BOS/EOS.
+        """Return the token ids of a text. Special tokens written in the text become their ids. add_special_tokens:
+        whether to add BOS and EOS as the model defines.
 
-        Raises RequestError(param="prompt") for what is not a text, invalid Unicode, and text at which the tokenizer
+        Raises RequestError(param="prompt") for a value that is not a text, for invalid Unicode, and if the tokenizer
         fails.
         """
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode several texts in parallel, each as by `encode`: special tokens in a text become their ids,
-        add_special_tokens adds BOS/EOS. Raises RequestError as `encode` does.
+        """Return the token ids of several texts, encoded in parallel. Special tokens in a text become their ids.
+        add_special_tokens: whether to add BOS and EOS. Raises RequestError(param="prompt") for a value that is not a
+        text, for invalid Unicode, and if the tokenizer fails.
         """
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
     def encode_pair(self, text: str, other: str, type_step: int) -> list[int]:
-        """Encode two texts as one prompt, joined by the special tokens that the tokenizer has for a pair.
-
-        A token of type n, as the tokenizer numbers both texts, has n * type_step more than its id. Raises RequestError
-        as `encode` does.
+        """Return the token ids of two texts as one prompt, joined by the special tokens that the tokenizer has for a
+        pair. The type n that the tokenizer gives to each token is added to its id as n * type_step. Raises
+        RequestError(param="prompt") under the same conditions as `encode`.
         """
         (encoding,) = self._encodings([(text, other)], True)
         return [token + kind * type_step for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
 
     def _encodings(self, inputs: Sequence[str | tuple[str, str]], special: bool) -> list[tokenizers.Encoding]:
-        """Return encodings of texts, or of pairs of texts, made in parallel; special: with special tokens. Raises
-        RequestError for what is not a text, invalid Unicode, and text at which the tokenizer fails.
+        """Return the encodings of texts, or of pairs of texts, computed in parallel and lower-cased first if `lowers`.
+        special: whether to add special tokens. Raises RequestError(param="prompt") for a value that is not a text, for
+        invalid Unicode, and if the tokenizer fails.
         """
         for text in (text for each in inputs for text in (each if isinstance(each, tuple) else (each,))):
             if not isinstance(text, str):
@@ -158,10 +159,10 @@ class Tokenizer:
             raise RequestError(text, param="prompt") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode ids to text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
-        skip_special_tokens: those of all_special_ids add nothing either.
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD, and ids outside the vocabulary are left
+        out. skip_special_tokens: leave out ids in all_special_ids too.
 
-        If the decoder fails, the entire text is U+FFFD, because an answer must not fail on what the model has written.
+        If the decoder fails, the whole result is one U+FFFD, because a request must not fail on the model's output.
         """
         try:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -171,7 +172,7 @@ class Tokenizer:
             return "\ufffd"
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return the vocabulary's entries as stored; None for ids outside of it."""
+        """Return the vocabulary's entries for these ids, as stored; None for ids outside of it."""
         return [self.backend.id_to_token(number) for number in token_ids]
 
     def apply_chat_template(
@@ -186,14 +187,15 @@ class Tokenizer:
         placeholder: Callable[[str], str] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt text of a conversation, to be encoded with add_special_tokens=False; see
-        chat_template.render_chat. messages: dicts with role and content. add_generation_prompt: end with the beginning
-        of an answer; continue_final_message: end with the last message's text, not both. tools: JSON-schema dicts.
+        """Return the prompt text of a conversation, to be encoded with add_special_tokens=False.
 
-        chat_template: Jinja source or a name of the model's templates; None for the model's default. placeholder:
-        returns the text for "image", "video" or "audio" in templates that take only text; None for a text-only model.
-        Variables of the template are given as keywords or, if their names are arguments here, as
-        `chat_template_kwargs`.
+        messages: dicts with role and content. add_generation_prompt: whether the text ends with the beginning of an
+        answer. continue_final_message: whether it ends with the last message's text; must not be combined with
+        add_generation_prompt. tools: JSON-schema dicts, or None. chat_template: Jinja source or the name of one of the
+        model's templates; None for the model's default. chat_template_kwargs, variables: additional variables of the
+        template; the former also allows names of arguments. placeholder: function that returns the text for "image",
+        "video" or "audio" in templates that take only text; None for a text-only model. chat_template.render_chat
+        describes details.
 
         Raises RequestError, whose param is the argument at fault; OverloadedError if too many templates are being
         rendered.
@@ -212,9 +214,8 @@ class Tokenizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the content of a tokenizer_config.json for this tokenizer, as JSON values; tokens are given as text.
-
-        Tokens of roles and the chat template are None if there are none.
+        """Return a dict of JSON values with the content of a tokenizer_config.json for this tokenizer. Tokens are given
+        as text. Missing special tokens and a missing chat template are None.
         """
         added = self.backend.get_added_tokens_decoder()
         return {
@@ -225,10 +226,11 @@ class Tokenizer:
         }
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the id adds to the text, not necessarily complete characters; only if `is_byte_level`.
+        """Return the bytes that an id adds to the text, which need not be complete characters. Valid only if
+        `is_byte_level`.
 
-        A byte-level vocabulary spells every byte as one printable character (Radford et al. 2019, GPT-2). Tokens with
-        other characters are taken literally; ids outside the vocabulary add nothing. Results are kept.
+        A byte-level vocabulary represents every byte by one printable character (Radford et al. 2019, GPT-2). Tokens
+        with other characters are taken literally as UTF-8; ids outside the vocabulary return b"". Results are cached.
         """
         known = self._token_bytes.get(token_id)
         if known is None:
@@ -241,8 +243,8 @@ class Tokenizer:
         return known
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the id adds within a text; for vocabularies that are not byte-level, by SentencePiece's
-        spelling: U+2581 is a space, <0x0A> a byte. Empty outside the vocabulary.
+        """Return the bytes that an id adds within a text. For vocabularies that are not byte-level, tokens are
+        interpreted as SentencePiece's: U+2581 is a space, <0x0A> a byte. Returns b"" for ids outside the vocabulary.
         """
         if self.is_byte_level:
             return self.token_bytes(token_id)
@@ -253,9 +255,8 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> PreTrainedTokenizerFast:
-        """Return a copy of the tokenizer as a transformers object; for a folder with all settings of its files.
-
-        Imports transformers on first use, and raises ImportError without it; the copy is kept.
+        """Copy of the tokenizer as a transformers object, created on first use. If a tokenizer.json was read from a
+        folder, it has all settings of the folder's files. Raises ImportError if transformers is not installed.
         """
         # Imported here, as importing transformers takes long and nothing else needs it.
         from transformers import PreTrainedTokenizerFast
@@ -271,7 +272,7 @@ class Tokenizer:
 
     @cached_property
     def _role_tokens(self) -> dict[str, str]:
-        """Return the texts of the special tokens by names of ROLE_TOKENS, only of roles that have one; kept."""
+        """Texts of the special tokens by their names in ROLE_TOKENS. Names without a token are left out."""
         ids = {name: getattr(self, f"{name}_id") for name in ROLE_TOKENS}
         tokens = {name: None if number is None else self.backend.id_to_token(number) for name, number in ids.items()}
         return {name: token for name, token in tokens.items() if token is not None}

@@ -1,5 +1,5 @@
-"""BERT's tokenizer from a vocab.txt, a word or piece of a word on each line, as repositories older than tokenizer.json
-have it.
+"""BERT's tokenizer from a vocab.txt, which has a word or a piece of a word on each line, for repositories older than
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.vocabularies.ends import with_ends
 
 VOCAB = "vocab.txt"
-# Tokens by role where the folder names no others; those of the first three roles must be in the vocabulary.
+# Special tokens by role if the folder names no others. Those of the first three roles must be in the vocabulary.
 TOKENS = {
     "unk_token": "[UNK]",
     "cls_token": "[CLS]",
@@ -34,18 +34,18 @@ MODEL_TYPES = ("bert", "distilbert")
 
 
 def build_word_pieces(source: str, tokens: Mapping[str, str], config: Mapping[str, Any], folder: Path) -> Tokenizer:
-    """Build the tokenizer of a vocab.txt.
+    """Return the tokenizer of a vocab.txt.
 
     Args:
-      source: the file's text; a token's id is its line's number, from 0.
-      tokens: by role, as TOKENS.
-      config: tokenizer_config.json, of which do_lower_case, strip_accents and tokenize_chinese_chars count.
-      folder: for errors.
+    source: the file's text; a token's id is the number of its line, from 0.
+    tokens: special tokens by role, with the keys of TOKENS.
+    config: tokenizer_config.json, of which do_lower_case, strip_accents and tokenize_chinese_chars are used.
+    folder: folder of the files, for errors.
 
-    Raises ModelFileError for an option that is no truth value or not supported, and for a vocabulary without its
-    special tokens.
+    Raises ModelFileError for an option that is not a bool or not supported, and if unk, cls or sep is not in the
+    vocabulary.
     """
-    # A line of Python's text files: a word may have other characters at which str.splitlines() would part it.
+    # Not str.splitlines(), which would also split at other characters that a word may contain.
     lines = io.StringIO(source, newline=None)
     vocab = {line.rstrip("\n"): number for number, line in enumerate(lines)}
     for role in _NEEDED:
@@ -71,14 +71,14 @@ def word_piece_tokenizer(
     strips_accents: bool | None,
     parts_chinese: bool = True,
 ) -> Tokenizer:
-    """Build BERT's tokenizer.
+    """Return BERT's tokenizer.
 
     Args:
-      vocab: ids by word, or by ## and a piece of a word that does not begin it.
-      tokens: by role, as TOKENS, of which those of the first three roles are in `vocab`.
-      lowers: words are lower-cased first.
-      strips_accents: accents are taken off; None: as lowers.
-      parts_chinese: each Chinese character is a word.
+    vocab: ids by word, or by ## followed by a piece that does not begin a word.
+    tokens: special tokens by role, with the keys of TOKENS; those of the first three roles must be in `vocab`.
+    lowers: whether words are lower-cased first.
+    strips_accents: whether accents are removed; None: the same as lowers.
+    parts_chinese: whether each Chinese character is a word.
     """
     tokenizer = Tokenizer(WordPiece(dict(vocab), unk_token=tokens["unk_token"]))
     tokenizer.normalizer = BertNormalizer(
@@ -94,8 +94,8 @@ def word_piece_tokenizer(
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool | None, path: Path) -> Any:
-    """Return the flag `name` of tokenizer_config.json (`config`), `default` if it is missing or null. Raises
-    ModelFileError for others.
+    """Return the flag `name` of `config` (tokenizer_config.json), `default` if it is missing or null. Raises
+    ModelFileError if it is not a bool.
     """
     value = config.get(name)
     if value is not None and type(value) is not bool:

@@ -1,4 +1,6 @@
-"""Worker's end of its connection to the parent: sets limits, ignores signals, and exits when the parent is gone."""
+"""Worker's end of its connection to the parent. It limits the process, ignores signals, and exits when the parent is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ from jaxengine.workers.frames import Frames, frame
 
 
 class Connection:
-    """Connection to the parent over the standard input of a process that `WorkerProcess` started. Any
-    thread may send.
+    """Connection to the parent over the standard input of a process that `WorkerProcess` started. Any thread may send;
+    one thread receives.
     """
 
     def __init__(self, orders: Any, memory_bytes: int):
-        """Limit this process's memory and take over its standard input; from now on SIGINT and SIGTERM do nothing.
+        """Take over the process's standard input as the socket, limit the process's memory, forbid files and core
+        dumps, and ignore SIGINT and SIGTERM from now on.
 
-        orders: type of the messages to receive; memory_bytes: limit of mapped memory, beyond which allocations raise
-        MemoryError (no limit on systems without such limits).
+        orders: type of the messages to receive. memory_bytes: limit of mapped memory, beyond which allocations raise
+        MemoryError; not enforced on systems without such limits.
         """
         # A service manager sends these to each process of the service; only the end of the connection ends a worker.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -40,16 +43,16 @@ class Connection:
         self._frames, self._sending = Frames(orders), threading.Lock()
 
     def receive(self) -> Iterator[Any]:
-        """Yield messages from the parent in order, waiting for each; exit the process with status 0 when the connection
-        closes.
-
-        Raises msgspec.MsgspecError for invalid bytes.
+        """Yield messages from the parent in order, waiting for each. Exits the process with status 0 when the
+        connection closes. Raises msgspec.MsgspecError for invalid bytes.
         """
         while data := self._socket.recv(1 << 20):
             yield from self._frames.feed(data)
         os._exit(0)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the parent; returns when the socket has taken it. Raises OSError if the parent is gone."""
+        """Send a message to the parent. Returns when the socket has accepted all of it. Raises OSError if the parent is
+        gone.
+        """
         with self._sending:
             self._socket.sendall(frame(message))

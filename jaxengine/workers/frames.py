@@ -12,16 +12,16 @@ _LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """Splitter of a stream of bytes into messages."""
+    """Decoder that splits a stream of bytes into messages."""
 
     def __init__(self, kind: Any):
-        """Begin without bytes. kind: type of the messages, a tagged union of msgspec.Structs."""
+        """Start without bytes. kind: type of the messages, a tagged union of msgspec.Structs."""
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Take received bytes; yield the messages that are complete now. Raises msgspec.MsgspecError
-        for invalid bytes.
+        """Add received bytes, and yield the messages that are complete now. Incomplete bytes are kept for the next
+        call. Raises msgspec.MsgspecError for invalid bytes.
         """
         self._bytes += data
         first = 0
@@ -36,6 +36,6 @@ class Frames:
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Encode a message, with its length before it, so that `Frames` can decode it."""
+    """Return a message as MessagePack with its length before it, so that `Frames` can decode it."""
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data

@@ -23,10 +23,8 @@ _START = "import sys; {home!r} in sys.path or sys.path.insert(0, {home!r}); from
 
 
 class WorkerProcess:
-    """A worker process and the socket to it. Only `wait` blocks. The process is killed when this object is
-    garbage-collected.
-
-    For use by one thread at a time.
+    """Worker process and the socket to it. Only `wait` blocks. The process is killed when this object is
+    garbage-collected. Must be used by one thread at a time.
 
     Attributes:
       process: the subprocess.
@@ -36,13 +34,13 @@ class WorkerProcess:
     def __init__(self, module: str, answers: Any):
         """Start the process without waiting for it.
 
-        module: full name of the module whose `main` the worker runs (see workers.connection); answers: type of the
+        module: full name of the module whose `main` the worker runs (see workers.connection). answers: type of the
         messages that the worker sends.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-c", _START.format(home=str(HOME), module=module)]
-            # In a process group of its own: a terminal's Ctrl-C is for the parent, which ends its workers.
+            # In a separate process group, because a terminal's Ctrl-C is for the parent, which ends its workers.
             self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0)
         ours.setblocking(False)
         self.error: Exception | None = None
@@ -51,7 +49,7 @@ class WorkerProcess:
         self._end = weakref.finalize(self, _end, self.process, ours, self._pid)
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket, readable when the worker has sent something."""
+        """Return the descriptor of the socket, which is readable when the worker has sent something or has ended."""
         return self._connection.fileno()
 
     @property
@@ -62,12 +60,16 @@ class WorkerProcess:
         return os.getpid() == self._pid
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message and send what the socket takes now; `wait` and `receive` send the rest."""
+        """Queue a message and send as many queued bytes as the socket accepts now, without waiting. `receive` sends the
+        rest.
+        """
         self._outgoing += frame(message)
         self._flush()
 
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` until a message can be received or more of the queued bytes can be sent."""
+        """Wait until a message can be received, the worker has ended, or more of the queued bytes can be sent, at most
+        `seconds`.
+        """
         wait_for_any([self], seconds)
 
     @property
@@ -76,9 +78,8 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Return (messages received since the last call, whether the worker is alive), without waiting.
-
-        A worker that sent invalid bytes counts as dead. `error` is then set, if the reason is known.
+        """Return (messages received since the last call, whether the worker is alive), without waiting. Also sends
+        queued bytes. A worker that has sent invalid bytes counts as ended. `error` is then set, if the reason is known.
         """
         messages: list[Any] = []
         try:
@@ -92,19 +93,21 @@ class WorkerProcess:
         return messages, False
 
     def kill(self) -> None:
-        """Kill the worker, whatever it is doing."""
+        """Kill the worker, whatever it is doing, and close the connection."""
         self._end()
 
     def _flush(self) -> None:
-        """Send as many queued bytes as the socket takes now."""
+        """Send as many queued bytes as the socket accepts now. Ignores a closed connection, which `receive` reports."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # `receive` reports its end
             while self._outgoing:
                 del self._outgoing[: self._connection.send(self._outgoing)]
 
 
 def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
-    """Wait at most `seconds` until one of the workers has sent a message or can take more bytes."""
-    # Not select(), which takes no descriptors above 1023: a server has one for each connection.
+    """Wait until one of the workers has sent a message, has ended, or can take more of its queued bytes, at most
+    `seconds`.
+    """
+    # Not select(), which does not support descriptors above 1023: a server has one for each connection.
     poll = select.poll()
     for each in processes:
         poll.register(each, select.POLLIN | (select.POLLOUT if each.has_more_to_send else 0))
@@ -112,7 +115,9 @@ def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, pid: int) -> None:
-    """Close the connection, and kill the worker unless this process is a fork of process `pid`, the worker's parent."""
+    """Close the connection and kill the worker, unless this process is a fork of process `pid`, the worker's parent, in
+    which case only close the connection. A daemon thread waits for the worker's end.
+    """
     connection.close()
     if os.getpid() != pid:
         return

@@ -1,5 +1,5 @@
-"""Fields of Gemma 3n: several hidden states side by side, which layers predict and correct (Baykal et al. 2023,
-arXiv:2301.13310), and what else its layers have.
+"""Fields of Gemma 3n: several parallel hidden states, which layers predict and correct (Baykal et al. 2023,
+arXiv:2301.13310), and other parts of its layers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _MOST_STREAMS, _MOST_RANK = 16, 1 << 16
 
 @dataclass(frozen=True)
 class AltUp:
-    """Alternating updates of a token's hidden states, of which each layer computes one and predicts the others.
+    """Alternating updates of a token's hidden states: each layer computes one of them and predicts the others.
 
     Attributes:
-      num_streams: A, hidden states of a token.
-      active: number of the one that layers compute.
-      scales_active: whether it is scaled by learned numbers before a layer's own input joins it.
+      num_streams: A, number of hidden states of a token.
+      active: index of the hidden state that layers compute.
+      scales_active: whether the active hidden state is scaled by learned numbers before it gates the per-layer input.
       laurel_rank: inner size of the low-rank product (LAuReL) whose result is averaged with attention's.
-      sparsity: of each layer, the share of the MLP's gates that are to be zero, 0 for none.
-      table_rows: tokens that have inputs of single layers; all others have those of token 0.
+      sparsity: for each layer, the share of the MLP's gates that are to be zero; 0 for none.
+      table_rows: number of tokens in the table of per-layer inputs; all other tokens use those of token 0.
     """
 
     num_streams: int

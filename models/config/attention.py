@@ -1,6 +1,6 @@
 """LayerAttention: one layer's attention as data, for kernels, caches and step inputs.
 
-Owns the checks that concern one layer. Norms, activations and multipliers around attention are code in the family's
+Contains the checks that concern one layer. Norms, activations and multipliers around attention are code in the family's
 file.
 """
 
@@ -22,17 +22,17 @@ from jaxengine.models.config.fields import (
 from jaxengine.models.config.rope import Rope
 from jaxengine.models.config.state import GatedDelta, LinearState, SelectiveScan, ShortConvolution, StateSpace
 
-# State that a layer may have instead of attention, or in addition to it.
+# Recurrent state that a layer may have instead of attention, or in addition to it.
 LayerState = GatedDelta | LinearState | ShortConvolution | StateSpace | SelectiveScan | CompressedKeys
 
 
 @dataclass(frozen=True)
 class TemperatureTuning:
-    """Factor of queries, 1 + attn_scale * ln(1 + floor((position + offset) / floor_scale)): the longer the context, the
+    """Factor of queries, 1 + attn_scale * ln(1 + floor((position + offset) / floor_scale)). The longer the context, the
     sharper the softmax (Nakanishi 2025, arXiv:2501.19399, as in Llama 4).
 
-    offset: 1 where the first position counts as one token, else 0. power: the factor is (1 + (position + offset) /
-    floor_scale) ** attn_scale instead.
+    offset: 1 where the first position counts as one token, else 0. power: whether the factor is (1 + (position +
+    offset) / floor_scale) ** attn_scale instead.
     """
 
     floor_scale: float
@@ -48,11 +48,11 @@ class TemperatureTuning:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): sizes of the latent that gives all keys and
-    values.
+    """Sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434), in which all keys and values are
+    computed from a latent.
 
-    A token's cached key is its latent followed by the one rotated part that all heads share; its value is the
-    latent. So there is one kv head. Names are those of config.json.
+    A token's cached key is its latent followed by the rotated part that all heads share; its value is the latent.
+    So there is one KV head. Names are those of config.json.
 
     Attributes:
       kv_lora_rank: elements of the latent.
@@ -80,11 +80,12 @@ class KeyIndex:
     `top_k` keys that it scores highest.
 
     Attributes:
-      num_heads, head_dim: heads of its queries, and elements of a query and of its one key for each token, which is
-        cached beside the layer's own.
-      top_k: keys that a token attends to, all of them where it sees no more.
-      interleaved: of its rope, which is otherwise the layer's; see Rope.
-      source: number of the layer before this one whose selection it takes; None for its own. It has no weights then.
+      num_heads: heads of its queries.
+      head_dim: elements of a query, and of its one key for each token, which is cached in addition to the layer's keys.
+      top_k: number of keys that a token attends to; all of them if there are no more.
+      interleaved: Rope.interleaved of its rope, which otherwise equals the layer's.
+      source: number of the earlier layer whose selection of keys is used; the indexer then has no weights. None for its
+        own selection.
     """
 
     num_heads: int
@@ -101,9 +102,11 @@ class KeyIndex:
 
 @lru_cache(maxsize=8)
 def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
-    """Return the slope of each head (Press et al. 2021, arXiv:2108.12409): powers of two with exponents in equal steps
-    down to -largest; where the number of heads is no power of two, every second of those of the next one, and then of
-    the others.
+    """Return the ALiBi slope of each head (Press et al. 2021, arXiv:2108.12409): powers of two with exponents in equal
+    steps down to -largest.
+
+    If the number of heads is not a power of two, the slopes for the next power of two are computed, and every second
+    one is taken first, then the others. Results for the last 8 arguments are cached.
     """
     count = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-largest * (index + 1) / count) for index in range(count)]
@@ -112,35 +115,38 @@ def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Attention of one layer; layers with equal ones share rope tables, schedules and a trace.
+    """Attention of one layer. Layers with equal values share rope tables, schedules and a trace.
 
     Attributes:
       num_heads, num_kv_heads: heads of queries, and of keys and values.
       head_dim: size of a query, key and value; of a cached key where there is a latent.
       rope: rotation of q and k; None for none.
       scale: factor of the products of queries and keys; None for head_dim ** -0.5.
-      window: a token sees keys less than this many positions away, None for all of them.
-      chunk: a token sees the keys from the last multiple of this on, None for all of them: a window that restarts.
-      causal: a token sees itself and those before it; otherwise its whole sequence, whose tokens are then in one step.
+      window: a token attends to keys less than this many positions away; None for all of them.
+      chunk: a token attends to the keys from the last multiple of this position on; None for all of them.
+      causal: whether a token attends to itself and earlier tokens only; otherwise to its whole sequence, whose tokens
+        are then in one step.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
-      qk_norm: an RMS norm over each head of q and k before rope, unless the family passes other norms to Attention.
-      sinks: a learned logit for each head that takes its share of the softmax and gives nothing (Xiao et al. 2023,
-        arXiv:2309.17453).
+      qk_norm: whether each head of q and k has an RMS norm before rope, unless the family passes other norms to
+        Attention.
+      sinks: whether each head has a learned logit that takes a share of the softmax and adds no value (Xiao et al.
+        2023, arXiv:2309.17453).
       bias: whether the projections to q, k and v have a bias.
       output_bias: whether the projection after attention has a bias.
       temperature: factor of queries by their positions; None for none.
       index: indexer that selects the keys that a token attends to; None for all keys. Only with a latent.
       latent: latent that keys and values are computed from, None where they are projected directly.
-      state: recurrent state instead of attention, None for a layer that only attends. Sizes are then those of the
-        attending layers, and the other fields have their defaults.
-      beside_state: the layer has a state and attends as well.
-      feed_forward_only: the layer has a feed-forward part, and neither attention nor a state.
+      state: recurrent state instead of attention; None for a layer that only attends. With a state, the sizes equal
+        those of the attending layers, and the other fields have their defaults.
+      beside_state: whether the layer has both a state and attention.
+      feed_forward_only: whether the layer has only a feed-forward part, and neither attention nor a state.
       kv_source: number of the layer before this one whose keys and values it attends to, as that layer has cached them;
         None for its own. It projects queries only and has no pages.
-      keys_as_values: the projection to keys gives the values as well, before norm and rope; there is no other.
-      value_size: size of a value where it is not head_dim; None where it is, or where there is a latent.
-      slopes: what each head's logits lose with each position between query and key, after scale and cap (ALiBi, see
-        `alibi_slopes`); None for none.
+      keys_as_values: whether values are the projected keys before norm and rope, so that there is no projection to
+        values.
+      value_size: elements of a value if they are not head_dim; None if they are, or with a latent.
+      slopes: for each head, the number that is subtracted from its logits for each position between query and key,
+        after scale and cap (ALiBi, see `alibi_slopes`); None for none.
     """
 
     num_heads: int
@@ -230,18 +236,18 @@ class LayerAttention:
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has keys and values; otherwise it has a state alone, or nothing that lasts."""
+        """Whether the layer has attention; otherwise it has a state alone, or a feed-forward part only."""
         return not self.feed_forward_only and (self.state is None or self.beside_state)
 
     @property
     def has_pages(self) -> bool:
-        """Whether the layer keeps keys and values of its own; one with a kv_source attends without."""
+        """Whether the layer caches its own keys and values. A layer with a kv_source attends without pages."""
         return self.attends and self.kv_source is None
 
     @property
     def v_head_dim(self) -> int:
-        """Return the number of elements of a cached value. With a latent they are the first ones of the key, or those
-        of the indexer's key, which lies in the place of a value.
+        """Number of elements of a cached value. With a latent these are the first elements of the key. With an indexer,
+        its key is cached in place of the value.
         """
         if self.index is not None:
             return self.index.head_dim
@@ -254,13 +260,12 @@ class LayerAttention:
 
     @property
     def compressed(self) -> CompressedKeys | None:
-        """Return the compressed keys that the layer attends to; None where each token has its own."""
+        """Compressed keys that the layer attends to; None if each token has its own key."""
         return self.state if isinstance(self.state, CompressedKeys) else None
 
     def page_sizes(self, page_size: int) -> dict[str, Any]:
-        """Return fields of KVSpec, by name: the sizes of a cached key and value, and whether one has the other.
-
-        Raises ModelConfigError for pages of `page_size` tokens that the layer cannot have.
+        """Return fields of KVSpec by name: the sizes of a cached key and value, and whether values are part of the
+        keys. Raises ModelConfigError if the layer does not support pages of `page_size` tokens.
         """
         if (compressed := self.compressed) is not None:
             return compressed.page_sizes(page_size)
@@ -268,12 +273,12 @@ class LayerAttention:
 
     @property
     def reach(self) -> int | None:
-        """Return how many of the latest keys, its own included, a token sees and a cache must keep; None for all, as in
-        an encoder.
+        """Number of latest keys, its own included, that a token attends to and that a cache must keep; None for all, as
+        in an encoder.
         """
         return None if not self.causal else self.chunk if self.window is None else self.window
 
     @property
     def sm_scale(self) -> float:
-        """Return the factor of the products of queries and keys."""
+        """Factor of the products of queries and keys."""
         return self.head_dim**-0.5 if self.scale is None else self.scale

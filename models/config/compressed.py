@@ -1,5 +1,5 @@
-"""Fields of DeepSeek-V4 (DeepSeek-AI 2026): keys of which one stands for a block of tokens, and hidden states that are
-mixed by doubly stochastic matrices.
+"""Fields of DeepSeek-V4 (DeepSeek-AI 2026): compressed keys, each for a block of tokens, and parallel hidden states
+that are mixed by doubly stochastic matrices.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxengine.models.config.fields import (
 from jaxengine.models.config.state import StateArray
 
 _MOST_STREAMS, _MOST_ROUNDS = 16, 1024
-# Tokens that a state holds of each sequence: the window, and the blocks that a key is made of.
+# Largest number of a sequence's tokens that a state holds: the window, and the blocks from which a key is computed.
 _MOST_KEPT = 1 << 14
 
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """Indexer of a layer with compressed keys: a token attends to the `top_k` of them that it scores highest.
+    """Indexer of a layer with compressed keys: a token attends to the `top_k` blocks that it scores highest.
 
     Attributes:
       num_heads, head_dim: heads of its queries, and elements of a query and of its key for each block.
@@ -43,18 +43,19 @@ class BlockIndex:
 class CompressedKeys:
     """Cache of a layer that attends to the latest tokens, and to one key for each block of `rate` tokens.
 
-    The state of a sequence has what may still be needed of single tokens: the keys of its window, and the projections
-    of which the next block's key is made. Pages have the keys of blocks, at most one for each page's tokens or as many
-    as it has whole blocks.
+    The state of a sequence holds data of single tokens: the keys of its window, and the projections from which the
+    next block's key is computed. Pages hold the keys of blocks: one for each whole block of the page's tokens, or at
+    most one if a block is longer than a page.
 
     Attributes:
-      head_dim: elements of a key, which is its value as well; one for all heads.
-      window: latest keys of tokens that a token sees, its own included.
-      rate: tokens of a block; None for a layer that sees the window alone and has no pages.
-      overlapping: a block's key is made of the tokens of the block before it, too.
+      head_dim: elements of a key, which all heads share and which is also the value.
+      window: number of latest tokens that a token attends to, itself included.
+      rate: tokens of a block; None for a layer that attends to the window only and has no pages.
+      overlapping: whether a block's key is also computed from the tokens of the block before it.
       index: indexer that selects the blocks that a token attends to; None for all of them.
       q_rank: elements of the latent of queries.
-      out_groups, out_rank: groups of heads whose outputs are projected to so many elements each, and these together to
+      out_groups: groups of heads.
+      out_rank: elements to which the outputs of each group are projected, before all groups together are projected to
         the hidden size.
     """
 
@@ -77,30 +78,30 @@ class CompressedKeys:
 
     @property
     def num_series(self) -> int:
-        """Return the number of blocks whose keys a token contributes to."""
+        """Number of blocks to whose keys a token contributes."""
         return 2 if self.overlapping else 1
 
     @property
     def span(self) -> int:
-        """Return the number of tokens that a block's key is made of."""
+        """Number of tokens from which a block's key is computed; 0 without blocks."""
         return (self.rate or 0) * self.num_series
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the elements of a block's keys: the layer's, and the indexer's if there is one."""
+        """Elements of a block's keys: the layer's key, and the indexer's if there is one."""
         return (self.head_dim,) if self.index is None else (self.head_dim, self.index.head_dim)
 
     @property
     def num_projected(self) -> int:
-        """Return the number of elements that a token contributes to the keys of blocks: values and their gates, for its
-        own block and, where they overlap, for the next.
+        """Number of elements that a token contributes to the keys of blocks: values and their gates, for its own block
+        and, if blocks overlap, for the next.
         """
         return 2 * self.num_series * sum(self.widths)
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the window's keys [window - 1, head_dim] and, with blocks, what the last tokens contribute
-        to them, [span - 1, num_projected]; the latest token comes last.
+        """State arrays: the window's keys [window - 1, head_dim] and, with blocks, the last tokens' contributions to
+        blocks [span - 1, num_projected]. The latest token comes last.
         """
         window = StateArray((self.window - 1, self.head_dim), None, (None, None))
         if self.rate is None:
@@ -109,13 +110,12 @@ class CompressedKeys:
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations for one token by which keys of blocks are made; 0 without blocks."""
+        """Floating-point operations per token for computing keys of blocks; 0 without blocks."""
         return 4 * self.span * sum(self.widths) // (self.rate or 1)
 
     def num_slots(self, page_size: int) -> int:
-        """Return the number of tokens' slots of a page that a block's key fills: the block's own, or the page's if it
-        is shorter than a block. Raises ModelConfigError for pages that blocks do not divide and that do not divide
-        them.
+        """Return the number of a page's token slots that a block's key fills: the block's tokens, or the page's if the
+        page is shorter. Raises ModelConfigError if neither size divides the other.
         """
         rate = self.rate or 1
         if page_size % rate and rate % page_size:
@@ -125,8 +125,9 @@ class CompressedKeys:
         return min(rate, page_size)
 
     def page_sizes(self, page_size: int) -> dict[str, int | bool]:
-        """Return fields of KVSpec: the elements of a block's keys that each of its slots holds, the indexer's in the
-        place of a value. Raises ModelConfigError as `num_slots` does.
+        """Return fields of KVSpec by name: the elements of a block's key that each slot holds, those of the indexer's
+        key in place of a value, and whether values are part of the keys. Raises ModelConfigError if neither the page's
+        nor the block's size divides the other.
         """
         own, *of_index = (-(-width // self.num_slots(page_size)) for width in self.widths)
         return {"head_dim": own, "v_head_dim": (of_index or [own])[0], "values_in_keys": not of_index}
@@ -134,13 +135,13 @@ class CompressedKeys:
 
 @dataclass(frozen=True)
 class HyperConnections:
-    """Hidden states of a token that layers read as one and write as many (Xie et al. 2026, manifold-constrained
-    hyper-connections).
+    """Several hidden states of a token, which a layer mixes to one input and to all of which it adds its output (Xie
+    et al. 2026, manifold-constrained hyper-connections).
 
     Attributes:
-      num_streams: hidden states of a token.
-      rounds: of scaling rows and columns, after which the matrix that mixes them counts as doubly stochastic.
-      eps: added to what is divided by.
+      num_streams: number of hidden states of a token.
+      rounds: rounds of scaling rows and columns (Sinkhorn) that make the mixing matrix doubly stochastic.
+      eps: number added to divisors.
     """
 
     num_streams: int

@@ -1,4 +1,4 @@
-"""DeclaredForm: what a family that is a row of a table says of its layers, as data.
+"""DeclaredForm: the layers of a family that is a row of a table, as data.
 
 The row and the reading of its configuration are in jaxengine.models.families.declared_rows.
 """
@@ -7,48 +7,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Kinds of norms: RMS, with weights, with their difference to one, without; layer norms with weights and biases, with
-# weights alone, without either. Of queries and keys also: RMS over all heads at once, and a layer norm with weights
-# alone for each head.
+# Kinds of norms. RMS norms: with weights, with weights stored as their difference from one, without weights. Layer
+# norms: with weights and biases, with weights only, without either. For queries and keys also: an RMS norm over all
+# heads at once, and a layer norm for each head with weights only.
 RMS, OFFSET, FIXED_RMS = "rms", "offset rms", "fixed rms"
 LAYER, UNBIASED, FIXED = "layer", "unbiased", "fixed"
 ALL_HEADS, EACH_HEAD = "all heads", "each head"
-# Places of norms: x + part(norm(x)), one part after the other; both parts beside each other; norm(x + part(x));
-# x + norm(part(x)); x + norm(part(norm(x))); norm(x) + part(norm(x)).
+# Placements of norms, in the order of the names below: x + part(norm(x)), one part after the other; the same with both
+# parts in parallel; norm(x + part(x)); x + norm(part(x)); x + norm(part(norm(x))); norm(x) + part(norm(x)).
 BEFORE, PARALLEL, AFTER, OUTPUT, AROUND = "before", "parallel", "after", "output", "around"
 WITHIN = "within"
-# Rows of a joined projection: all of q, all of k, all of v; queries, a key and a value of each group of heads; queries,
-# values and keys of each quarter of the heads.
+# Order of the rows of a joined projection: all of q, all of k, all of v; for each group of heads its queries, key and
+# value; for each quarter of the heads its queries, values and keys.
 ROWS, GROUPS, QUARTERS = "rows", "groups", "quarters"
 
 
 @dataclass(frozen=True)
 class DeclaredForm:
-    """Layers and ends of a decoder. Names are of checkpoint modules, those of a layer without the layer's own.
+    """Layers, embedding and output of a decoder. Names are those of checkpoint modules, without the layer's prefix.
 
     Attributes:
       norm: kind of all norms.
-      placement: of norms.
+      placement: placement of norms.
       norms: names of a layer's norms in the order of their use, one where both parts share it.
-      first_norm: whether the first layer has the first of them; without it its input stays as it is.
+      first_norm: whether the first layer has the first of its norms; otherwise its input is not normed.
       qkv: projections of queries, keys and values, or one name where they are joined.
       joined: order of a joined projection's rows.
       out: projection after attention.
-      heads_norm: RMS norm of the results of all heads at once, before that projection; None for none.
+      heads_norm: RMS norm of the outputs of all heads at once, before that projection; None for none.
       clip: bound of projected queries, keys and values; None for none.
-      qk_norms: norms of each head's q and k, () for none. qk_norm: their kind. qk_norms_last: they follow rope.
-      reversed_rope: rope turns the other way.
-      gate: projection whose `gate_activation` multiplies the results of heads, each with one number if `gates_heads`;
-        None for none. gate_bias: vector with a number for each head that is added to what it gives; None for none.
+      qk_norms: names of the norms of q and k, () for none. qk_norm: their kind. qk_norms_last: whether they follow
+        rope.
+      reversed_rope: whether rope rotates in the opposite direction.
+      gate: projection whose result, after `gate_activation`, multiplies the outputs of heads; None for none. It has one
+        number per head if `gates_heads`. gate_bias: vector with a number for each head that is added to its result;
+        None for none.
       value_scale: factor of values.
       up: the MLP's projections before its activation: gate and up, or up alone; () for layers without an MLP.
-      joined_up: the one projection before it is gate and up joined.
-      down: its projection after that.
-      limits: in each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared or dense MLP,
+      joined_up: whether the one projection in `up` is gate and up joined.
+      down: the MLP's projection after the activation.
+      limits: for each layer, the bounds of gate and up (SiluThenClamped) of experts, and of the shared or dense MLP,
         each None for none; () for none in all layers.
-      inner_norm: RMS norm of what goes into `down`, of a gated MLP; None for none.
-      experts_norm: norm after experts, which a layer with a dense MLP lacks; None for none.
-      activation: name of its activation.
+      inner_norm: RMS norm of the input of `down` in a gated MLP; None for none.
+      experts_norm: norm after experts, which layers with a dense MLP lack; None for none.
+      activation: name of the MLP's activation.
       positions: table of positions, whose rows are added to embeddings; None for none.
       first_position: row of the first position.
       root_scaled: whether embeddings are multiplied by the root of their size, rounded to their dtype.
@@ -57,10 +59,10 @@ class DeclaredForm:
       head_bias: whether logits have a bias.
       head: a projection of the last hidden states before the logits, and the norm, of kind `norm`, that follows its
         activation, `head_activation`; () for none.
-      residuals: factors of what a part gets and of what it gives, where they are added: of attention, of a mixer with a
-        state, of the MLP.
-      depth_scaled: the n-th part that is added up, of which embeddings are the first, has the factor n ** -0.5, and
-        what it is added to ((n - 1) / n) ** 0.5, in place of `residuals`.
+      residuals: (factor of a part's input, factor of its output) where the two are added: for attention, for a mixer
+        with a state, and for the MLP.
+      depth_scaled: whether, in place of `residuals`, the n-th addend (the embeddings are the first) has the factor
+        n ** -0.5, and the sum before it ((n - 1) / n) ** 0.5.
       mixer: module of a layer that keeps a state instead of attention.
       embedding_size: elements of an embedding that is projected to the hidden size, and back before the logits; None
         for the hidden size.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxengine.models.config.fields import ConfigFields
 
-# Values of `hidden_act`; the first one is what a file without it means.
+# Values of `hidden_act`; the first is the default.
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 
 
@@ -15,17 +15,18 @@ class EncoderConfig(NamedTuple):
 
     Attributes:
       activation: one of ACTIVATIONS.
-      num_token_types: rows of the table of token types; 0 for a model without one. A token of type n has the token id
-        of its text plus n times the rows of the token table, so that a request needs nothing besides its ids.
+      num_token_types: rows of the table of token types; 0 for a model without one. A token of type n has its usual id
+        plus n times the rows of the token table, so that ids alone describe a request.
       num_positions: rows of the position table; 0 for a model without one.
-      first_position: the row that a prompt's first token has.
+      first_position: row of the position table for a prompt's first token.
       norm_bias: whether norms have biases.
-      distances: number of ranges of distances that have a bias of attention each, and the distance from which on all
-        have the last; None for a model without such biases, or whose family knows them.
-      embedding_size: elements of embeddings; 0 for those of hidden states.
-      adaptation: number of the adapter that is added to the weights among those that a checkpoint stores beside each
-        matrix, and the factor of its products; None for the weights alone.
-      head_activation, head_bias: of the dense layer before scores of labels, where the family leaves that open.
+      distances: (number of ranges of distances with one attention bias each, distance from which on all have the last
+        bias); None for a model without such biases, or whose family fixes them.
+      embedding_size: elements of an embedding; 0 for those of a hidden state.
+      adaptation: (index of the LoRA adapter that is added to the weights, among those that the checkpoint stores with
+        each matrix, factor of its products); None for the weights alone.
+      head_activation, head_bias: activation and bias of the dense layer before scores of labels, where the family does
+        not fix them.
     """
 
     activation: str
@@ -41,8 +42,8 @@ class EncoderConfig(NamedTuple):
 
 
 def read_activation(fields: ConfigFields, name: str = "hidden_act") -> str:
-    """Read the activation's name, the first of ACTIVATIONS where it is absent. Raises ModelConfigError for one that is
-    not among them.
+    """Return the activation's name in the field `name`, the first of ACTIVATIONS if it is absent. Raises
+    ModelConfigError for a name that is not in ACTIVATIONS.
     """
     activation = fields.text(name, ACTIVATIONS[0])
     if activation not in ACTIVATIONS:

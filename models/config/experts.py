@@ -14,35 +14,37 @@ class ExpertsConfig:
     """Mixture-of-experts layers of a model.
 
     Attributes:
-      num_per_token: experts that each token goes to.
+      num_per_token: experts to which each token is routed.
       intermediate_size: feed-forward size of one expert.
-      norm_weights: a token's weights are scaled to add up to one.
+      num_experts: experts of a layer.
+      norm_weights: whether a token's weights are scaled to add up to one.
       dense_layers: indices of the layers that have a dense MLP instead, ascending.
-      hashed_layers: indices of the layers whose experts a table names for each token id, ascending; scores weigh them.
-      scoring_func: function from the router's logits to scores: over all experts (softmax), or of each alone (sigmoid;
+      hashed_layers: indices of the layers in which a table chooses the experts by token id, ascending; scores are only
+        their weights.
+      scoring_func: function from the router's logits to scores: over all experts (softmax), or elementwise (sigmoid;
         sqrtsoftplus, the square root of softplus).
-      correction_bias: a learned number is added to each expert's score when experts are picked, not when they are
-        weighed (Wang et al. 2024, arXiv:2408.15664).
-      corrects_logits: that number is added to the router's logits and not to scores.
-      num_expert_group, topk_group: number of equal groups of experts; a token's experts are picked among its
-        best `topk_group` groups (DeepSeek-AI 2024, arXiv:2412.19437).
+      correction_bias: whether a learned number is added to each expert's score for the choice of experts, not for their
+        weights (Wang et al. 2024, arXiv:2408.15664).
+      corrects_logits: whether that number is added to the router's logits instead of the scores.
+      num_expert_group: number of equal groups of experts.
+      topk_group: a token's experts are chosen among its best `topk_group` groups (DeepSeek-AI 2024, arXiv:2412.19437).
       routed_scaling_factor: factor of all weights.
-      min_weight_sum: weights are divided by no less than this to add up to one.
-      apply_router_weight_on_input: weights multiply the experts' inputs instead of their outputs.
+      min_weight_sum: least divisor when weights are scaled to add up to one.
+      apply_router_weight_on_input: whether weights multiply the experts' inputs instead of their outputs.
       swiglu_alpha, swiglu_limit: parameters of the clamped SwiGLU activation, for families that have it.
       bias: whether the router and the experts' matrices have biases.
-      shared_intermediate_size: feed-forward size of the shared dense MLP that every token goes to in addition, 0 for
-        none.
-      shared_gate: the shared MLP's output is weighed by a sigmoid gate of its own.
+      shared_intermediate_size: feed-forward size of the shared dense MLP that is applied to every token in addition; 0
+        for none.
+      shared_gate: whether a sigmoid gate multiplies the shared MLP's output.
       output_scale: factor of the sum of the experts' and the shared MLP's outputs.
-      router_jitter_noise: half of the relative distance from the best score within which others count, for families
-        that weigh experts so.
-      num_zero_experts: experts after the others that return their input, and have no weights (LongCat 2025,
+      router_jitter_noise: half of the relative distance from the best score within which other scores count, for
+        families that weight experts so.
+      num_zero_experts: experts without weights, numbered after the others, that return their input (LongCat 2025,
         arXiv:2509.01322).
-      shortcut: experts read the hidden state of one layer and join that of the next (Cai et al. 2024,
+      shortcut: whether experts read the hidden state of one layer and are added to that of the next (Cai et al. 2024,
         arXiv:2404.05019).
-      latent_size: elements of an expert's input and output, projected from and to the hidden state; None for the hidden
-        state itself.
+      latent_size: elements of an expert's input and output, which are projected from and to the hidden state; None if
+        they are the hidden state itself.
     """
 
     num_experts: int
@@ -72,7 +74,7 @@ class ExpertsConfig:
 
     @property
     def num_routed(self) -> int:
-        """Return how many experts a router picks among: those with weights, and after them those without."""
+        """Number of experts among which a router chooses: those with weights, and after them those without."""
         return self.num_experts + self.num_zero_experts
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Typed reading of single values from an untrusted configuration.
 
-It has the wording of configuration errors; callers know the meaning and the origin of values.
+Defines the wording of configuration errors. Callers define the meaning and the origin of values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_HIDDEN, MAX_INTERMEDIATE, MAX_VOCAB = 1 << 17, 1 << 20, 1 << 22
 MAX_POSITIONS = 1 << 26
 MAX_TOKEN_IDS = 1024
-# Pixels or frames of a patch along a side, and patches of a row of a tower.
+# Pixels or frames of a patch along one side, and patches that are merged along one side.
 MAX_PATCH, MAX_MERGE = 256, 16
-# Bins of a spectrum, and positions of a window of a sound.
+# Bins of a spectrum, and positions in a window of audio.
 MAX_BINS, MAX_WINDOW = 1024, 1 << 14
-# Most experts of all layers together, which all have tensors with names of their own.
+# Largest number of experts of all layers together, since each has its own named tensors.
 MAX_ALL_EXPERTS = 1 << 17
 # Limits by field name: names of config.json first, then those of GGUF files.
 _MAXIMA = {
@@ -109,21 +109,21 @@ _MAXIMA = {
 
 
 def check_size(name: str, value: Any, maximum: int, minimum: int = 1) -> None:
-    """Raise ModelConfigError unless the field `name` has an integer from `minimum` to `maximum` as its value."""
+    """Raise ModelConfigError unless `value` is an integer from `minimum` to `maximum`, both included. name: name of the
+    field in the error.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise ModelConfigError(f"{name} must be an integer >= {minimum} and <= {maximum}, got {value!r}")
 
 
 class ModelConfigError(ValueError):
-    """Error of a model configuration that cannot be used; the message names the field, its value and what is
-    allowed.
-    """
+    """Error of an unusable model configuration. The message names the field, its value and what is allowed."""
 
 
 class ConfigFields:
-    """Reader of a configuration, one field at a time. `prefix` is prepended to every name ("llama." for GGUF metadata).
+    """Reader of single fields of a configuration. `prefix` is prepended to every name ("llama." for GGUF metadata).
 
-    A field that is absent, or null, takes the default, which only `boolean` checks. Methods raise ModelConfigError for
+    A field that is absent or null takes the default, which only `boolean` checks. Methods raise ModelConfigError for
     such a field without a default, and for a value of another type or outside of its limits.
     """
 
@@ -134,13 +134,13 @@ class ConfigFields:
         self.prefix = prefix
 
     def with_defaults(self, **defaults: Any) -> ConfigFields:
-        """Return a copy with these values for absent fields; a field that is null stays null."""
+        """Return a copy in which absent fields have these values. A field that is null stays null."""
         named = {self.prefix + name: value for name, value in defaults.items()}
         return ConfigFields({**named, **self.raw}, self.prefix)
 
     def require(self, **allowed: Any) -> None:
-        """Raise ModelConfigError for a field that is neither absent, null nor this value: it asks for an unsupported
-        feature. The value None allows only absent and null.
+        """Raise ModelConfigError for a field that is present, not null, and different from the given value, as it
+        requests an unsupported feature. The value None allows only absent and null.
         """
         for name, value in allowed.items():
             if self.has(name) and self.value(name) != value:
@@ -151,8 +151,8 @@ class ConfigFields:
         return self.raw.get(self.prefix + name) is not None
 
     def fail(self, name: str, allowed: str) -> ModelConfigError:
-        """Return, for the caller to raise, the error that the field `name` must be `allowed`; it shows at most 80
-        characters of its value.
+        """Return (not raise) the ModelConfigError that the field `name` must be `allowed`. It shows at most 80
+        characters of the field's value.
         """
         value = self.raw.get(self.prefix + name)
         text = repr(value[:1000] if isinstance(value, (str, list)) else value)
@@ -160,29 +160,27 @@ class ConfigFields:
         return ModelConfigError(f"{self.prefix + name} must be {allowed}, got {shown}")
 
     def _get(self, name: str, default: Any) -> Any:
-        """Return the field `name`, a numpy scalar as a Python value; the default where it is absent or null.
-
+        """Return the field `name`, with a numpy scalar converted to a Python value; `default` if it is absent or null.
         Raises ModelConfigError for such a field if `default` is _REQUIRED.
         """
         value = self.raw.get(self.prefix + name)
         if value is not None:
-            # GGUF readers hand out numpy scalars; configuration objects hold Python values only.
+            # GGUF readers return numpy scalars; configuration objects hold Python values only.
             return value.item() if isinstance(value, np.generic) else value
         if default is _REQUIRED:
             raise ModelConfigError(f"{self.prefix + name} is missing from the model configuration")
         return default
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read the field `name`, whatever its type; an absent or null one is the default. Raises ModelConfigError
-        without a default.
+        """Return the field `name` of any type; the default if it is absent or null. Raises ModelConfigError for such a
+        field without a default.
         """
         return self._get(name, default)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
-        """Read an integer from `minimum` to the field's limit in _MAXIMA, or MAX_INTEGER for a field without one.
-
-        An absent or null field is the default, unchecked. Raises ModelConfigError without a default, and for any other
-        value.
+        """Return an integer from `minimum` to the field's limit in _MAXIMA, or to MAX_INTEGER for a field without a
+        limit, both included. An absent or null field returns the default, unchecked. Raises ModelConfigError without a
+        default, and for any other value.
         """
         value = self._get(name, default)
         if value is default:
@@ -193,10 +191,8 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read a number above zero that float32 holds, as a float.
-
-        An absent or null field is the default, unchecked. Raises ModelConfigError without a default, and for any other
-        value.
+        """Return a number above zero that is finite in float32, as a float. An absent or null field returns the
+        default, unchecked. Raises ModelConfigError without a default, and for any other value.
         """
         value = self._get(name, default)
         if value is default:
@@ -209,8 +205,8 @@ class ConfigFields:
         return float(value)
 
     def boolean(self, name: str, default: Any = _REQUIRED, *, null_is_false: bool = False) -> bool:
-        """Read true or false; an absent field is the default, and so is a null one unless `null_is_false`. Raises
-        ModelConfigError for anything else, also as the default.
+        """Return true or false. An absent field returns the default, and so does a null one unless `null_is_false`.
+        Raises ModelConfigError for any other value, and also for a default that is not a bool.
         """
         is_null = self.prefix + name in self.raw and not self.has(name)
         value = False if null_is_false and is_null else self._get(name, default)
@@ -219,8 +215,8 @@ class ConfigFields:
         return value
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Read a string; an absent or null field is the default, unchecked. Raises ModelConfigError without a default,
-        and for any other value.
+        """Return a string. An absent or null field returns the default, unchecked. Raises ModelConfigError without a
+        default, and for any other value.
         """
         value = self._get(name, default)
         if value is default:
@@ -230,17 +226,15 @@ class ConfigFields:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
-        """Read a mapping; None where it is absent or null. Raises ModelConfigError for anything else."""
+        """Return a mapping; None if the field is absent or null. Raises ModelConfigError for any other value."""
         value = self._get(name, None)
         if value is not None and not isinstance(value, Mapping):
             raise self.fail(name, "a mapping")
         return value
 
     def part(self, name: str, **defaults: Any) -> ConfigFields:
-        """Return the fields of a part of the configuration, such as `vision_config`, with its name in errors. Raises
-        ModelConfigError without one.
-
-        defaults: for fields that may be absent.
+        """Return a reader of a nested configuration, such as `vision_config`, whose errors show the full name.
+        defaults: values for absent fields in it. Raises ModelConfigError if the field is not a mapping, absent or null.
         """
         own = self.mapping(name)
         if own is None:
@@ -249,8 +243,8 @@ class ConfigFields:
         return ConfigFields({prefix + field: value for field, value in own.items()}, prefix).with_defaults(**defaults)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Read a token id or a list of at most MAX_TOKEN_IDS; empty for an absent field. Raises ModelConfigError for
-        anything else.
+        """Return a token id, or a list of at most MAX_TOKEN_IDS of them, as a tuple; () if the field is absent or null.
+        Raises ModelConfigError for any other value.
         """
         value = self._get(name, ())
         ids: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Up to this many slots all of them are read where any is: they are a few percent of a model.
+# Up to this number of slots, a product that uses any slot reads all of them, which is a few percent of a model.
 _FEW = 16
 
 
@@ -13,7 +13,7 @@ class LoraSpec:
     """Room for LoRA adapters on a device.
 
     Attributes:
-      max_loras: number of slots: adapters that the rows of one step may have.
+      max_loras: number of slots, which is the number of adapters that the rows of one step may use.
       max_lora_rank: the largest LoRA rank of an adapter.
     """
 
@@ -22,12 +22,12 @@ class LoraSpec:
 
     @property
     def may_group(self) -> bool:
-        """Whether there are so many slots (more than 16) that a product may read only those used by a step's rows (the
-        grouped form).
+        """Whether there are so many slots (more than 16) that a matrix product may read only those used by a step's
+        rows (the grouped form).
         """
         return self.max_loras > _FEW
 
     @property
     def columns(self) -> int:
-        """Return the number of columns that all slots of one module have: max_loras * max_lora_rank."""
+        """Number of columns of all slots of one module together: max_loras * max_lora_rank."""
         return self.max_loras * self.max_lora_rank

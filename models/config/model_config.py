@@ -1,6 +1,6 @@
 """ModelConfig: description of a model, in one frozen hashable record.
 
-Owns the checks that every family shares. Fields of one family are read in that family's file (see
+Contains the checks that every family shares. Fields of one family are read in that family's file (see
 models/registry.py). Only data is read: `auto_map` and every other pointer to code in a config.json is ignored.
 """
 
@@ -39,8 +39,8 @@ _MAXIMA = {
 
 
 class Multipliers(NamedTuple):
-    """Factors of the inputs (`_in`) and outputs (`_out`) of a layer's parts, attention, recurrent state and MLP; `keys`
-    is that of keys, `mlp_gate` that of the activated half of a gated MLP.
+    """Factors of the inputs (`_in`) and outputs (`_out`) of a layer's attention, recurrent state and MLP. `keys` is the
+    factor of keys, and `mlp_gate` that of the activated half of a gated MLP.
     """
 
     attention_in: float
@@ -54,23 +54,24 @@ class Multipliers(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of one decoder-only model, and its layers.
+    """Sizes of one model, and its layers.
 
-    `attention` has one entry per layer. `experts` is None for a dense model; otherwise `intermediate_size` is
-    that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is a factor
-    of embeddings, `residual_multiplier` of a layer's parts before they are added, `logit_scale` of logits;
-    `multipliers` are for families with more of them. `rms_norm_eps` is that of all norms, of whatever kind. A
-    checkpoint may have `num_nextn_predict_layers` layers after the last that predict further tokens, or
-    `num_unread_layers` that nothing reads. `pooler` is None for a model that generates. Token ids are None or empty
-    where the checkpoint names none. `quantization` maps names of checkpoint modules to the storage of their matrices
-    (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
-    `tower` is the tower of images, or of sounds; None for a model without, or for one that is served without it.
-    `sound_tower` is the one of sounds in a model that has one of images as well.
-    `encoder` is what families of encoders have besides; None for decoders. `ffn_sizes` has the feed-forward size of
-    each layer's dense MLP where they differ; it is empty where `intermediate_size` is that of all. Each layer gets
-    `layer_input_size` elements of its own for every token beside the hidden state; 0 for none. `altup` and
-    `hyper_connections` are for families whose tokens have several hidden states; None for one. `declared` is for
-    families that are rows of a table (jaxengine.models.families.declared_rows).
+    `attention` has one entry per layer. `experts` is None for a dense model; otherwise `intermediate_size` is that of
+    dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is a factor of
+    embeddings, `residual_multiplier` of the outputs of a layer's parts before they are added, `logit_scale` of logits;
+    `multipliers` has further factors. `rms_norm_eps` is the epsilon of all norms of any kind.
+    `num_nextn_predict_layers` and `num_unread_layers` count layers of the checkpoint after the last one: those that
+    predict further tokens, and those that are not read. `pooler` is None for a model that generates. Token ids are None
+    or empty if the checkpoint names none. `quantization` maps names of checkpoint modules to the storage of their
+    matrices (jaxengine.models.quantization.base.rules.Quantization); None for plain weights.
+
+    `tower` is the tower of images, or of audio; None for a model without one, or if it is not used. `sound_tower` is
+    the tower of audio in a model that has one of images too. `encoder` has the additional fields of encoders; None for
+    decoders. `ffn_sizes` has the feed-forward size of each layer's dense MLP if they differ; empty if
+    `intermediate_size` holds for all. `layer_input_size` is the number of elements that each layer gets for every token
+    in addition to the hidden state; 0 for none. `altup` and `hyper_connections` are for families with several hidden
+    states per token; None for one. `declared` is for families that are rows of a table
+    (jaxengine.models.families.declared_rows).
     """
 
     architecture: str
@@ -139,10 +140,10 @@ class ModelConfig:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
 
     def _check_heads(self) -> None:
-        """Raise ModelConfigError for layers that cannot share a pool, or a kv_source that has no such keys.
+        """Raise ModelConfigError for layers that cannot share a pool, or for an unusable kv_source.
 
-        With a state or a latent all layers must have equal kv heads and head sizes. A kv_source is an earlier layer
-        with pages, and the same heads, sizes and reach.
+        With a state or a latent in any layer, all layers must have equal KV heads and head sizes. A kv_source must be
+        an earlier layer with pages and the same heads, sizes and reach.
         """
         heads = sorted({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention})
         if len(heads) > 1 and (self.keeps_states or any(layer.latent is not None for layer in self.attention)):
@@ -169,23 +170,26 @@ class ModelConfig:
                 )
 
     def up_to(self, max_model_len: int) -> ModelConfig:
-        """Return the config for an engine whose sequences have at most this many tokens (Rope.up_to)."""
+        """Return the config for an engine whose sequences have at most `max_model_len` tokens, in which each rope is
+        chosen for that length (Rope.up_to).
+        """
         ropes = (layer.rope and layer.rope.up_to(max_model_len) for layer in self.attention)
         layers = (replace(layer, rope=rope) for layer, rope in zip(self.attention, ropes, strict=True))
         return replace(self, attention=tuple(layers))
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.attention)
 
     @property
     def stream_size(self) -> int:
-        """Return the number of elements that one layer passes to the next for a token: all of its hidden states."""
+        """Number of elements that one layer passes to the next for a token: all of its hidden states."""
         return self.hidden_size * self.num_streams
 
     @property
     def num_streams(self) -> int:
-        """Return the number of hidden states of a token; experts' output that joins a later layer counts as one."""
+        """Number of hidden states of a token. Experts' output that is added in a later layer counts as one."""
         if self.experts is not None and self.experts.shortcut:
             return 2
         streams = self.altup or self.hyper_connections
@@ -193,44 +197,42 @@ class ModelConfig:
 
     @property
     def attending(self) -> tuple[LayerAttention, ...]:
-        """Return the layers that have attention, in order; the others keep states instead of keys and values."""
+        """Layers that have attention, in order. The others keep only states, or neither."""
         return tuple(layer for layer in self.attention if layer.attends)
 
     @property
     def keeps_states(self) -> bool:
-        """Whether any layer keeps a state of each sequence."""
+        """Whether any layer keeps a recurrent state for each sequence."""
         return any(layer.state is not None for layer in self.attention)
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see none after them, so that a prompt may be computed in several steps and its
-        prefix cached.
+        """Whether no token attends to later ones, so that a prompt may be computed in several steps and its prefix
+        cached.
         """
         return all(layer.causal for layer in self.attending)
 
     @property
     def towers(self) -> tuple[TowerConfig, ...]:
-        """Return the towers that the model is served with."""
+        """Towers of the model that are used, that of images first."""
         return tuple(tower for tower in (self.tower, self.sound_tower) if tower is not None)
 
     @property
     def sees_places(self) -> bool:
-        """Whether the model has a vision tower and M-RoPE (Rope.sections): rotation by positions in time, height and
-        width.
-        """
+        """Whether the model has a tower and M-RoPE (Rope.sections), rotation by positions in time, height and width."""
         return self.tower is not None and any(layer.rope and layer.rope.sections for layer in self.attention)
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of KV heads; if layers differ, the greatest common divisor of their numbers."""
+        """Number of KV heads; if layers differ, the greatest common divisor of their numbers."""
         return math.gcd(*(layer.num_kv_heads for layer in self.attention))
 
     @property
     def has_equal_heads(self) -> bool:
-        """Whether all layers have as many kv heads."""
+        """Whether all layers have the same number of KV heads."""
         return len({layer.num_kv_heads for layer in self.attention}) == 1
 
     @property
     def has_equal_pages(self) -> bool:
-        """Whether a page takes as many bytes in every layer."""
+        """Whether a page takes the same number of bytes in every layer."""
         return len({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention}) == 1

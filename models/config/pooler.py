@@ -1,6 +1,6 @@
 """Pooling of a prompt's hidden states in a pooling model.
 
-It says which hidden states are pooled and how they are scored. The host normalises, activates and names labels.
+Defines which hidden states are pooled and how they are scored. The host normalises, activates and names labels.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from jaxengine.models.config.fields import ModelConfigError
 
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"
 POOLING_TYPES = (LAST, MEAN, CLS)
-# What a pooling model may be asked for: one vector of a prompt, or one of each of its tokens.
+# Tasks of pooling models. The first two give one vector for a prompt, the others one for each of its tokens.
 EMBED, CLASSIFY = "embed", "classify"
 TOKEN_EMBED, TOKEN_CLASSIFY = "token_embed", "token_classify"
 MAX_LABELS = 1 << 16
-# Stands for a token in the answer of a pooled prompt: the row that ends the prompt gives it, and it ends the request.
+# Placeholder token in the output of a pooled prompt. The row that ends the prompt gives it, and it ends the request.
 POOLED = 0
 
 
 # Beginning of the names of Dense modules' tensors; the number of the module follows.
 DENSE = "dense"
-# Of Dense modules, by the names of torch's classes.
+# Activations of Dense modules, by the names of torch's classes.
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 
 
@@ -49,9 +49,10 @@ class Classifier:
 
     Attributes:
       num_labels: number of labels.
-      token_ids: the rows of the output head that stand for the labels; empty where the checkpoint has a matrix of its
-        own, score.weight.
-      difference: there is one label, whose score is the logit of the second of two tokens less that of the first.
+      token_ids: the rows of the output head that are used for the labels; empty if the checkpoint has a separate
+        matrix, score.weight.
+      difference: whether there is one label, whose score is the logit of the second of two tokens minus that of the
+        first.
     """
 
     num_labels: int
@@ -71,8 +72,8 @@ class TokenHead(NamedTuple):
 
     Attributes:
       task: TOKEN_EMBED or TOKEN_CLASSIFY.
-      width: elements of a token's row.
-      source: checkpoint module of weight and bias; None for the family's own scores of labels.
+      width: elements of a token's scores.
+      source: checkpoint module of weight and bias; None for the family's scores of labels.
     """
 
     task: str
@@ -87,7 +88,7 @@ class Splade(NamedTuple):
     Attributes:
       num_tokens: elements of a vector, tokens of the vocabulary.
       strategy: "max" or "sum", over the positions.
-      num_logs: how often log(1 + x) is applied to what is above 0 of a logit.
+      num_logs: how often log(1 + x) is applied to each logit, after negative logits are set to 0.
     """
 
     num_tokens: int
@@ -101,10 +102,10 @@ class Pooler:
 
     Attributes:
       pooling_type: LAST, the state of the last token; CLS, of the first; MEAN, the mean over all of them.
-      classifier: scores of the pooled state; None where the state itself is the result, an embedding.
-      dense: products that make the embedding of the state, in order.
-      token_heads: what the checkpoint has for tasks about tokens; without any, tokens get what prompts get.
-      answers_tokens: whether the model has rows of tokens to give.
+      classifier: scores of the pooled state; None if the state itself is the result, an embedding.
+      dense: dense layers that compute the embedding from the state, in order.
+      token_heads: the checkpoint's scores for tasks about tokens; if empty, tokens get the same scores as prompts.
+      answers_tokens: whether the model supports tasks about tokens.
       splade: sparse pooling, in place of pooling_type; None for none.
     """
 
@@ -116,8 +117,8 @@ class Pooler:
     splade: Splade | None = None
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of elements of an embedding, for a model with hidden states of this size: the vocabulary's
-        with splade, else that of the last Dense module, if any.
+        """Return the number of elements of an embedding, for a model with hidden states of `hidden_size`: the
+        vocabulary's size with splade, otherwise the last Dense module's output, otherwise hidden_size.
         """
         if self.splade is not None:
             return self.splade.num_tokens
@@ -125,5 +126,5 @@ class Pooler:
 
     @property
     def reads_all(self) -> bool:
-        """Whether pooling needs hidden states of tokens before the last."""
+        """Whether pooling needs hidden states of tokens before the last one."""
         return self.pooling_type != LAST or self.splade is not None

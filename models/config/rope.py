@@ -21,23 +21,23 @@ ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "factors", "proportional")
 class RopeScaling:
     """Scaling of rope frequencies for contexts longer than `original_max_position_embeddings`.
 
-    linear: every frequency / factor. llama3: long waves / factor, short ones kept, a linear blend between (Llama 3.1).
+    linear: every frequency / factor. llama3: low frequencies / factor, high ones kept, a blend between (Llama 3.1).
     yarn: a ramp over dimensions plus an attention factor on cos and sin (Peng et al. 2023, arXiv:2309.00071).
-    longrope: `factors` where sequences may outgrow the original context, else `short_factors`, plus an attention factor
-    (Ding et al. 2024, arXiv:2402.13753). Rope.up_to chooses, once for an engine.
+    longrope: `factors` if sequences may be longer than the original context, else `short_factors`, plus an attention
+    factor (Ding et al. 2024, arXiv:2402.13753). Rope.up_to chooses once for an engine.
     factors: one explicit divisor per frequency (the `rope_freqs.weight` tensor of GGUF files).
-    proportional: the first `rotated` of all pairs turn, every frequency / factor; the others, at 0, stay as they are.
+    proportional: the first pairs, a share `rotated` of all, have frequency / factor; the others have frequency 0.
 
     Attributes:
       rope_type: one of ROPE_TYPES.
       factor: divisor of frequencies, as the type applies it.
-      low_freq_factor, high_freq_factor: of llama3: pairs that turn at most, and at least, so often in the original
-        context are divided, and kept.
-      beta_fast, beta_slow: of yarn: turns in the original context at which its ramp begins and ends.
-      truncate: of yarn: the ends of the ramp are rounded outwards to whole pairs.
+      low_freq_factor, high_freq_factor: for llama3: frequencies of at most `low_freq_factor` rotations in the original
+        context are divided, those of at least `high_freq_factor` rotations kept.
+      beta_fast, beta_slow: for yarn: rotations in the original context at which the ramp begins and ends.
+      truncate: for yarn: whether the ends of the ramp are rounded outwards to whole pairs.
       attention_factor: factor of cos and sin, for yarn, longrope and factors.
       factors, short_factors: divisors of each frequency, for longrope and factors.
-      rotated: of proportional: share of the pairs that turn.
+      rotated: for proportional: share of the pairs that are rotated.
     """
 
     rope_type: str
@@ -80,11 +80,13 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
-        """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope.
+        """Return the scaling in the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain
+        rope.
 
-        None also for rope_type dynamic without `alpha`, which differs only beyond max_position_embeddings, a length
-        that no engine exceeds. max_position_embeddings: the model's, default of the original context. Raises
-        ModelConfigError for another type, dynamic with `alpha`, and fields that are missing or wrong.
+        Also returns None for rope_type dynamic without `alpha`, which differs from plain rope only beyond
+        max_position_embeddings, a length that no engine exceeds. max_position_embeddings: the model's; default of the
+        original context. Raises ModelConfigError for another type, for dynamic with `alpha`, and for fields that are
+        missing or wrong.
         """
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
@@ -125,8 +127,8 @@ class RopeScaling:
 
 
 def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling:
-    """Read the scaling of rope_type longrope. Raises ModelConfigError, also for an attention factor for each set
-    (short_mscale, long_mscale).
+    """Return the scaling of rope_type longrope. Raises ModelConfigError for wrong fields, and for separate attention
+    factors of the two sets (short_mscale, long_mscale).
     """
     for name in ("short_mscale", "long_mscale"):
         if fields.has(name):
@@ -143,14 +145,18 @@ def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling
 
 
 def longrope_attention_factor(factor: float, original_max_position_embeddings: int) -> float:
-    """Return longrope's factor of cos and sin: sqrt(1 + ln(factor) / ln(original context)), 1 without stretching."""
+    """Return longrope's factor of cos and sin: sqrt(1 + ln(factor) / ln(original context)); 1 if factor <= 1 or the
+    original context is below 2.
+    """
     if factor <= 1 or original_max_position_embeddings < 2:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
 
 
 def _factors(fields: ConfigFields, name: str) -> tuple[float, ...]:
-    """Read a list of at most MAX_HEAD_DIM numbers. Raises ModelConfigError for anything else."""
+    """Return the field `name`, a list of at most MAX_HEAD_DIM numbers, as floats. Raises ModelConfigError for any other
+    value.
+    """
     values = fields.value(name)
     if not isinstance(values, list) or len(values) > MAX_HEAD_DIM or any(type(f) not in (int, float) for f in values):
         raise fields.fail(name, f"a list of at most {MAX_HEAD_DIM} numbers")
@@ -161,13 +167,15 @@ def _factors(fields: ConfigFields, name: str) -> tuple[float, ...]:
 
 
 def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
-    """Read YaRN's factor of cos and sin: as given, else mscale(`mscale`) / mscale(`mscale_all_dim`) if both are, else
-    mscale(1), with mscale(w) = 0.1 w ln(factor) + 1. Raises ModelConfigError.
+    """Return YaRN's factor of cos and sin: attention_factor if given, else mscale(`mscale`) / mscale(`mscale_all_dim`)
+    if both are given, else mscale(1), where mscale(w) = 0.1 w ln(factor) + 1, or 1 for factor <= 1. Raises
+    ModelConfigError for wrong fields.
     """
     if fields.has("attention_factor"):
         return fields.number("attention_factor")
 
     def mscale(weight: float) -> float:
+        """Return YaRN's mscale of a weight: 0.1 * weight * ln(factor) + 1, or 1 for factor <= 1."""
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     own, of_all = read_mscale(fields, "mscale"), read_mscale(fields, "mscale_all_dim")
@@ -175,24 +183,24 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
 
 
 def read_mscale(fields: ConfigFields, name: str) -> float:
-    """Read `mscale` or `mscale_all_dim` of YaRN; 0.0 where it is 0 or absent. Raises ModelConfigError for anything but
-    a number >= 0.
+    """Return `mscale` or `mscale_all_dim` (`name`) of YaRN; 0.0 if it is 0 or absent. Raises ModelConfigError unless it
+    is a number >= 0.
     """
     return fields.number(name) if fields.value(name, 0) != 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotation of a layer's queries and keys: of the first `rotary_dim` elements of each head, which is even.
+    """Rotation of the first `rotary_dim` (even) elements of each head of a layer's queries and keys.
 
     Attributes:
-      theta: base of the frequencies; pair i turns by theta ** (-2 i / rotary_dim) radians per position, before scaling.
+      theta: base of the frequencies; pair i rotates by theta ** (-2 i / rotary_dim) radians per position, unscaled.
       scaling: for long contexts; None for none.
-      interleaved: element 2i is rotated with element 2i + 1, as in GPT-J, and not i with i + rotary_dim / 2.
+      interleaved: whether a pair is elements 2i and 2i + 1, as in GPT-J; otherwise i and i + rotary_dim / 2.
       sections: how many of the rotary_dim / 2 pairs rotate by a token's M-RoPE position in time, in height and in width
         (Wang et al. 2024, arXiv:2409.12191); empty where all rotate by its position.
-      sections_interleaved: pairs alternate, time height width, as long as there are any of height and width, and the
-        rest are of time (Qwen3-VL); otherwise the pairs of a section are adjacent.
+      sections_interleaved: whether pairs alternate between time, height and width while there are any of height and
+        width, and the rest are of time (Qwen3-VL); otherwise the pairs of a section are adjacent.
     """
 
     rotary_dim: int
@@ -227,10 +235,11 @@ class Rope:
             raise ModelConfigError(f"rope must give finite frequencies, got theta {self.theta} with {self.scaling}")
 
     def up_to(self, num_positions: int) -> Rope:
-        """Return the rope for an engine whose sequences have at most this many tokens.
+        """Return the rope for an engine whose sequences have at most `num_positions` tokens.
 
-        With longrope it takes one set of factors, as vLLM does. A choice by each sequence's own length, as in
-        transformers, would rotate keys that are in the cache already. Other ropes are returned unchanged.
+        With longrope one set of factors is chosen for all sequences, as in vLLM. A choice by each sequence's own
+        length, as in transformers, would change the rotation of keys that are already cached. Other ropes are returned
+        unchanged.
         """
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "longrope":
@@ -241,8 +250,8 @@ class Rope:
         return replace(self, scaling=chosen)
 
     def section_of_pairs(self) -> np.ndarray:
-        """Return the section of each rotated pair, i32[rotary_dim / 2]: time 0, height 1 or width 2. For a rope with
-        sections.
+        """Return the section of each rotated pair, i32[rotary_dim / 2]: 0 for time, 1 for height, 2 for width. Valid
+        only for a rope with sections.
         """
         if not self.sections_interleaved:
             return np.repeat(np.arange(3, dtype=np.int32), self.sections)
@@ -252,18 +261,15 @@ class Rope:
         return sections
 
     def frequencies(self) -> np.ndarray:
-        """Return the radians per position of each rotated pair, float64[rotary_dim / 2].
-
-        Raises ModelConfigError for factors of another number.
+        """Return the radians per position of each rotated pair, float64[rotary_dim / 2]. Raises ModelConfigError if the
+        number of scaling factors differs from that of pairs.
         """
         return rope_frequencies(self.rotary_dim, self.theta, self.scaling)
 
 
 def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the radians per position of each rotated pair, float64[rotary_dim / 2]; scaling: None for none.
-
-    With longrope those of its long factors. Raises ModelConfigError if the number of factors differs from that of
-    pairs.
+    """Return the radians per position of each rotated pair, float64[rotary_dim / 2]. scaling: None for none; with
+    longrope, its long factors are used. Raises ModelConfigError if the number of factors differs from that of pairs.
     """
     freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:
@@ -285,22 +291,23 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
 
 
 def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Return frequencies f64[n] scaled as in Llama 3.1 (RopeScaling): kept where a pair turns high_freq_factor times or
-    more in the original context, divided by `factor` where low_freq_factor times or less, blended between.
+    """Return frequencies f64[n] scaled as in Llama 3.1: kept for pairs with at least high_freq_factor rotations in the
+    original context, divided by `factor` for those with at most low_freq_factor, and blended linearly between.
     """
     turns = scaling.original_max_position_embeddings * freqs / (2 * np.pi)  # full turns over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # Llama 4 has both equal: nothing lies between what is kept and what is stretched.
+    # Llama 4 has equal low and high factors: there is no blend between kept and divided frequencies.
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= low).astype(np.float64)
     return freqs * (kept + (1 - kept) / scaling.factor)
 
 
 def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp (RopeScaling): kept up to the pair that turns
-    beta_fast times in the original context, divided by `factor` from the one that turns beta_slow times on.
+    """Return frequencies f64[rotary_dim / 2] scaled by YaRN's ramp: kept up to the pair with beta_fast rotations in the
+    original context, divided by `factor` from the pair with beta_slow rotations on, and blended linearly between.
     """
 
     def dimension_with(turns: float) -> float:
+        """Return the (fractional) index of the pair that makes so many rotations in the original context."""
         context = scaling.original_max_position_embeddings
         return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

@@ -1,6 +1,6 @@
 """Recurrent states of layers, instead of or in addition to keys and values: rows of a fixed size per sequence, as data.
 
-Owns the checks that concern one layer. The computation is code (models/layers).
+Contains the checks that concern one layer. The computation is code (models/layers).
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from jaxengine.models.config.fields import (
     check_size,
 )
 
-# Most tokens of a convolution's window: a few times those of the longest ones.
+# Largest window of a convolution in tokens, a few times the longest known one.
 MAX_KERNEL = 64
 
 
 class StateArray(NamedTuple):
-    """Array of a layer's recurrent state, for one sequence.
+    """Array of a layer's recurrent state for one sequence.
 
     Attributes:
       shape: global shape, over all devices that share it.
-      dtype: None for that of activations.
-      axes: logical axes, as in jaxengine.sharding.rules.
-      parts: most parts into which the split axis can be split; further devices have copies. None for no limit.
+      dtype: dtype; None for that of activations.
+      axes: logical axes (jaxengine.sharding.rules), None for an axis that is not split.
+      parts: largest number of parts into which the split axis can be split; further devices have copies. None for no
+        limit.
     """
 
     shape: tuple[int, ...]
@@ -39,8 +40,8 @@ class StateArray(NamedTuple):
     parts: int | None = None
 
     def of_device(self, num_shards: Callable[[str], int]) -> tuple[int, ...]:
-        """Return the shape of one device's part: split axes are divided by the number of shards, but by no more than
-        `parts`. num_shards: function from a logical axis to its number of shards.
+        """Return the shape of one device's part: each split axis is divided by its number of shards, or by `parts` if
+        that is less. num_shards: function from a logical axis to its number of shards.
         """
         return tuple(
             size if axis is None else size // min(num_shards(axis), self.parts or size)
@@ -53,8 +54,8 @@ class ShortConvolution:
     """Gated convolution of a layer (Liquid AI 2025, LFM2), whose state is its window.
 
     Attributes:
-      channels: convolved channels, each by itself.
-      conv_kernel: tokens that the convolution sees, the token itself included.
+      channels: number of channels, each of which is convolved separately.
+      conv_kernel: tokens in the convolution's window, the token itself included.
     """
 
     channels: int
@@ -66,12 +67,12 @@ class ShortConvolution:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the window [kernel - 1, channels]."""
+        """State arrays: the convolution's window [kernel - 1, channels]."""
         return (StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),)
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations of the convolution for one token."""
+        """Floating-point operations of the convolution for one token."""
         return 2 * self.channels * self.conv_kernel
 
 
@@ -81,16 +82,17 @@ class GatedDelta:
     of a convolution.
 
     Attributes:
-      num_k_heads, num_v_heads: heads of queries and keys, and of values; each of the former serves equally many of the
-        latter.
+      num_k_heads: heads of queries and keys.
+      num_v_heads: heads of values, a multiple of num_k_heads.
       k_head_dim, v_head_dim: elements of a key, and of a value.
       conv_kernel: tokens that the convolution over queries, keys and values sees, the token itself included.
-      by_element: each element of a key decays by itself (Kimi Team 2025, arXiv:2510.26692), and a sigmoid gates the
-        output; otherwise a head decays, and a SiLU does.
-      rank: elements from which decays and gates by element are projected; None where the hidden state is.
-      lower_bound: logarithm of the fastest decay of a token, which a sigmoid approaches; None for no bound.
-      beta_scale: factor of the sigmoid that gives a token's step towards its value: with 2.0 steps may overshoot, which
-        changes the sign of a state's part along the key.
+      by_element: whether each element of a key has its own decay (Kimi Team 2025, arXiv:2510.26692) and a sigmoid gates
+        the output; otherwise there is one decay per head, and a SiLU gates the output.
+      rank: size of the low-rank intermediate from which decays and gates are projected; None if they are projected
+        directly from the hidden state.
+      lower_bound: lower bound of the logarithm of a token's decay, approached by a sigmoid; None for no bound.
+      beta_scale: factor of the sigmoid that gives a token's step towards its value. With 2.0 steps may overshoot, which
+        changes the sign of the state's component along the key.
     """
 
     num_k_heads: int
@@ -126,17 +128,17 @@ class GatedDelta:
 
     @property
     def key_size(self) -> int:
-        """Return the number of elements of all keys of a token."""
+        """Number of elements of all keys of a token."""
         return self.num_k_heads * self.k_head_dim
 
     @property
     def value_size(self) -> int:
-        """Return the number of elements of all values of a token."""
+        """Number of elements of all values of a token."""
         return self.num_v_heads * self.v_head_dim
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the convolution's window [kernel - 1, channels], and the matrices [N, k_head_dim,
+        """State arrays: the convolution's window [kernel - 1, channels], and the matrices [N, k_head_dim,
         v_head_dim].
         """
         channels = 2 * self.key_size + self.value_size
@@ -147,17 +149,18 @@ class GatedDelta:
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations of the recurrence for one token (read, change, read)."""
+        """Floating-point operations of the recurrence (read, update, read) for one token."""
         return 6 * self.num_v_heads * self.k_head_dim * self.v_head_dim
 
 
 @dataclass(frozen=True)
 class LinearState:
-    """Linear attention of a layer that decays by constants (Qin et al. 2024, arXiv:2401.04658): its state is one matrix
+    """Linear attention of a layer with constant decays (Qin et al. 2024, arXiv:2401.04658), whose state is one matrix
     per head.
 
     Attributes:
-      num_heads, head_dim: heads, and elements of a query, a key and a value.
+      num_heads: heads.
+      head_dim: elements of a query, of a key and of a value.
     """
 
     num_heads: int
@@ -169,27 +172,28 @@ class LinearState:
 
     @property
     def inner_size(self) -> int:
-        """Return the number of elements of all values of a token."""
+        """Number of elements of all values of a token."""
         return self.num_heads * self.head_dim
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the matrices [N, H, H]."""
+        """State arrays: the matrices [N, H, H]."""
         return (StateArray((self.num_heads, self.head_dim, self.head_dim), "float32", ("heads", None, None)),)
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations of the recurrence for one token (change, read)."""
+        """Floating-point operations of the recurrence (update, read) for one token."""
         return 5 * self.num_heads * self.head_dim**2
 
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060): its state is one matrix per head, and the windows of a
+    """Mamba-2 of a layer (Dao & Gu 2024, arXiv:2405.21060), whose state is one matrix per head, and the windows of a
     convolution.
 
     Attributes:
-      num_heads, head_dim: heads of inputs, and elements of each.
+      num_heads: heads of inputs.
+      head_dim: elements of a head.
       num_groups: groups of heads that share B (writes to their states) and C (reads from them).
       state_size: elements of a state for each element of an input.
       conv_kernel: tokens that the convolution over inputs, B and C sees, the token itself included.
@@ -228,18 +232,18 @@ class StateSpace:
 
     @property
     def inner_size(self) -> int:
-        """Return the number of elements of all inputs of a token."""
+        """Number of elements of all inputs of a token."""
         return self.num_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Return the number of elements of B, or of C, of all groups."""
+        """Number of elements of B, and of C, in all groups together."""
         return self.num_groups * self.state_size
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the windows [kernel - 1, ...] of inputs and of each group's B and C, and the matrices [N,
-        head_dim, state_size].
+        """State arrays: the convolution's windows [kernel - 1, ...] of inputs and of each group's B and C, and the
+        matrices [N, head_dim, state_size].
         """
         before = self.conv_kernel - 1
         return (
@@ -250,23 +254,24 @@ class StateSpace:
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations of the recurrence for one token (change, read)."""
+        """Floating-point operations of the recurrence (update, read) for one token."""
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 
 @dataclass(frozen=True)
 class SelectiveScan:
-    """Mamba of a layer (Gu & Dao 2023, arXiv:2312.00752): its state is a vector per channel, and the window of a
+    """Mamba of a layer (Gu & Dao 2023, arXiv:2312.00752), whose state is a vector per channel, and the window of a
     convolution.
 
     Attributes:
-      channels: of inputs, each with a state of its own.
+      channels: channels of the input, each with its own state.
       state_size: elements of a channel's state.
       time_rank: elements from which the time steps of all channels are projected.
       conv_kernel: tokens that the convolution over inputs sees, the token itself included.
       conv_bias, bias: biases of the convolution, and of the projections before and after it.
-      norms: RMS norms of what time steps, writes and reads are made from: "weighted" or "plain", or None for no norms.
-      eps: of these norms.
+      norms: kind of the RMS norms of the inputs of time steps, B and C: "weighted", "plain" (without weights), or None
+        for no norms.
+      eps: epsilon of these norms.
     """
 
     channels: int
@@ -286,7 +291,7 @@ class SelectiveScan:
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
-        """Return the state: the window [kernel - 1, channels], and the vectors [channels, state_size]."""
+        """State arrays: the convolution's window [kernel - 1, channels], and the vectors [channels, state_size]."""
         return (
             StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),
             StateArray((self.channels, self.state_size), "float32", ("heads", None)),
@@ -294,15 +299,14 @@ class SelectiveScan:
 
     @property
     def flops(self) -> int:
-        """Return the floating-point operations of the recurrence for one token (decay, change, read)."""
+        """Floating-point operations of the recurrence (decay, update, read) for one token."""
         return 7 * self.channels * self.state_size
 
 
 def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
-    """Read the fields that configurations with Mamba-2 share. Raises ModelConfigError for fields that are missing or
-    wrong, and for heads that are not inner_size elements together.
-
-    inner_size: elements of a token's inputs, of all heads. norm: StateSpace.norm.
+    """Return the StateSpace in the fields that configurations with Mamba-2 share. inner_size: elements of a token's
+    inputs in all heads together. norm: StateSpace.norm. Raises ModelConfigError for fields that are missing or wrong,
+    and if the heads together do not have inner_size elements.
     """
     num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
     head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")
@@ -324,8 +328,8 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
 
 
 def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Read `time_step_limit`, the bounds of time steps; no bounds where it is absent. Raises ModelConfigError for
-    anything but two numbers, 0 <= low < high.
+    """Return `time_step_limit`, the bounds of time steps, as (low, high); (0, inf) if it is absent. Raises
+    ModelConfigError unless it is two numbers with 0 <= low < high.
     """
     given = fields.value("time_step_limit", [0.0, float("inf")])
     limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
@@ -335,9 +339,9 @@ def read_dt_limits(fields: ConfigFields) -> tuple[float, float]:
 
 
 def _dt_limit(value: Any) -> float:
-    """Parse one limit of time steps. A value that is no number gives -1; the caller refuses any result below 0.
-
-    Infinity is {"__float__": "Infinity"}, as transformers 5 writes it, or a number over 1e30, which no step reaches.
+    """Return one limit of time steps as a float. Infinity is {"__float__": "Infinity"}, as transformers 5 writes it, or
+    any number over 1e30, which no time step reaches. Returns -1 for a value that is not a number; the caller refuses
+    any result below 0.
     """
     if value == {"__float__": "Infinity"}:
         return float("inf")

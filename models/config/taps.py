@@ -1,6 +1,7 @@
 """Taps: named points of a forward pass whose activations can be read, and most of them changed.
 
-A name is KIND:LAYERS, such as `residual:3`; `final_norm` has no layer. Layers are those of the checkpoint, from 0.
+A name is KIND:LAYERS, such as `residual:3`; `final_norm` has no layer. Layers are numbered as in the checkpoint, from
+0.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM = (
     "router_logits",
     "final_norm",
 )
-# Of a router, too, but no activations: no name stands for it.
+# The experts that a router chooses. They are no activations, so this kind has no name.
 EXPERTS = "experts"
 KINDS = (RESIDUAL, ATTENTION, MLP, ROUTER, FINAL_NORM)
-# Those that a vector can be added to.
+# Kinds of taps to which a steering vector can be added.
 STEERED = (RESIDUAL, ATTENTION, MLP)
-# What a request for hidden states has among its names (SamplingParams.return_hidden_states).
+# Name in SamplingParams.return_hidden_states that requests hidden states.
 HIDDEN_STATES = "hidden_states"
 FORM = '"residual:3", "attention_output:*", "mlp_output:0-5", "router_logits:-1" or "final_norm"'
 _NAME = re.compile(r"([a-z_]+):(?:(\*)|(-?\d{1,6})|(\d{1,6})-(\d{1,6}))")
 
 
 class TapError(ValueError):
-    """Error of a tap's name that cannot be used.
+    """Error of an unusable name of a tap.
 
     Attributes:
-      name: the name as given; allowed: the names that are allowed.
+    name: the name as given.
+    allowed: text with the names that are allowed.
     """
 
     def __init__(self, name: Any, allowed: str):
@@ -46,11 +48,11 @@ class Tap(NamedTuple):
     """Point of a forward pass.
 
     Attributes:
-      kind: RESIDUAL is the input of this layer or, for the number of layers, the output of the last one, before any
-        norm. ATTENTION is the output of the layer's attention, or of what replaces it, and MLP that of its feed-forward
-        part, both before the family's own norm or multiplier. ROUTER is the logits that experts are picked by, EXPERTS
-        the experts. FINAL_NORM is the input of the LM head.
-      layer: 0 for FINAL_NORM.
+      kind: RESIDUAL is the input of this layer or, if layer is the number of layers, the output of the last one,
+        before any norm. ATTENTION is the output of the layer's attention, or of what replaces it, and MLP that of its
+        feed-forward part, both before the family's own norm or multiplier. ROUTER is the router's logits, EXPERTS the
+        chosen experts. FINAL_NORM is the input of the LM head.
+      layer: number of the layer; 0 for FINAL_NORM.
     """
 
     kind: str
@@ -58,11 +60,13 @@ class Tap(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the tap, in the form that `read_taps` takes."""
+        """Name of the tap, in the form that `read_taps` accepts."""
         return self.kind if self.kind == FINAL_NORM else f"{self.kind}:{self.layer}"
 
     def width(self, model: ModelConfig) -> int:
-        """Return how many numbers a token has at the tap. One for each expert for ROUTER, else the hidden size."""
+        """Return the number of values per token at the tap: for ROUTER the number of experts, otherwise the hidden
+        size.
+        """
         if self.kind != ROUTER:
             return model.hidden_size
         assert model.experts is not None
@@ -70,8 +74,8 @@ class Tap(NamedTuple):
 
 
 def split_names(value: Any) -> tuple[str, ...]:
-    """Return names given as a list, or as text with commas, without spaces around them. Raises TypeError for anything
-    else, or for none.
+    """Return names, given as a list or as one text separated by commas, as a tuple without surrounding spaces. Raises
+    TypeError for any other value, and for an empty list or text.
     """
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
@@ -80,7 +84,7 @@ def split_names(value: Any) -> tuple[str, ...]:
 
 
 def check_form(names: Iterable[str]) -> None:
-    """Raise TapError for names that no model could have."""
+    """Raise TapError for a name of a form that is valid for no model."""
     for name in names:
         found = _NAME.fullmatch(name)
         if name != FINAL_NORM and (found is None or found[1] not in (RESIDUAL, ATTENTION, MLP, ROUTER)):
@@ -88,8 +92,8 @@ def check_form(names: Iterable[str]) -> None:
 
 
 def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list[int]]:
-    """Return, for each of `kinds`, the layers, ascending, that have such a tap ([0] for FINAL_NORM); kinds that the
-    model lacks are left out.
+    """Return, for each of `kinds`, the ascending list of the layers that have such a tap ([0] for FINAL_NORM). Kinds
+    that the model lacks are left out.
     """
     count, experts = model.num_layers, model.experts
     routed = [] if experts is None else [layer for layer in range(count) if layer not in experts.dense_layers]
@@ -106,11 +110,11 @@ def all_taps(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, list
 def read_taps(
     names: Iterable[str], known: Mapping[str, Sequence[int]], model: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[Tap, ...]:
-    """Return the taps that names stand for, each once, in the order of the names.
+    """Return the taps that names stand for, without repetitions, in the order of the names.
 
-    known: taps that exist, from `all_taps`; `*` stands for all of a kind, and A-B includes B. model: all taps of the
-    model, from whose end negative layers count; None for `known`. Raises TapError for a name of another form than FORM,
-    or with a layer that is not known.
+    known: existing taps, from `all_taps`; `*` stands for all layers of a kind in it, and A-B includes B. model: all
+    taps of the model, from whose end negative layers count; None for `known`. Raises TapError for a name of another
+    form than FORM, or with a layer that is not in `known`.
     """
     found: dict[Tap, None] = {}
     for name in names:
@@ -119,7 +123,7 @@ def read_taps(
         kind = FINAL_NORM if match is None else match[1]
         layers, every = known.get(kind, ()), (model or known).get(kind, ())
         wanted = layers if match is None else _wanted(match, layers, every)
-        # A range may name a million layers: it is not gone through where it cannot fit.
+        # A range may name a million layers, so its length is compared before its elements.
         if not 0 < len(wanted) <= len(layers) or not set(wanted) <= set(layers):
             is_counted = model is not None and every and ":-" in name
             end = f"; {name} counts from the end of the model's {describe({kind: every})}" if is_counted else ""
@@ -129,8 +133,8 @@ def read_taps(
 
 
 def _wanted(match: re.Match[str], layers: Sequence[int], every: Sequence[int]) -> Sequence[int]:
-    """Return the layers that a matched name stands for, known or not. layers: those that `*` means; every: all layers,
-    of which -1 is the last; a negative number beyond the first gives none.
+    """Return the layers that a matched name stands for, whether or not they exist. layers: layers for `*`. every: all
+    layers, of which -1 is the last. A negative number beyond the first layer gives an empty list.
     """
     if match[2]:
         return layers
@@ -141,9 +145,8 @@ def _wanted(match: re.Match[str], layers: Sequence[int], every: Sequence[int]) -
 
 
 def describe(known: Mapping[str, Sequence[int]]) -> str:
-    """Return the names of taps for people, such as "residual:0-2, router_logits:1, final_norm".
-
-    Kinds without layers are left out.
+    """Return the names of taps as one text for people, such as "residual:0-2, router_logits:1, final_norm". Kinds
+    without layers are left out.
     """
     return ", ".join(
         kind if kind == FINAL_NORM else f"{kind}:{_spans(layers)}" for kind, layers in known.items() if layers
@@ -151,7 +154,7 @@ def describe(known: Mapping[str, Sequence[int]]) -> str:
 
 
 def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
-    """Return the layers of these taps by kind, ascending, in the form of `all_taps`; kinds without any are left out."""
+    """Return the ascending layers of these taps by kind, in the form of `all_taps`. Kinds without taps are left out."""
     found: dict[str, list[int]] = {}
     for tap in taps:
         found.setdefault(tap.kind, []).append(tap.layer)
@@ -159,7 +162,7 @@ def layers_of(taps: Iterable[Tap]) -> dict[str, list[int]]:
 
 
 def _spans(layers: Sequence[int]) -> str:
-    """Return ascending layers as text, runs as first-last: "0-2 and 5"."""
+    """Return ascending layers as a text in which runs are first-last, such as "0-2 and 5"."""
     spans: list[list[int]] = []
     for layer in layers:
         if spans and layer == spans[-1][1] + 1:

@@ -15,7 +15,9 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class AlbertModel(BertModel):
-    """BERT's layers, one module for all of them, after embeddings that are narrower than hidden states."""
+    """BERT's encoder in which one module serves as all layers, after embeddings that are narrower than hidden
+    states.
+    """
 
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.encoder.albert_layer_groups.0.albert_layers.0",
@@ -51,8 +53,8 @@ class AlbertModel(BertModel):
         return ProjectedEmbeddings(super().make_embedding(build), *sizes, source=source, build=build)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        """Build the layer with the number at which the stage begins, and keep it; return that same module for every
-        other number.
+        """Return the one module that serves as every layer. It is built, and stored, when the stage's first layer is
+        requested.
         """
         if layer == self.stage.layers.start:
             self._shared = super().make_layer(layer, build)

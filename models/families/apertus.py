@@ -18,7 +18,7 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 
 BETA, EPS = 0.5, -1e-6
-# What transformers takes for a file that says nothing of rope.
+# transformers' default for a file without rope fields.
 ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
@@ -33,18 +33,19 @@ class XIELU(nnx.Module):
     """Activation xIELU (Huang and Schlag 2024, arXiv:2411.13010): a_p x^2 + b x where x > 0, else
     a_n (exp(min(x, EPS)) - 1 - x) + b x.
 
-    a_p is softplus(alpha_p), a_n is b + softplus(alpha_n), of two learned numbers; b is BETA.
+    a_p is softplus(alpha_p) and a_n is b + softplus(alpha_n), where alpha_p and alpha_n are learned numbers; b is BETA.
     """
 
     def __init__(self, *, source: str, build: Build):
         def scalar(name: str) -> nnx.Param:
+            """Declare the parameter `name`, an array [1]."""
             return declare((1,), build.dtype, ParamDecl((None,), (Source(f"{source}.{name}", 1),), init_std=0.5))
 
         self.alpha_p, self.alpha_n = scalar("alpha_p"), scalar("alpha_n")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply xIELU to each element of x f32[T, F], in float32: a_p x^2 + b x above 0, else a_n (exp(min(x, EPS)) - 1
-        - x) + b x.
+        """Return xIELU of each element of x f32[T, F], computed in float32: a_p x^2 + b x above 0, else a_n (exp(min(x,
+        EPS)) - 1 - x) + b x.
         """
         a_p = jax.nn.softplus(self.alpha_p[...].astype(jnp.float32))
         a_n = BETA + jax.nn.softplus(self.alpha_n[...].astype(jnp.float32))

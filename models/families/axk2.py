@@ -1,4 +1,6 @@
-"""A.X K2 (SK Telecom 2026): DeepSeek-V3.2 with gated norms, and a gate of heads that the latent of queries gives."""
+"""A.X K2 (SK Telecom 2026): DeepSeek-V3.2 with gated norms, and with gates of the heads' outputs that are projected
+from the latent of queries.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _RENAMED = (
 
 
 class GatedNorm(nnx.Module):
-    """RMS norm multiplied by a gate of low rank: y * sigmoid(up(silu(down(y)))), y = norm(x). Every device computes all
-    of it.
+    """RMS norm multiplied by a low-rank gate: y * sigmoid(up(silu(down(y)))), y = norm(x). Its weights are replicated
+    over devices.
     """
 
     def __init__(self, config: ModelConfig, rank: int, *, source: str, build: Build):
@@ -41,15 +43,15 @@ class GatedNorm(nnx.Module):
         self.up = Linear(rank, (Source(f"{source}.W_up", size),), axes=("latent", "embed"), build=build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm and gate x [T, D]; the activation and the gate in float32."""
+        """Return the normed and gated x, [T, D] -> [T, D]. The activation and the gate are computed in float32."""
         y = self.norm(x)
         inner = jax.nn.silu(self.down(y, out_dtype=jnp.float32)).astype(x.dtype)
         return (y * jax.nn.sigmoid(self.up(inner, out_dtype=jnp.float32))).astype(x.dtype)
 
 
 class Axk2Attention(SparseLatentAttention):
-    """Sparse latent attention whose queries, and gates of what heads give, are projected from the latent of queries
-    before and after its norm.
+    """Sparse latent attention in which queries, and gates of the heads' outputs, are projected from the latent of
+    queries joined with its value before the norm.
     """
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
@@ -57,7 +59,7 @@ class Axk2Attention(SparseLatentAttention):
         latent, heads = self.latent, attention.num_heads
         assert latent.q_lora_rank is not None
         size, value = latent.qk_nope_head_dim + latent.qk_rope_head_dim, latent.v_head_dim
-        # The checkpoint's rows alternate: those of a head's query, those of its gate.
+        # The checkpoint's rows alternate between a head's query and its gate.
         turns = {"tensor_rows": heads * (size + value), "stride": size + value}
         rows = {"q": (heads * size, size, 0), "gate": (heads * value, value, size)}
         self.q, self.gate = (
@@ -71,11 +73,12 @@ class Axk2Attention(SparseLatentAttention):
         )
 
     def normed(self, q_latent: jax.Array) -> jax.Array:
+        """Return the latent of queries [T, R] as [T, 2 * R]: its norm, followed by the latent itself."""
         return jnp.concatenate([super().normed(q_latent), q_latent], axis=-1)
 
     def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Weigh the results of heads o [T, N * Hv] by the sigmoids of gates. x: [T, .], the latent of queries as
-        `normed` gives it.
+        """Return the heads' outputs o [T, N * Hv] multiplied by sigmoid gates. x: [T, .], the latent of queries as
+        `normed` returns it.
         """
         gate = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
         return (o.astype(jnp.float32) * gate).astype(o.dtype)
@@ -85,14 +88,14 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     """DeepSeek-V3.2 with Axk2Attention, and GatedNorms before attention and before experts."""
 
     index_heads: ClassVar[int] = 16
-    # transformers renames these modules of published checkpoints, so that its adapters and trainers name its own.
+    # transformers renames these modules of published checkpoints, so adapters and trainers use the new names.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         suffixes=tuple((f"{theirs}.weight", f"{own}.weight") for theirs, own in _RENAMED), of_adapters=_RENAMED
     )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        # Experts of other groups count as 0 there, and not as the least.
+        # In transformers experts of groups that are not chosen score 0, and not minus infinity.
         fields.require(n_group=1, topk_group=1, gated_norm_rank=GATE_RANK, indexer_rope_interleave=False)
         defaults = {"first_k_dense_replace": 1, "q_lora_rank": 384, "n_group": 1, "topk_group": 1}
         return super().read_hf(fields.with_defaults(**defaults))

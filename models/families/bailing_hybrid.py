@@ -1,5 +1,5 @@
-"""Ling 3 (Ant Group 2026): Kimi Linear's layers with rope and a gate for each head in those that attend, and decays and
-gates of delta nets projected from the hidden state.
+"""Ling 3 (Ant Group 2026): Kimi Linear's layers, where attention has rope and a gate for each head, and the decays and
+gates of delta nets are projected directly from the hidden state.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _lower_bound(fields: ConfigFields) -> float | None:
-    """Read GatedDelta.lower_bound: `kda_lower_bound`, -5 by default; None if `kda_safe_gate`, true by default, is
-    false. Raises ModelConfigError, also for a bound that is no number.
+    """Return GatedDelta.lower_bound: `kda_lower_bound`, -5 by default; None if `kda_safe_gate`, true by default, is
+    false. Raises ModelConfigError for fields of a wrong type.
     """
     if not fields.boolean("kda_safe_gate", True):
         return None
@@ -51,7 +51,7 @@ def _lower_bound(fields: ConfigFields) -> float | None:
 
 
 class GatedLatentAttention(LatentAttention):
-    """Latent attention whose heads' results are multiplied by sigmoid gates, one number a head."""
+    """Latent attention in which each head's output is multiplied by a sigmoid gate, one number per head."""
 
     def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
         super().__init__(attention, hidden_size, source=source, build=build)
@@ -59,6 +59,9 @@ class GatedLatentAttention(LatentAttention):
         self.gate = Linear(hidden_size, gate, axes=("embed", "heads"), build=build)
 
     def gated(self, o: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the heads' outputs o [T, N * Hv] multiplied by one sigmoid gate per head, projected from x [T, D].
+        Computed in float32; returned in the dtype of o.
+        """
         factors = jax.nn.sigmoid(self.gate(x, step.rows).astype(jnp.float32))
         heads = o.astype(jnp.float32).reshape(*factors.shape, -1) * factors[..., None]
         return heads.reshape(o.shape).astype(o.dtype)
@@ -83,7 +86,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         raw = {**fields.raw, **{usual: fields.raw[own] for own, usual in SPELLED.items() if own in fields.raw}}
         every, count = fields.integer("layer_group_size", 6), fields.integer("num_hidden_layers")
         kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(count)]
-        # transformers writes the part of a key with rope as `head_dim`, and delta nets' own under names of their own.
+        # In transformers' files `head_dim` is the rotated part of a key, and delta nets' sizes have separate names.
         head_dim = fields.integer("linear_head_dim", None) or fields.integer("head_dim", 128)
         kernel = fields.integer("linear_conv_kernel_dim", None) or fields.integer("short_conv_kernel_size", 4)
         fields = ConfigFields(raw).with_defaults(**_DEFAULTS, layer_types=kinds)

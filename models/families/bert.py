@@ -25,12 +25,12 @@ NAMES = EncoderNames(
 
 
 class BertModel(PostNormEncoder):
-    """BERT's encoder, with a tanh layer and scores of labels where it classifies."""
+    """BERT's encoder, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = NAMES
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("model.bert.", "model."),),
-        # As TensorFlow's checkpoints have them.
+        # Names in TensorFlow's checkpoints.
         suffixes=((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias")),
         heads=("model.pooler.", "model.cls.", "model.classifier.", "model.linear."),
     )
@@ -49,7 +49,7 @@ class BertModel(PostNormEncoder):
 
     @classmethod
     def first_position(cls, fields: ConfigFields) -> int:
-        """Return the row of the position table that a prompt's first token has: 0 here. Overrides that read it from
-        `fields` raise ModelConfigError.
+        """Return the row of the position table for a prompt's first token, 0 here. Overrides that read it from `fields`
+        may raise ModelConfigError.
         """
         return 0

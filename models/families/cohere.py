@@ -1,5 +1,7 @@
 """Command R and Command R+ (Cohere 2024), and Aya 23 (Aryabumi et al. 2024, arXiv:2405.15032): Cohere 2 with rope and
-without windows in all layers, and in some models layer norms on the heads of q and k, each with weights of its own."""
+without windows in all layers, and in some models layer norms on the heads of q and k, with separate weights for each
+head.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 
 
 class PerHeadLayerNorm(nnx.Module):
-    """Layer norm (x - mean(x)) / sqrt(var(x) + eps) * weight over each head, weights [heads, H].
+    """Layer norm (x - mean(x)) / sqrt(var(x) + eps) * weight over each head, with weights [heads, H].
 
     copies: how often each head is stored on a mesh of more devices than heads (see layers.attention).
     """
@@ -31,8 +33,8 @@ class PerHeadLayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise each head of x [T, heads of this device, H] by its mean and variance, and multiply by the weights,
-        in float32; return it in the dtype of x.
+        """Return each head of x [T, heads of this device, H] normalised by its mean and variance and multiplied by its
+        weights. Computed in float32; returned in the dtype of x.
         """
         y = x.astype(jnp.float32)
         y = rms_normalized(y - jnp.mean(y, axis=-1, keepdims=True), self.eps)
@@ -40,7 +42,7 @@ class PerHeadLayerNorm(nnx.Module):
 
 
 class CohereForCausalLM(Cohere2ForCausalLM):
-    """Cohere 2's layers, all of one kind."""
+    """Cohere 2's decoder in which all layers are alike, with rope and without windows."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 

@@ -63,7 +63,7 @@ class Cohere2ForCausalLM(LlamaForCausalLM):
             position_embedding_type="rope_gptj",
         )
         kinds = layer_kinds(fields, fields.integer("sliding_window_pattern"))
-        # Without a window no layer has rope.
+        # If the configuration has no window, no layer has rope.
         windows = windows_by_kind(kinds, fields.integer("sliding_window", None))
         rope = read_rope(fields, read_head_dim(fields), interleaved=True)
         bias = fields.boolean("attention_bias", False)

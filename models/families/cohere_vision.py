@@ -16,7 +16,7 @@ from jaxengine.models.families.llava import NAMES
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.aya import read_aya, read_cohere2_vision
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults for fields that a file lacks.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 256000,
     "hidden_size": 8192,
@@ -25,14 +25,14 @@ _DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 64,
     "max_position_embeddings": 8192,
 }
-# transformers' classes scale no logits, whatever text_config says.
+# transformers' classes do not scale logits, whatever text_config says.
 _UNSCALED = {"logit_scale": 1.0}
 _TEXTS = {"cohere": CohereForCausalLM, "cohere2": Cohere2ForCausalLM}
 
 
 class AyaVisionForConditionalGeneration(CohereForCausalLM):
-    """Cohere or Cohere 2, by text_config's model_type, with a vision tower. Its layers are those of both: what differs
-    is their attention's configuration.
+    """Cohere or Cohere 2, by text_config's model_type, with a vision tower. The layers serve for both, which differ
+    only in the configuration of attention.
     """
 
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
@@ -48,6 +48,6 @@ class AyaVisionForConditionalGeneration(CohereForCausalLM):
 
 
 class Cohere2VisionForConditionalGeneration(AyaVisionForConditionalGeneration):
-    """Command A Vision: Aya Vision with a tower of its own."""
+    """Command A Vision: Aya Vision with another tower."""
 
     read_tower: ClassVar[Callable[[ConfigFields], TowerConfig]] = staticmethod(read_cohere2_vision)

@@ -19,11 +19,11 @@ from jaxengine.models.layers.classify import DenseLabelScores
 from jaxengine.models.layers.encoder import FUNCTIONS, HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
-_PARTS = 3  # products that a logit is the sum of
+_PARTS = 3  # number of products whose sum is a logit
 
 
 class DebertaV2Model(PostNormEncoder):
-    """BERT's layers with DisentangledAttention."""
+    """BERT's encoder with DisentangledAttention, whose embeddings of distances all layers share."""
 
     names: ClassVar[EncoderNames] = NAMES._replace(
         qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
@@ -76,6 +76,7 @@ class DebertaV2Model(PostNormEncoder):
         return DisentangledAttention(config.attention[layer], config.hidden_size, **names)
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
+        """Return the scores of labels, after a dense layer with the activation `pooler_hidden_act`."""
         assert self.config.encoder is not None
         activation = FUNCTIONS[self.config.encoder.head_activation]
         sources = self.names.dense, self.names.labels

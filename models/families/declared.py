@@ -1,7 +1,7 @@
-"""Layers and decoder of families that only combine existing parts, built from the row that describes one.
+"""Layers and decoder of families that only combine existing parts, built from the row that describes a family.
 
-A row is a jaxengine.models.families.declared_row.Row; declared_rows and its neighbours have them. A family with a part
-of its own is a file of its own.
+Rows are jaxengine.models.families.declared_row.Row, in the tables of declared_rows and similar modules. A family with a
+part of its own has its own file.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"sigmoid": jax.nn.sigmoid,
 
 
 class DeclaredLayer(nnx.Module):
-    """Layer of a DeclaredForm, made of the given attention, or a mixer with a state, and MLP, None for no MLP. It has
-    the norms that its placement needs. residuals: factors of what both parts get, and of what they give.
+    """Layer of a DeclaredForm, composed of the given attention, or mixer with a state, and MLP (None for no MLP). It
+    has the norms that the form's placement requires.
+
+    residuals: for attention and for the MLP, (factor of the hidden state, factor of the part's output) in the sum of
+    the two.
     """
 
     input_norm: Any
@@ -98,6 +101,7 @@ class DeclaredLayer(nnx.Module):
         residuals: tuple[tuple[float, float], ...],
         build: Build,
     ):
+        """Create the norms of the form's placement. The first layer's first norm is an identity if the form says so."""
         norm = partial(NORMS[form.norm], config.hidden_size, config.rms_norm_eps, build=build)
         norms: list[nnx.Module] = [norm(source=f"{LAYER_NAME}.{name}") for name in form.norms]
         if build.layer == 0 and not form.first_norm:
@@ -137,7 +141,7 @@ class DeclaredLayer(nnx.Module):
 
 
 class NormedMLP(nnx.Module):
-    """Feed-forward part whose output is normed: norm(mlp(x))."""
+    """Feed-forward part with a norm of its output: norm(mlp(x))."""
 
     def __init__(self, mlp: nnx.Module, norm: nnx.Module):
         self.mlp, self.norm = mlp, norm
@@ -147,11 +151,14 @@ class NormedMLP(nnx.Module):
 
 
 class DeclaredAttention(Attention):
-    """Attention of a DeclaredForm: it may bound q, k and v, norm q and k before or after rope, turn rope the other way,
-    scale values, and norm and gate the heads' outputs. eps: of these norms.
+    """Attention of a DeclaredForm. Depending on the form it bounds q, k and v, norms q and k before or after rope,
+    reverses the rotation, scales values, and norms and gates the heads' outputs. eps: epsilon of the norms.
     """
 
     def __init__(self, form: DeclaredForm, attention: LayerAttention, hidden_size: int, *, eps: float, build: Build):
+        """Create the projections, the norms of q and k, and, if the form names them, the norm of the heads' outputs and
+        the gate.
+        """
         norms = _qk_norms(form, attention, eps, build)
         super().__init__(
             attention,
@@ -177,6 +184,7 @@ class DeclaredAttention(Attention):
             self.gate_bias = declare((bias.rows,), build.dtype, ParamDecl(("heads",), (bias,), init_std=0.02))
 
     def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        """Return q and k after bounding, rope (reversed if the form says so) and, if they come last, their norms."""
         if step.rope is not None and self.form.reversed_rope:
             step = step._replace(rope=(step.rope[0], -step.rope[1]))
         q, k = super().rotate(self._clipped(q), self._clipped(k), step)
@@ -186,16 +194,20 @@ class DeclaredAttention(Attention):
             return self.late_norms[0](q), self.late_norms[1](k)
 
     def values(self, v: jax.Array) -> jax.Array:
+        """Return values v bounded to the form's `clip` and multiplied by its `value_scale`."""
         return scaled(self._clipped(v), self.form.value_scale)
 
     def _clipped(self, x: jax.Array) -> jax.Array:
-        """Bound projected queries, keys or values x [T, N, H] to [-clip, clip]; return x itself if the form has no
+        """Return projected queries, keys or values x [T, N, H] bounded to [-clip, clip], or x itself if the form has no
         bound.
         """
         clip = self.form.clip
         return x if clip is None else jnp.clip(x, -clip, clip)
 
     def gated(self, o: jax.Array, gate: jax.Array, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Return the heads' outputs o [T, N, Hv], normed if the form has a norm of them, and multiplied by the
+        activated gate, projected from x [T, D], if it has one. The argument `gate` is not used.
+        """
         if self.form.heads_norm is not None:
             o = self.heads_norm(o)
         if self.form.gate is None:
@@ -206,7 +218,9 @@ class DeclaredAttention(Attention):
 
 
 class ProjectedHead(nnx.Module):
-    """Head between the last hidden states and the logits: norm(activation(dense(x))), as `form.head` names both."""
+    """Projection between the last hidden states and the LM head: norm(activation(dense(x))), with the names of the two
+    modules from `form.head`.
+    """
 
     def __init__(self, config: ModelConfig, form: DeclaredForm, build: Build):
         size, (dense, norm) = config.hidden_size, form.head
@@ -215,13 +229,15 @@ class ProjectedHead(nnx.Module):
         self.activation = ACTIVATIONS[form.head_activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map hidden states [R, D] to the same, the activation in float32."""
+        """Return norm(activation(dense(x))) of hidden states [R, D], of the same shape. The activation is computed in
+        float32.
+        """
         return self.norm(self.activation(self.dense(x, out_dtype=jnp.float32)).astype(x.dtype))
 
 
 def _qk_norms(form: DeclaredForm, attention: LayerAttention, eps: float, build: Build) -> list[nnx.Module]:
-    """Make the norms of queries and of keys, in this order, of the kind `form.qk_norm`: over each head, or, for
-    ALL_HEADS, over all heads at once. An empty list if the form names no norms. eps: of the norms.
+    """Return the norms of queries and of keys, in this order, of the kind `form.qk_norm`: over each head or, for
+    ALL_HEADS, over all heads at once. Returns an empty list if the form names no norms. eps: epsilon of the norms.
     """
     names = [f"{LAYER_NAME}.{name}" for name in form.qk_norms]
     if form.qk_norm in NORMS:
@@ -235,7 +251,7 @@ def _qk_norms(form: DeclaredForm, attention: LayerAttention, eps: float, build: 
 
 
 class DeclaredForCausalLM(Decoder):
-    """Decoder of DeclaredLayers. Its subclasses are made of rows."""
+    """Decoder of DeclaredLayers. Each subclass has a `row`, which describes its family."""
 
     row: ClassVar[Row]
 
@@ -248,6 +264,10 @@ class DeclaredForCausalLM(Decoder):
         return cls.row.read_gguf(gguf)
 
     def __init__(self, config: ModelConfig, build: Build):
+        """Create the decoder and, as far as the form has them and the stage needs them, the norm of embeddings, the
+        table of positions, the projections of narrower embeddings, the projection before the LM head, and its bias.
+        Raises ModelConfigError for narrower embeddings in a model that pools.
+        """
         assert config.declared is not None
         self.form = form = config.declared
         super().__init__(config, build)
@@ -296,8 +316,9 @@ class DeclaredForCausalLM(Decoder):
         return DeclaredLayer(self.config, self.form, mixer, mlp, residuals, build)
 
     def make_mixer(self, layer: int, build: Build) -> nnx.Module:
-        """Make the attention of a layer, or what keeps its state (Mamba, Mamba-2, lightning attention or a short
-        convolution), as `config.attention[layer]` says: ([T, D], cache, pages, StepInputs) -> ([T, D], cache).
+        """Return the attention of a layer, or the module that keeps its state (Mamba, Mamba-2, lightning attention or a
+        short convolution), as `config.attention[layer]` requires: ([T, D], cache, pages, StepInputs) -> ([T, D],
+        cache).
         """
         config, form, own = self.config, self.form, self.config.attention[layer]
         size, eps, source = config.hidden_size, config.rms_norm_eps, f"{LAYER_NAME}.{form.mixer}"
@@ -315,8 +336,9 @@ class DeclaredForCausalLM(Decoder):
         return DeclaredAttention(form, own, size, eps=eps, build=build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
-        """Make the feed-forward part of a layer, ([T, D], Rows) -> [T, D]: a mixture of experts, with a norm after it
-        if the form names one, in layers with experts; else an MLP, gated if the form has gate and up projections.
+        """Return the feed-forward part of a layer, ([T, D], Rows) -> [T, D]. In layers with experts it is a mixture of
+        experts, followed by a norm if the form names one; otherwise an MLP, gated if the form has gate and up
+        projections.
         """
         config, form, experts = self.config, self.form, self.config.experts
         of_experts, of_mlp = form.limits[layer] if form.limits else (None, None)
@@ -344,6 +366,9 @@ class DeclaredForCausalLM(Decoder):
         return GatedMLP(size, ffn, source=LAYER_NAME, gate_up=gate_up, down=down, clamped=clamped, **options)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """Return the embeddings [T, D] of a step's tokens, with the rows of their positions added if the model has such
+        a table.
+        """
         x = super().embed_batch(batch)
         if self.form.positions is None:
             return x
@@ -351,6 +376,9 @@ class DeclaredForCausalLM(Decoder):
         return (x.astype(jnp.float32) + added.astype(jnp.float32)).astype(x.dtype)
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        """Return the embeddings [T, D] of tokens i32[T], projected to the hidden size, scaled and normed as the form
+        says.
+        """
         x = super().embed_tokens(token_ids)
         x = x if self.form.embedding_size is None else self.project_in(x)
         if self.form.root_scaled:
@@ -358,6 +386,7 @@ class DeclaredForCausalLM(Decoder):
         return x if self.form.embedding_norm is None else self.embedding_norm(x)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """Return logits of hidden states, after the form's projections, with its bias and soft cap if there are any."""
         hidden = hidden if self.form.embedding_size is None else self.project_out(hidden)
         logits = super().token_logits(self.head(hidden) if self.form.head else hidden)
         logits = logits + self.head_bias[...].astype(jnp.float32) if self.form.head_bias else logits
@@ -366,8 +395,8 @@ class DeclaredForCausalLM(Decoder):
 
 
 def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
-    """Return the modules of queries, keys and values, in this order; if the form names one joined module, the rows that
-    each has of it, in the order `form.joined`.
+    """Return the sources of queries, keys and values, in this order: three modules, or the respective rows of one
+    joined module, arranged as `form.joined` says.
     """
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     sizes = heads * head_dim, kv_heads * head_dim, kv_heads * attention.v_head_dim
@@ -385,8 +414,8 @@ def _qkv(form: DeclaredForm, attention: LayerAttention) -> list[Source]:
 
 
 def declared_class(name: str, row: Row) -> type[DeclaredForCausalLM]:
-    """Make the subclass of DeclaredForCausalLM, called `name`, of one row, with its names of tensors, its GGUF
-    architecture (None without `gguf`) and `about` as its docstring.
+    """Return a new subclass of DeclaredForCausalLM, called `name`, for one row. It has the row's names of tensors, its
+    GGUF architecture (None without `gguf`), and `about` as its docstring.
     """
     names = CheckpointNames(
         prefixes=(*row.names, ("classifier.", "score.")),  # some classes of transformers call scores of tokens so

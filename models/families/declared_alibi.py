@@ -1,6 +1,4 @@
-"""Families with ALiBi (Press et al. 2021, arXiv:2108.12409) in place of rope that are a row each, as those of
-declared_rows.
-"""
+"""Rows, like those of declared_rows, of families with ALiBi (Press et al. 2021, arXiv:2108.12409) in place of rope."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from jaxengine.models.families.declared_rows import EPSILON, embedding_width, ro
 
 _COUNTS = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 _MPT_SIZES = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
-# Fields of MPT's attn_config, and the values that are read.
+# Fields of MPT's attn_config, and the only values that are supported.
 _MPT_ATTENTION = {
     "attn_type": "multihead_attention",
     "alibi": True,
@@ -27,29 +25,30 @@ _MPT_ATTENTION = {
 
 
 def _sloped(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the ALiBi slopes of its number of heads."""
+    """Return the layer's attention with the ALiBi slopes for its number of heads."""
     return replace(attention, slopes=alibi_slopes(attention.num_heads))
 
 
 def _bloom_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Add the parts to the normed hidden state (WITHIN) if `apply_residual_connection_post_layernorm` is true, else to
-    the hidden state itself (BEFORE). Raises ModelConfigError.
+    """Return the form with the parts' outputs added to the normed hidden state (WITHIN) if
+    `apply_residual_connection_post_layernorm` is true, otherwise to the hidden state itself (BEFORE). Raises
+    ModelConfigError for a value that is not a bool.
     """
     within = fields.boolean("apply_residual_connection_post_layernorm")
     return replace(form, placement=WITHIN if within else BEFORE)
 
 
 def _sizes(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `hidden_size`, from `n_embed` if that is there, and `intermediate_size`, which is four times it. Raises
-    ModelConfigError.
+    """Return `hidden_size`, from `n_embed` if that is present, and `intermediate_size`, four times as large. Raises
+    ModelConfigError for a missing or wrong size.
     """
     size = embedding_width(fields)
     return {"hidden_size": size, "intermediate_size": 4 * size}
 
 
 def _mpt_attention(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of `attn_config`, none where it is absent. Raises ModelConfigError if one of those in
-    _MPT_ATTENTION has another value.
+    """Return a reader of `attn_config`, empty if that is absent. Raises ModelConfigError if a field in _MPT_ATTENTION
+    has another value.
     """
     own = ConfigFields({"attn_config": fields.mapping("attn_config") or {}}).part("attn_config")
     own.require(**_MPT_ATTENTION)
@@ -57,8 +56,8 @@ def _mpt_attention(fields: ConfigFields) -> ConfigFields:
 
 
 def _mpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Bound queries, keys and values by `clip_qkv` of attn_config, if it is set. Raises ModelConfigError, also for a
-    `norm_type` that is no layer norm.
+    """Return the form with queries, keys and values bounded by `clip_qkv` of attn_config, if it is set. Raises
+    ModelConfigError for a `norm_type` that is not a layer norm, and for wrong fields.
     """
     if fields.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):
         raise fields.fail("norm_type", "layernorm or low_precision_layernorm")
@@ -66,8 +65,8 @@ def _mpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer ALiBi slopes down to 2 ** -alibi_bias_max, 8 by default, and the scale `softmax_scale`, None if
-    absent, both of attn_config. Raises ModelConfigError.
+    """Return the layer's attention with ALiBi slopes down to 2 ** -alibi_bias_max (8 by default) and the scale
+    `softmax_scale` (None if absent), both from attn_config. Raises ModelConfigError for wrong fields.
     """
     own = _mpt_attention(fields)
     slopes = alibi_slopes(attention.num_heads, own.number("alibi_bias_max", 8.0))
@@ -75,18 +74,18 @@ def _mpt_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> L
 
 
 def _baichuan_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `alibi`, true for a file without `max_position_embeddings`, and the longest context: that field, or then
-    `model_max_length`, 4096 by default. Raises ModelConfigError, also for Baichuan 2.
+    """Return `alibi`, true for a file without `max_position_embeddings`, and `max_position_embeddings`: that field or,
+    with alibi, `model_max_length`, 4096 by default. Raises ModelConfigError for wrong fields and for Baichuan 2.
     """
     if fields.has("z_loss_weight") or fields.integer("vocab_size") == 125696:
         raise fields.fail("vocab_size", "that of Baichuan 1: Baichuan 2's normalised LM head is not supported")
-    alibi = not fields.has("max_position_embeddings")  # that of 13 billion parameters has no table of rope
+    alibi = not fields.has("max_position_embeddings")  # the model of 13 billion parameters, which has no rope
     longest = fields.integer("model_max_length" if alibi else "max_position_embeddings", 4096)
     return {"alibi": alibi, "max_position_embeddings": longest}
 
 
 def _baichuan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer ALiBi slopes if `alibi` is true."""
+    """Return the layer's attention, with ALiBi slopes if `alibi` is true."""
     return _sloped(fields, layer, attention) if fields.boolean("alibi") else attention
 
 

@@ -1,4 +1,4 @@
-"""Further families without experts that are a row each, as those of declared_rows: most are Llama with other parts."""
+"""Rows, like those of declared_rows, of further families without experts. Most are variants of Llama."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _UNBIASED: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 
 def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer sinks, the window of its kind, the scale `attention_multiplier`, and the base of rope that
-    `layer_rope_theta` lists for it, 0 for no rope; without the list it keeps its rope. Raises ModelConfigError, also
-    for a list of another form.
+    """Return the layer's attention with sinks, the window of its kind, the scale `attention_multiplier`, and a rope
+    with the base that `layer_rope_theta` lists for the layer, or no rope if that is 0. Without the list it keeps its
+    rope. Raises ModelConfigError for wrong fields or a list of another length.
     """
     attention = replace(windowed(fields, layer, attention), sinks=True, scale=fields.number("attention_multiplier"))
     thetas, count = fields.value("layer_rope_theta", None), fields.integer("num_hidden_layers")
@@ -52,14 +52,16 @@ def ropes_of_layers(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 
 def _scaled(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the scale of its products of q and k in `attention_multiplier`, the usual one if that is absent.
-    Raises ModelConfigError.
+    """Return the layer's attention with the scale `attention_multiplier` of products of q and k, the default scale if
+    that is absent. Raises ModelConfigError for a value that is not a number > 0.
     """
     return replace(attention, scale=fields.number("attention_multiplier", None))
 
 
 def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Put norms after both parts of a layer as well, if `use_post_norm` says so. Raises ModelConfigError."""
+    """Return the form, with norms after both parts of a layer too if `use_post_norm` is true. Raises ModelConfigError
+    for a value that is not a bool.
+    """
     if not fields.boolean("use_post_norm"):
         return form
     names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
@@ -67,8 +69,9 @@ def _clova_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gemma_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window of its kind, the soft cap `attn_logit_softcapping`, 50 by default and none for null, and
-    the scale query_pre_attn_scalar ** -0.5 of products of q and k. Raises ModelConfigError.
+    """Return the layer's attention with the window of its kind, the soft cap `attn_logit_softcapping` (50 if absent,
+    none if null), and the scale query_pre_attn_scalar ** -0.5 of products of q and k. Raises ModelConfigError for wrong
+    fields.
     """
     cap = read_cap(fields, "attn_logit_softcapping", 50.0)
     scale = fields.number("query_pre_attn_scalar") ** -0.5
@@ -76,13 +79,13 @@ def _gemma_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _biogpt(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return 1e-5 as the epsilon of norms: transformers takes it, whatever config.json says."""
+    """Return an epsilon of norms of 1e-5, which transformers uses whatever config.json says."""
     return {EPS: 1e-5}
 
 
 def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `sliding_window`, 4096 if it is absent, and `layer_types`: where they are not listed, all layers have the
-    window, or none if it is null. Raises ModelConfigError.
+    """Return `sliding_window`, 4096 if it is absent, and `layer_types`; if these are not listed, all layers are
+    SLIDING, or FULL if the window is null. Raises ModelConfigError for a wrong number of layers.
     """
     window = fields.raw.get("sliding_window", 4096)
     kinds = [FULL if window is None else SLIDING] * fields.integer("num_hidden_layers")
@@ -90,8 +93,9 @@ def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _modernbert_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`, without them FULL for every `global_attn_every_n_layers`-th layer, 3 by default, from the
-    first on; `sliding_window`, half of `local_attention`; and the base of FULL layers' rope. Raises ModelConfigError.
+    """Return `layer_types`; if they are not listed, every `global_attn_every_n_layers`-th layer (3 by default), the
+    first included, is FULL. Also returns `sliding_window`, half of `local_attention`, and `rope_theta`, the base for
+    FULL layers. Raises ModelConfigError for wrong fields.
     """
     every, count = fields.integer("global_attn_every_n_layers", 3), fields.integer("num_hidden_layers")
     kinds = [SLIDING if layer % every else FULL for layer in range(count)]
@@ -103,14 +107,18 @@ def _modernbert_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _modernbert_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window and the rope of its kind. Raises ModelConfigError."""
+    """Return the layer's attention with the window and the rope of its kind. Raises ModelConfigError for wrong
+    fields.
+    """
     kinds, head_dim = layer_kinds(fields), read_head_dim(fields)
     rope = ropes_by_kind(fields, head_dim, kinds, sliding_theta="local_rope_theta")[layer]
     return replace(windowed(fields, layer, attention), rope=rope)
 
 
 def _modernbert_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Give norms biases if `norm_bias`, and logits a bias if `decoder_bias` says so. Raises ModelConfigError."""
+    """Return the form with biases of norms if `norm_bias` is true, a bias of logits if `decoder_bias` is true, and the
+    activation `classifier_activation` before them. Raises ModelConfigError for wrong or unsupported fields.
+    """
     activation = fields.text("classifier_activation")
     if activation not in ACTIVATIONS:
         raise fields.fail("classifier_activation", f"one of {', '.join(ACTIVATIONS)}")
@@ -119,7 +127,7 @@ def _modernbert_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Take GPT-2's approximation of a GELU where the file says "gelu"; otherwise return the form as it is."""
+    """Return the form with GPT-2's approximation of GELU in place of the activation "gelu"; other activations stay."""
     return replace(form, activation="gelu_new") if form.activation == "gelu" else form
 
 
@@ -162,7 +170,7 @@ DENSE_ROWS: dict[str, Row] = {
         defaults={"rms_norm_eps": 1e-6, "use_post_norm": True, **_UNBIASED},
         choose=_clova_form,
         each_layer=_scaled,
-        # Logits are multiplied by this, where Granite's are divided.
+        # Logits are multiplied by this factor, whereas Granite's are divided by it.
         more=lambda fields: granite_multipliers(fields) | {"logit_scale": fields.number("logits_scaling", 1.0)},
         **_LLAMA,
     ),

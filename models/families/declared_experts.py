@@ -1,4 +1,4 @@
-"""Families with experts, or with latent attention, that are a row each, as those of declared_rows."""
+"""Rows, like those of declared_rows, of families with experts or with latent attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxengine.models.params.source import StackedExperts
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _FORM = DeclaredForm(norm=RMS, qk_norm=RMS)
 _NORMED = replace(_FORM, qk_norms=_QK_NORMS)
-# What DeepSeek-V3 calls the numbers of experts.
+# Names of the numbers of experts -> DeepSeek-V3's names.
 _COUNTS = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
 _COUNTS |= {"num_shared_experts": "n_shared_experts"}
 _RMS_EPS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": True}
@@ -37,7 +37,7 @@ _BIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention_b
 _BIASED_BEFORE: dict[str, Any] = {**_BIASED, "output_bias": False}
 _LIKE_V3: dict[str, Any] = {"rms_norm_eps": 1e-6, "attention_bias": False, "first_k_dense_replace": 1}
 _LIKE_V3 |= {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
-# What the classes of some families in transformers compute, whatever a file says.
+# Values that the classes of some families in transformers use, whatever a file says.
 _NO_GROUPS: dict[str, Any] = {"n_group": 1, "topk_group": 1}
 _ALL_NORMED: dict[str, Any] = {**_NO_GROUPS, "norm_topk_prob": True}
 _NEW: dict[str, Any] = {"rope_scaling": None}  # Mellum and Laguna, whose ropes have no older spelling
@@ -46,7 +46,7 @@ _TWO_ROPES: dict[str, Any] = {"rms_norm_eps": 1e-6, **_BASE, "head_dim": 128, "a
 
 
 def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a SLIDING layer `sliding_window`, a FULL one no rope, if that is set. Raises ModelConfigError."""
+    """Return the attention: if `sliding_window` is set, FULL ones get no rope, others it. Raises ModelConfigError."""
     window, kind = fields.integer("sliding_window", None), layer_kinds(fields)[layer]
     if window is None:
         return attention
@@ -54,7 +54,7 @@ def rope_in_windows(fields: ConfigFields, layer: int, attention: LayerAttention)
 
 
 def sliding_but(every: int, name: str = "") -> Any:
-    """Return an `adapt` that reads `layer_types`; by default each `every`-th layer (field `name`, if given) is FULL."""
+    """Return an `adapt` that gives `layer_types`, by default each `every`-th FULL (or the number in field `name`)."""
 
     def adapt(fields: ConfigFields) -> Mapping[str, Any]:
         count = fields.integer(name, every) if name else every
@@ -64,7 +64,7 @@ def sliding_but(every: int, name: str = "") -> Any:
 
 
 def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`; a pattern of L (windows) and G repeats, but the last is G. Raises ModelConfigError."""
+    """Return `layer_types`, else from a pattern of L (SLIDING) and G, the last FULL. Raises ModelConfigError."""
     pattern, count = fields.value("sliding_window_pattern", 4), fields.integer("num_hidden_layers")
     if fields.has("layer_types") or not isinstance(pattern, str):
         return sliding_but(4, "sliding_window_pattern")(fields)
@@ -75,7 +75,7 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **names: str) -> LayerAttention:
-    """Give a layer the window and the rope of its kind. names: as of ropes_by_kind. Raises ModelConfigError."""
+    """Return the attention with the window and rope of its kind. names: see ropes_by_kind. Raises ModelConfigError."""
     kinds = layer_kinds(fields)
     window = windows_by_kind(kinds, fields.integer("sliding_window"))[layer]
     rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], partial_rotary=True, **names)[0]
@@ -83,7 +83,7 @@ def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, 
 
 
 def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its kind's window and rope, and its number of heads if that is listed. Raises ModelConfigError."""
+    """Return the attention with its kind's window and rope, and its listed number of heads. Raises ModelConfigError."""
     counts, num_layers = fields.value("num_attention_heads_per_layer", None), fields.integer("num_hidden_layers")
     attention = kinds_of_ropes(fields, layer, attention)
     if counts is None:
@@ -94,7 +94,7 @@ def _laguna_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Gate attention's output by head, or by element, as `gating` says. Raises ModelConfigError for another value."""
+    """Return the form, gated by head or by element, as `gating` says. Raises ModelConfigError for other values."""
     gating = fields.value("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise fields.fail("gating", "true, per-head or per-element")
@@ -102,14 +102,14 @@ def _laguna_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _mimo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its kind's rope, `v_head_dim`, in windows sinks and twice the kv heads. Raises ModelConfigError."""
+    """Return the attention with its kind's rope; in windows sinks, twice the KV heads. Raises ModelConfigError."""
     own = kinds_of_ropes(fields, layer, attention, sliding_theta="swa_rope_theta")
     own = replace(own, value_size=fields.integer("v_head_dim"), output_bias=False)
     return own if own.window is None else replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True)
 
 
 def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return kinds of attention and MLPs, and the window with the token itself, renamed. Raises ModelConfigError."""
+    """Return the kinds of attention and MLPs, and the window including the token itself. Raises ModelConfigError."""
     count, size = fields.integer("num_hidden_layers"), fields.integer("sliding_window_size", None)
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     fields.require(swa_num_attention_heads=heads, swa_num_key_value_heads=2 * kv_heads)
@@ -121,13 +121,13 @@ def _mimo_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {
         "layer_types": fields.value("layer_types", [SLIDING if each else FULL for each in slides]),
         "mlp_layer_types": fields.value("mlp_layer_types", ["sparse" if each else "dense" for each in sparse]),
-        # This field leaves out the token itself.
+        # sliding_window_size does not count the token itself.
         "sliding_window": fields.integer("sliding_window", 129) if size is None else size + 1,
     }
 
 
 def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
-    """Read a list of 0 and 1, one for each of the default's numbers. Raises ModelConfigError."""
+    """Return the list `name` of 0 and 1, as long as the default. Raises ModelConfigError for any other value."""
     listed = fields.value(name, default)
     if not isinstance(listed, list) or len(listed) != len(default) or any(each not in (0, 1) for each in listed):
         raise fields.fail(name, f"a list of {len(default)} of 0 and 1")
@@ -135,7 +135,7 @@ def _switches(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return kinds of attention and MLPs, if not listed from periods, and the epsilon. Raises ModelConfigError."""
+    """Return the kinds of attention and MLPs, by default from periods, and the epsilon. Raises ModelConfigError."""
     count, first = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace", 0, minimum=0)
     first = min(first, count)
     periods = fields.integer("prefix_dense_sliding_window_pattern", 1), fields.integer("sliding_window_pattern", 4)
@@ -150,7 +150,7 @@ def _cohere_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give SLIDING layers a window, FULL ones no rope; dense ones keep it if all are FULL. Raises ModelConfigError."""
+    """Return the attention: SLIDING with a window, FULL without rope (some dense keep it). Raises ModelConfigError."""
     if layer_kinds(fields)[layer] == SLIDING:
         window = fields.integer("sliding_window", None)  # without one its layers have no rope
         return replace(attention, window=window, rope=None if window is None else attention.rope)
@@ -159,7 +159,7 @@ def _cohere_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read experts whose sum is averaged with, or added to, a shared MLP. Raises ModelConfigError."""
+    """Return the ExpertsConfig, with a shared MLP that is added or averaged with experts. Raises ModelConfigError."""
     scores, mix = fields.text("expert_selection_fn"), fields.text("shared_expert_combination_strategy")
     if scores not in ("softmax", "sigmoid"):
         raise fields.fail("expert_selection_fn", "softmax or sigmoid")
@@ -179,7 +179,7 @@ def _cohere_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read experts of softmax scores, in all layers that are not listed as dense. Raises ModelConfigError."""
+    """Return the ExpertsConfig of softmax experts in all layers not listed as dense. Raises ModelConfigError."""
     return ExpertsConfig(
         num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
         num_per_token=fields.integer("num_experts_per_tok"),
@@ -190,13 +190,13 @@ def softmax_experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def shared_of_size(fields: ConfigFields) -> ExpertsConfig:
-    """Read sigmoid experts with a shared MLP of `shared_expert_intermediate_size`. Raises ModelConfigError."""
+    """Return the ExpertsConfig of sigmoid experts and a shared MLP of a size of its own. Raises ModelConfigError."""
     size = fields.integer("shared_expert_intermediate_size")
     return replace(sigmoid_experts(fields), shared_intermediate_size=size)
 
 
 def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the temperature of queries that `rope_parameters` states, if they do. Raises ModelConfigError."""
+    """Return the attention with the temperature of queries in `rope_parameters`, if any. Raises ModelConfigError."""
     rope = ConfigFields(fields.mapping("rope_parameters") or {})
     if (beta := rope.number("llama_4_scaling_beta", None)) is None:
         return attention
@@ -205,21 +205,21 @@ def _mistral_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def _without_part(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_parameters` without partial_rotary_factor, or None. Raises ModelConfigError for no rope."""
+    """Return `rope_parameters` without partial_rotary_factor; None if empty. Raises ModelConfigError without rope."""
     require_rope(fields)
     rope = fields.mapping("rope_parameters") or {}
     return {"rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"} or None}
 
 
 def _sarvam_rope(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_scaling` with its type "deepseek_yarn" called yarn, {} for another type. Raises ModelConfigError."""
+    """Return `rope_scaling` of type yarn if it is "deepseek_yarn", {} for another type. Raises ModelConfigError."""
     rope = fields.mapping("rope_scaling") or {}
     named = {"rope_type": "yarn", **{key: value for key, value in rope.items() if key not in ("type", "rope_type")}}
     return {"rope_scaling": named} if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")) else {}
 
 
 def _bailing(about: str, **defaults: Any) -> Row:
-    """Return the row `about` a family with Ling 2.0's layers. defaults: of further fields, which may be absent."""
+    """Return a Row with Ling 2.0's layers. about: its description. defaults: further defaults of absent fields."""
     return Row(
         about,
         replace(

@@ -1,5 +1,5 @@
-"""Families that are a row each, as those of declared_rows, of which transformers has no class under that name: their
-code was published with their weights.
+"""Rows, like those of declared_rows, of families for which transformers has no class of that name. Their code was
+published with their weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _RMS: dict[str, Any] = {"eps": "rms_norm_eps", "mlp_bias": False, "grouped": Tru
 
 
 def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the heads of keys and values (`multi_query_group_num` with `multi_query_attention`, else all), the base of
-    rope, 10000 times `rope_ratio`, and a partial_rotary_factor of 0.5. Raises ModelConfigError.
+    """Return the number of KV heads (`multi_query_group_num` with `multi_query_attention`, otherwise all heads), the
+    base of rope, 10000 times `rope_ratio`, and a partial_rotary_factor of 0.5. Raises ModelConfigError for wrong
+    fields.
     """
     heads, groups = fields.integer("num_attention_heads"), fields.integer("multi_query_group_num", 1)
     return {
@@ -33,8 +34,8 @@ def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _internlm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the base of rope in `rotary`, where that is present. Raises ModelConfigError, also for another type there
-    than dynamic, whose scaling begins after `max_position_embeddings`.
+    """Return `rope_theta` from the base in `rotary`, or {} if that is absent. Raises ModelConfigError for a type other
+    than dynamic in it (whose scaling begins only after `max_position_embeddings`), and for wrong fields.
     """
     rotary = ConfigFields(fields.mapping("rotary") or {})
     rotary.require(type="dynamic")
@@ -43,8 +44,8 @@ def _internlm_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _qwen_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the feed-forward size, of which the file has the double, and as the longest context `seq_length`: beyond
-    that, these models scale rope and queries. Raises ModelConfigError.
+    """Return the feed-forward size, which is half of the file's, and `seq_length` as the longest context, since these
+    models scale rope and queries beyond it. Raises ModelConfigError for an odd size and for wrong fields.
     """
     size = fields.integer("intermediate_size")
     if size % 2:
@@ -53,7 +54,9 @@ def _qwen_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _refined_web_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return Falcon's sizes: with `n_head_kv` (of 40 billion parameters) its newer layers. Raises ModelConfigError."""
+    """Return the fields with the sizes of FalconForCausalLM added. A file with `n_head_kv` (the model of 40 billion
+    parameters) has the new decoder architecture. Raises ModelConfigError for wrong fields.
+    """
     named = {**fields.raw, "new_decoder_architecture": fields.has("num_kv_heads")}
     adapt = ROWS_BY_NAME["FalconForCausalLM"].adapt
     assert adapt is not None
@@ -62,16 +65,16 @@ def _refined_web_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _half_of_neighbours(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read rope that pairs neighbouring elements of the share of each head in `partial_rotary_factor`. Raises
-    ModelConfigError.
+    """Return rope that pairs neighbouring elements, for the share `partial_rotary_factor` of each head. Raises
+    ModelConfigError for wrong fields.
     """
     return read_rope(fields, head_dim, partial_rotary=True, interleaved=True)
 
 
 def _deepseek_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Read experts of softmax scores and a shared MLP, after `first_k_dense_replace` dense layers, none by default;
-    None for a model without `n_routed_experts`. Raises ModelConfigError, also for another scoring_func or
-    moe_layer_freq.
+    """Return the ExpertsConfig of experts with softmax scores and a shared MLP, after `first_k_dense_replace` dense
+    layers (none by default); None for a model without `n_routed_experts`. Raises ModelConfigError for wrong fields, and
+    for another scoring_func or moe_layer_freq.
     """
     if fields.value("n_routed_experts", None) is None:
         return None

@@ -1,4 +1,4 @@
-"""Families with experts whose files differ from those of declared_experts in more than names: a row each, as there."""
+"""Rows, like those of declared_experts, of families with experts whose files differ from those in more than names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNBIASED: dict[str, Any] = {"bias": "attention_bias", "output_bias": "attention
 
 
 def _dbrx_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the fields of `attn_config` and `ffn_config` under usual names, with defaults for absent ones. Raises
-    ModelConfigError, also where moe_normalize_expert_weights is neither 1 nor null.
+    """Return the fields of `attn_config` and `ffn_config` under the usual names, with defaults for absent ones. Raises
+    ModelConfigError for wrong fields, and if moe_normalize_expert_weights is neither 1 nor null.
     """
     attention, experts = (ConfigFields(fields.mapping(name) or {}) for name in ("attn_config", "ffn_config"))
     experts.require(moe_normalize_expert_weights=1.0)
@@ -42,8 +42,8 @@ def _dbrx_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _flint_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`: by default the first two layers, every fourth after them and the last are FULL. Raises
-    ModelConfigError.
+    """Return `layer_types`; if they are not listed, the first two layers, every fourth one after them and the last are
+    FULL. Raises ModelConfigError for a wrong number of layers.
     """
     count = fields.integer("num_hidden_layers")
     full = [layer < 2 or layer % 4 == 1 or layer == count - 1 for layer in range(count)]
@@ -51,19 +51,23 @@ def _flint_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _flint_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer sinks, a SLIDING one a window, and a FULL one no rope. Raises ModelConfigError."""
+    """Return the layer's attention with sinks, and with a window if it is SLIDING, or without rope if it is FULL.
+    Raises ModelConfigError for wrong fields.
+    """
     return replace(rope_in_windows(fields, layer, attention), sinks=True)
 
 
 def _flint_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read experts of sigmoid scores and a shared MLP. Raises ModelConfigError."""
+    """Return the ExpertsConfig of experts with sigmoid scores and a shared MLP. Raises ModelConfigError for wrong
+    fields.
+    """
     own, size = softmax_experts(fields), fields.integer("shared_expert_intermediate_size")
     return replace(own, scoring_func="sigmoid", dense_layers=dense_layers(fields), shared_intermediate_size=size)
 
 
 def _of_layers(fields: ConfigFields, name: str, count: int) -> list[Any] | None:
-    """Return what the list `name` says of each of `count` layers, without what it says of the
-    `num_nextn_predict_layers` after them; None without it. Raises ModelConfigError for a list of another length.
+    """Return the entries of the list `name` for the first `count` layers; entries for the `num_nextn_predict_layers`
+    after them are left out. Returns None if the list is absent. Raises ModelConfigError for a list of another length.
     """
     listed = fields.value(name, None)
     most = count + fields.integer("num_nextn_predict_layers", 0, minimum=0)
@@ -77,8 +81,8 @@ def _of_layers(fields: ConfigFields, name: str, count: int) -> list[Any] | None:
 
 
 def _step_dense(fields: ConfigFields, count: int) -> list[str]:
-    """Return `mlp_layer_types`; without, layers in `moe_layers_enum`, a list or its text, are sparse, by default those
-    from the fourth on. Raises ModelConfigError.
+    """Return `mlp_layer_types`. If they are absent, layers in `moe_layers_enum` (a list, or a text separated by commas;
+    by default all from the fourth on) are "sparse" and the others "dense". Raises ModelConfigError for wrong lists.
     """
     if (kinds := _of_layers(fields, "mlp_layer_types", count)) is not None:
         return kinds
@@ -91,9 +95,9 @@ def _step_dense(fields: ConfigFields, count: int) -> list[str]:
 
 
 def _step_ropes(fields: ConfigFields, kinds: list[str]) -> Mapping[str, Any]:
-    """Return `rope_parameters` by kind of layer: as they are, or of `rope_theta` and `partial_rotary_factors`, numbers
-    or lists with one for each layer, and `rope_scaling`, of FULL layers. Raises ModelConfigError, also for layers of
-    one kind that differ.
+    """Return a rope mapping for each kind of layer. If `rope_parameters` does not contain them, they are composed of
+    `rope_theta` and `partial_rotary_factors`, which are numbers or lists with one per layer, and, for FULL layers,
+    `rope_scaling`. Raises ModelConfigError for wrong fields, and if layers of one kind differ.
     """
     given = fields.mapping("rope_parameters") or {}
     if all(isinstance(given.get(kind), Mapping) for kind in kinds):
@@ -116,8 +120,8 @@ def _step_ropes(fields: ConfigFields, kinds: list[str]) -> Mapping[str, Any]:
 
 
 def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return kinds of attention and MLPs, ropes by kind, and the heads of SLIDING layers, under usual names. Raises
-    ModelConfigError, also where `per_layer_config` says anything else.
+    """Return the kinds of attention and of MLPs, the ropes by kind, the window, and the heads of SLIDING layers, under
+    the usual names. Raises ModelConfigError for wrong fields, and if `per_layer_config` contains anything else.
     """
     count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     own = ConfigFields({**fields.raw, "layer_types": _of_layers(fields, "layer_types", count)})
@@ -145,8 +149,8 @@ def _step_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _step_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window, rope and number of heads of its kind, and its factor of products. Raises
-    ModelConfigError.
+    """Return the layer's attention with the window, rope and number of heads of its kind, and with the scale
+    query_pre_attn_scalar ** -0.5 if that field is set. Raises ModelConfigError for wrong fields.
     """
     if (scalar := fields.number("query_pre_attn_scalar", None)) is not None:
         attention = replace(attention, scale=scalar**-0.5)
@@ -157,7 +161,9 @@ def _step_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Give the form the limits of gate and up, in which 0 and null are none. Raises ModelConfigError."""
+    """Return the form with the limits of gate and up for each layer; 0 and null mean no limit. Raises ModelConfigError
+    for lists of another length or with other values.
+    """
     count, limits = fields.integer("num_hidden_layers"), []
     for name in ("swiglu_limits", "swiglu_limits_shared"):
         listed = _of_layers(fields, name, count) or [None] * count
@@ -167,7 +173,7 @@ def _step_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     return replace(form, limits=tuple(zip(*limits, strict=True)))
 
 
-# Names of modules and their tensors, and transformers'.
+# (End of a tensor's name in published files, end of its name in transformers).
 _STEP_NAMES = tuple(
     (f"{own}.{part}_proj{end}", f"{usual}.{part}_proj{new}")
     for own, usual, ends in (
@@ -237,8 +243,8 @@ _STEP = Row(
 
 
 def _compass_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window and the rope of its kind, which `rope_parameters` may say is none. Raises
-    ModelConfigError.
+    """Return the layer's attention with the window and the rope of its kind, or without rope if `rope_parameters` has
+    null for the kind. Raises ModelConfigError for wrong fields.
     """
     kind, ropes = layer_kinds(fields)[layer], fields.mapping("rope_parameters") or {}
     if kind not in ropes or ropes[kind] is not None:
@@ -262,8 +268,9 @@ _COMPASS = Row(
 
 
 def _beam_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return kinds of attention, by default each sixth and the last FULL, of MLPs, by default three dense ones first,
-    and ropes by kind, by default none in FULL layers. Raises ModelConfigError.
+    """Return `layer_types` (by default every sixth layer and the last are FULL), `mlp_layer_types` (by default the
+    first three are dense), and ropes by kind (by default none in FULL layers). Raises ModelConfigError for wrong
+    fields.
     """
     count = fields.integer("num_hidden_layers")
     usual = {SLIDING: {"rope_type": "default", "rope_theta": 10000.0}, FULL: None}
@@ -279,13 +286,17 @@ def _beam_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _beam_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its kind's window, and rope, or a factor of queries where it has none. Raises ModelConfigError."""
+    """Return the layer's attention with the window of its kind, and with its rope or, if it has none, a factor of
+    queries by position. Raises ModelConfigError for wrong fields.
+    """
     own = _compass_layer(fields, layer, attention)
     return own if own.rope is not None else replace(own, temperature=TemperatureTuning(2048.0, 0.1, 1, power=True))
 
 
 def _beam_cap(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the cap of logits, `final_logit_softcapping`, 30 by default and none for null. Raises ModelConfigError."""
+    """Return the cap of logits, `final_logit_softcapping`: 30 if it is absent, none if it is null. Raises
+    ModelConfigError for a value that is not a number > 0.
+    """
     name = "final_logit_softcapping"
     return {"logit_soft_cap": fields.number(name, None if name in fields.raw else 30.0)}
 

@@ -36,39 +36,40 @@ EPS = "layer_norm_eps"
 
 
 def whole_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of all `head_dim` elements of a head. Raises ModelConfigError, also for a partial_rotary_factor below
-    1.
+    """Return rope of all `head_dim` elements of a head. Raises ModelConfigError for wrong fields and for a
+    partial_rotary_factor below 1.
     """
     return read_rope(fields, head_dim)
 
 
 def parts_of_heads(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of the share of each head that `partial_rotary_factor` says, by default all of it. Raises
-    ModelConfigError.
+    """Return rope of the share `partial_rotary_factor` of each head, by default all of it. Raises ModelConfigError for
+    wrong fields.
     """
     return read_rope(fields, head_dim, partial_rotary=True)
 
 
 def neighbours(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope that pairs neighbouring elements, of all of a head or of its first `rotary_dim` elements. Raises
-    ModelConfigError.
+    """Return rope that pairs neighbouring elements, in the first `rotary_dim` elements of a head, by default in all.
+    Raises ModelConfigError for wrong fields.
     """
     return replace(read_rope(fields, head_dim, interleaved=True), rotary_dim=fields.integer("rotary_dim", head_dim))
 
 
 def no_rope(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Return None: no layer has rope."""
+    """Return None, which means that layers have no rope."""
     return None
 
 
 class GGUFRow(NamedTuple):
-    """Facts about a family's GGUF files that its row leaves open.
+    """Description of a family's GGUF files, in addition to its Row.
 
     Attributes:
-      architecture: llama.cpp's name.
-      eps: field with the epsilon of norms.
-      bias: whether projections have biases, which files do not say. rotates: whether layers have rope.
-      choose: as of Row, from the metadata.
+      architecture: llama.cpp's name of the architecture.
+      eps: name of the field with the epsilon of norms.
+      bias: whether projections have biases, which files do not say.
+      rotates: whether layers have rope.
+      choose: function from the metadata's fields and the row's form to the form of the file; None for the row's form.
     """
 
     architecture: str
@@ -82,31 +83,32 @@ class Row(NamedTuple):
     """Description of one family: its layers, its weights' names, and how its config.json is read.
 
     Attributes:
-      about: first sentence of its documentation.
-      form: its layers and ends, where the configuration says nothing else.
-      names: beginnings of the names of weights outside of layers, and the model's. suffixes: the same for ends.
-      spelled: from the names of fields as this family spells them to those that most families use.
+      about: first sentence of the family's documentation.
+      form: layers, embedding and output, unless `choose` changes them.
+      names: (prefix of tensor names in checkpoints, prefix in the model). suffixes: the same for ends of names.
+      spelled: this family's names of fields -> names that most families use.
       defaults: values of fields that a configuration may leave out.
-      only: the values of fields that are refused with any other; they may be absent.
-      eps: field with the epsilon of norms.
+      only: fields and their only supported values; the fields may be absent.
+      eps: name of the field with the epsilon of norms.
       rope: function from the fields and the head dimension to the rope of all layers.
       bias, output_bias, mlp_bias: whether projections before attention, after it, and those of the MLP have biases; or
-        the field that says so.
-      grouped: whether several heads of queries may share one of keys and values, as `num_key_value_heads` says.
+        the name of a boolean field that says so.
+      grouped: whether `num_key_value_heads` may be less than the number of heads.
       tied: default of tie_word_embeddings.
-      adapt: function from the fields to those that are added to them, or replace them, first of all; None for none.
-      choose: function from the fields and the form to the form of a checkpoint; None where all have the same.
-      each_layer: function from the fields, a layer's number and its attention to its own, or to its state; None where
-        all are alike.
-      more: function that reads further arguments of ModelConfig; None for none.
-      experts: function that reads the experts; None for none. experts_in: module of a layer that they, their router and
-        their shared MLP are in. expert_names: names there. stacked_experts, expert_rows: as of CheckpointNames.
-      wrapped: whether the fields are those of `text_config`, in a file of a model with towers, which `unused` names.
+      adapt: function from the fields to fields that are added, or replace existing ones, first of all; None for none.
+      choose: function from the fields and the form to the form of a checkpoint; None if all have the same.
+      each_layer: function from the fields, a layer's number and the common attention to the layer's attention; None if
+        all layers are alike.
+      more: function from the fields to further arguments of ModelConfig; None for none.
+      experts: function from the fields to the ExpertsConfig; None for a family without experts. experts_in: module of a
+        layer that contains experts, router and shared MLP. expert_names: names within it. stacked_experts,
+        expert_rows: see CheckpointNames.
+      wrapped: whether the fields are in `text_config`, in files of models with towers, whose tensors `unused` names.
       latent: whether attention is multi-head latent attention.
-      gguf: reading of GGUF files; None where there is none.
-      squeezed: ends of the names of tensors whose second axis, of one entry, is left out.
+      gguf: description of GGUF files; None if these are not read.
+      squeezed: ends of the names of tensors whose second axis, of size 1, is removed.
       transposed: ends of the names of matrices that are stored as [in, out].
-      unused_ends: ends of the names of tensors that are not read. unused: the same for beginnings.
+      unused_ends: ends of the names of tensors that are not read. unused: the same for prefixes.
     """
 
     about: str
@@ -141,10 +143,10 @@ class Row(NamedTuple):
     expert_rows: ExpertRows | None = None
 
     def read(self, fields: ConfigFields) -> dict[str, Any]:
-        """Read a config.json: keyword arguments of ModelConfig, without the architecture.
+        """Return keyword arguments of ModelConfig, without the architecture, from the fields of a config.json.
 
-        Raises ModelConfigError, also for an unknown activation, one other than SiLU in a model with experts, and
-        another value of a field in `only`.
+        Raises ModelConfigError for wrong or missing fields, for an unknown activation, for one other than SiLU in a
+        model with experts, and for an unsupported value of a field in `only`.
         """
         fields = self._canonical(text_fields(fields) if self.wrapped else fields)
         fields.require(**self.only)
@@ -168,8 +170,8 @@ class Row(NamedTuple):
         return shared | {"mlp_bias": mlp_bias, "declared": form, "experts": experts, **more}
 
     def read_gguf(self, gguf: GGUFConfig) -> dict[str, Any]:
-        """Read GGUF metadata: keyword arguments of ModelConfig, without the architecture. Raises ModelConfigError. Only
-        for rows with `gguf`.
+        """Return keyword arguments of ModelConfig, without the architecture, from GGUF metadata. Must only be called
+        for rows with `gguf`. Raises ModelConfigError for wrong or missing fields.
         """
         assert self.gguf is not None
         own, form = self.gguf, self.form
@@ -180,9 +182,9 @@ class Row(NamedTuple):
         return shared | {"mlp_bias": own.bias, "declared": form}
 
     def _shared(self, fields: ConfigFields, activation: str, **attention: Any) -> dict[str, Any]:
-        """Read the fields that families share, as arguments of ModelConfig, those of latent attention if the row has
+        """Return the fields that families share, as arguments of ModelConfig, including latent attention if the row has
         it. activation: value of `hidden_act`. attention: further fields of each layer's LayerAttention. Raises
-        ModelConfigError.
+        ModelConfigError for wrong or missing fields.
         """
         named = Activation("hidden_act", (activation,))
         options: dict[str, Any] = {"activation": named, "tied": self.tied, "eps": self.eps, **attention}
@@ -194,8 +196,8 @@ class Row(NamedTuple):
 
     def _canonical(self, fields: ConfigFields) -> ConfigFields:
         """Return the fields under the names that most families use, with `defaults` for those that are absent or null,
-        and what `adapt` returns for them. Unless heads are grouped, `num_key_value_heads` is null. Raises
-        ModelConfigError if `adapt` does.
+        and with the fields that `adapt` returns. Unless `grouped`, num_key_value_heads is null. Raises ModelConfigError
+        if `adapt` does.
         """
         raw = dict(fields.raw)
         raw |= {usual: raw[own] for own, usual in self.spelled.items() if own in raw}

@@ -1,6 +1,6 @@
-"""Families that are a row of a table each, which reads like a model card, and no class.
+"""Families that are rows of a table, each like a model card, instead of classes.
 
-A row says how the layers are put together (DeclaredForm), how config.json spells that, and the names of the weights.
+A row defines how the layers are put together (DeclaredForm), how config.json spells that, and the names of the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxengine.models.families.declared_row import (
     whole_heads,
 )
 
-# Spellings of GPT-2's time.
+# GPT-2's names of fields -> usual names.
 GPT2_SPELLED = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 GPT2_SPELLED |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
 GPT2_SPELLED |= {"activation_function": "hidden_act"}
@@ -45,22 +45,22 @@ _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mask
 
 
 def transformer_names(**ends: str) -> tuple[tuple[str, str], ...]:
-    """Return Row.names of weights outside of layers, and of the layers' list, in GPT-2's spelling (`h`, `ln_f` and
-    `ends`, spelling=ours), with and without the "transformer." that some checkpoints leave out.
+    """Return Row.names for GPT-2's tensor names (`h`, `ln_f`, and `ends`, which are theirs=ours), each with and without
+    the prefix "transformer.", which some checkpoints leave out.
     """
     pairs = {"h": "layers", "ln_f": "norm", **ends}
     return tuple((f"{before}{old}.", f"model.{new}.") for before in ("transformer.", "") for old, new in pairs.items())
 
 
 def four_times(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the feed-forward size, by default four times the hidden size. Raises ModelConfigError."""
+    """Return `intermediate_size`, by default four times the hidden size. Raises ModelConfigError for wrong sizes."""
     size = fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))
     return {"intermediate_size": size}
 
 
 def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
-    """Return a `choose` that, if the boolean `field` is true, puts attention and MLP in parallel and applies `changes`.
-    It raises ModelConfigError.
+    """Return a `choose` function: if the boolean `field` is true, it puts attention and MLP in parallel and applies
+    `changes`. It raises ModelConfigError for a value that is not a bool.
     """
 
     def choose(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
@@ -70,15 +70,15 @@ def _parallel(field: str, **changes: Any) -> Callable[[ConfigFields, DeclaredFor
 
 
 def _qk_norms(*names: str) -> Callable[[ConfigFields, DeclaredForm], DeclaredForm]:
-    """Return a `choose` that norms each head's q and k, by the norms `names`, if `qk_layernorm` is true, and by none if
-    it is false. It raises ModelConfigError.
+    """Return a `choose` function: it gives the form the norms `names` of q and k if `qk_layernorm` is true, and none if
+    it is false. It raises ModelConfigError for a value that is not a bool.
     """
     return lambda fields, form: replace(form, qk_norms=names if fields.boolean("qk_layernorm") else ())
 
 
 def _stablelm_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Norm each head of q and k if `qk_layernorm` says so, and put attention and MLP in parallel after one norm if
-    `use_parallel_residual` does. Raises ModelConfigError.
+    """Return the form, with norms of each head of q and k if `qk_layernorm` is true, and attention and MLP in parallel
+    after one norm if `use_parallel_residual` is. Raises ModelConfigError for values that are not bools.
     """
     if fields.boolean("qk_layernorm"):
         form = replace(form, qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"), qk_norm=EACH_HEAD)
@@ -86,15 +86,15 @@ def _stablelm_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its scale of products of q and k: 1 unless `scale_attn_weights` is true, and divided by the layer's
-    number + 1 if `scale_attn_by_inverse_layer_idx` is. Raises ModelConfigError.
+    """Return the attention with a scale of 1 unless `scale_attn_weights` is true, divided by the layer's number + 1 if
+    `scale_attn_by_inverse_layer_idx` is. Raises ModelConfigError for values that are not bools.
     """
     scale = attention.sm_scale if fields.boolean("scale_attn_weights") else 1.0
     return replace(attention, scale=scale / (layer + 1 if fields.boolean("scale_attn_by_inverse_layer_idx") else 1))
 
 
 def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer a scale of 1 and, if `attention_types` makes it local, `window_size`. Raises ModelConfigError."""
+    """Return the attention with scale 1 and, if it is local, window `window_size`. Raises ModelConfigError if wrong."""
     count, listed = fields.integer("num_hidden_layers"), fields.value("attention_types")
     try:  # a run that is longer than the model is left out before it takes memory
         kinds = [kind for names, times in listed[:count] if len(names) * times <= count for kind in names * times]
@@ -106,32 +106,32 @@ def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
 
 
 def windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer `sliding_window` if it is SLIDING and None if it is FULL. Raises ModelConfigError."""
+    """Return the attention with `sliding_window` if SLIDING, None if FULL. Raises ModelConfigError if wrong."""
     windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window", None))
     return replace(attention, window=windows[layer])
 
 
 def full_first_of_four(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `layer_types`; without them every fourth layer, from the first on, is FULL. Raises ModelConfigError."""
+    """Return `layer_types`, by default every fourth layer FULL, from the first on. Raises ModelConfigError if wrong."""
     count = fields.integer("num_hidden_layers")
     kinds = [FULL if layer % 4 == 0 else SLIDING for layer in range(count)]
     return {"layer_types": fields.value("layer_types", kinds)}
 
 
 def _cwm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return full_first_of_four(fields). Raises ModelConfigError, also for a file without rope."""
+    """Return `layer_types` as full_first_of_four does. Raises ModelConfigError, also for a file without rope."""
     require_rope(fields)
     return full_first_of_four(fields)
 
 
 def embedding_width(fields: ConfigFields) -> int:
-    """Read the width of embeddings: `n_embed`, or `hidden_size` where that is null. Raises ModelConfigError."""
+    """Return the width of embeddings: `n_embed`, or else `hidden_size`. Raises ModelConfigError if wrong."""
     return fields.integer("n_embed" if fields.has("n_embed") else "hidden_size")
 
 
 def _falcon_sizes(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the hidden size, the kv heads (`num_kv_heads` with `new_decoder_architecture`, else 1 with `multi_query`,
-    else all heads), and the feed-forward size, by default four times the hidden size. Raises ModelConfigError.
+    """Return the hidden size, the number of KV heads (`num_kv_heads` with `new_decoder_architecture`, else 1 with
+    `multi_query`, else all heads), and the feed-forward size, by default 4 * hidden size. Raises ModelConfigError.
     """
     heads = fields.integer("num_attention_heads")
     new, multi_query = fields.boolean("new_decoder_architecture"), fields.boolean("multi_query")
@@ -141,22 +141,22 @@ def _falcon_sizes(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def rope_unless_alibi(fields: ConfigFields, head_dim: int) -> Rope | None:
-    """Read rope of all of a head; None where `alibi` is true. Raises ModelConfigError."""
+    """Return rope of all elements of a head; None if `alibi` is true. Raises ModelConfigError for wrong fields."""
     return None if fields.boolean("alibi") else whole_heads(fields, head_dim)
 
 
 def _falcon_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer ALiBi slopes, times the scale of its products, if `alibi` is true. Raises ModelConfigError."""
+    """Return the attention; if `alibi`, with slopes times the scale of products. Raises ModelConfigError if wrong."""
     if not fields.boolean("alibi"):
         return attention
-    # Its slopes are of products before they are scaled.
+    # Falcon adds the bias of ALiBi to products before they are scaled.
     slopes = (each * attention.sm_scale for each in alibi_slopes(attention.num_heads))
     return replace(attention, slopes=tuple(slopes))
 
 
 def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Choose the order of the joined projection's rows, and attention and MLP one after the other or in parallel after
-    one norm or two. Raises ModelConfigError for what no Falcon combines.
+    """Return the form with the order of the joined projection's rows, and attention and MLP in sequence, or in parallel
+    after one norm or two. Raises ModelConfigError for combinations that no Falcon has.
     """
     new, beside = fields.boolean("new_decoder_architecture"), fields.boolean("parallel_attn")
     norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
@@ -171,8 +171,8 @@ def _falcon_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _opt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Choose norms with or without weights; before the parts, and one after the last layer unless the config removes
-    it, or after the parts alone; and the embedding's size. Raises ModelConfigError.
+    """Return the form with norms with or without weights, placed before the parts (with a final norm, unless the config
+    removes it) or after them, and with the embedding's size. Raises ModelConfigError for wrong fields.
     """
     before, size = fields.boolean("do_layer_norm_before"), fields.integer("word_embed_proj_dim", None)
     return replace(
@@ -231,7 +231,7 @@ ROWS_BY_NAME: dict[str, Row] = {
             eps="attention.layer_norm_epsilon",
             bias=True,
             rotates=False,
-            # Names of their own: matrices are not transposed in these files.
+            # Other names, since matrices are not transposed in these files.
             choose=lambda fields, form: replace(
                 form, qkv=("attn.qkv",), out="attn.out", up=("mlp.up",), down="mlp.down"
             ),

@@ -1,4 +1,4 @@
-"""Rows, as in declared_rows, of families whose layers keep states instead of keys and values, or most of them."""
+"""Rows, like those of declared_rows, of families in which all or most layers keep states instead of keys and values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxengine.models.families.declared_experts import softmax_experts
 from jaxengine.models.families.declared_row import EPS, Row, no_rope, parts_of_heads
 from jaxengine.models.layers.experts.moe import ExpertNames
 
-# A model without attention has no longest context. Page tables are sized by this where the configuration says nothing.
+# Default of the longest context, which sizes page tables. A model without attention does not limit it.
 MAX_POSITIONS = 131_072
 SQUEEZED = (".conv1d.weight",)
 EPSILON = {"layer_norm_epsilon": EPS}
@@ -41,23 +41,25 @@ _BACKBONE = tuple(
 
 
 def _inner_size(fields: ConfigFields) -> int:
-    """Return the number of inputs of Mamba: `intermediate_size`, else `expand` (2 by default) times the hidden size.
-    Raises ModelConfigError.
+    """Return the number of Mamba's inputs: `intermediate_size`, or else `expand` (2 by default) times the hidden size.
+    Raises ModelConfigError for wrong fields.
     """
     return fields.integer("intermediate_size", int(fields.number("expand", 2.0) * fields.integer("hidden_size")))
 
 
 def _channels_as_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the inner size, and sizes of attention, which no layer has: heads of one element, as many as gcd(inner
-    size, MAX_HEADS), so that devices can split the channels. Raises ModelConfigError.
+    """Return `intermediate_size`, the number of inputs, and sizes of attention, which no layer has: heads of one
+    element, gcd(inputs, MAX_HEADS) in number, so that devices can split the channels. Raises ModelConfigError for wrong
+    fields.
     """
     size = _inner_size(fields)
     return {"intermediate_size": size, "num_attention_heads": math.gcd(size, MAX_HEADS), "head_dim": 1}
 
 
 def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Mamba's state, from the fields of Mamba's own configurations: by default a state of 16, a kernel of
-    4 and a bias of the convolution alone. Raises ModelConfigError.
+    """Return the layer's attention with Mamba's state, from the fields of Mamba's own configurations. By default states
+    have 16 elements, the convolution has a kernel of 4, and only it has a bias. Raises ModelConfigError for wrong
+    fields.
     """
     state = SelectiveScan(
         channels=fields.integer("intermediate_size"),
@@ -71,8 +73,8 @@ def _scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _normed_scan_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Falcon Mamba's state: Mamba's, with norms that have no weights and the epsilon `mixer_rms_eps`, 1e-6
-    by default. Raises ModelConfigError.
+    """Return the layer's attention with Falcon Mamba's state: Mamba's, with norms without weights and the epsilon
+    `mixer_rms_eps`, 1e-6 by default. Raises ModelConfigError for wrong fields.
     """
     own = _scan_layer(fields, layer, attention)
     assert isinstance(own.state, SelectiveScan)
@@ -80,16 +82,16 @@ def _normed_scan_layer(fields: ConfigFields, layer: int, attention: LayerAttenti
 
 
 def _time_rank(fields: ConfigFields, name: str) -> int:
-    """Read SelectiveScan.time_rank from the field `name`; a sixteenth of the hidden size, rounded up, where it is
-    "auto" or absent. Raises ModelConfigError.
+    """Return SelectiveScan.time_rank from the field `name`; a sixteenth of the hidden size, rounded up, if it is "auto"
+    or absent. Raises ModelConfigError for other values that are not integers.
     """
     auto = fields.value(name, "auto") == "auto"
     return -(-fields.integer("hidden_size") // 16) if auto else fields.integer(name)
 
 
 def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the inner size, `expand` (2 by default) times the hidden size, and the heads of Mamba-2, as sizes of
-    attention. Raises ModelConfigError, also if num_heads * head_dim is not the inner size.
+    """Return `intermediate_size`, which is `expand` (2 by default) times the hidden size, and the heads of Mamba-2 as
+    sizes of attention. Raises ModelConfigError for wrong fields, and if num_heads * head_dim is not that size.
     """
     heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
     size = int(fields.number("expand", 2.0) * fields.integer("hidden_size"))
@@ -99,8 +101,9 @@ def _mamba2_heads(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Mamba-2's state, from the fields of Mamba-2's own configurations, with the heads of `attention`: by
-    default 8 groups, a state of 128, a kernel of 4 and a bias of the convolution alone. Raises ModelConfigError.
+    """Return the layer's attention with Mamba-2's state, from the fields of Mamba-2's own configurations, with the
+    heads of `attention`. By default there are 8 groups, states have 128 elements, the convolution has a kernel of 4,
+    and only it has a bias. Raises ModelConfigError for wrong fields.
     """
     bias = fields.boolean("use_bias", False)
     state = StateSpace(
@@ -118,8 +121,9 @@ def _mamba2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -
 
 
 def _bamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer that `attn_layer_indices` does not list a Mamba-2 state, normed after its gate, in place of
-    attention; without the list all layers get one. Raises ModelConfigError, also for a list of anything but layers.
+    """Return the layer's attention unchanged if `attn_layer_indices` lists the layer; otherwise with a Mamba-2 state,
+    normed after its gate, and without rope. Without the list all layers get a state. Raises ModelConfigError for a list
+    of anything but layers, and for wrong fields.
     """
     attending = fields.value("attn_layer_indices", None) or []
     count = fields.integer("num_hidden_layers")
@@ -132,16 +136,16 @@ def _bamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _is_chosen(fields: ConfigFields, layer: int, kind: str, period: int, offset: int) -> bool:
-    """Whether a layer is one of those that `KIND_layer_period` and `KIND_layer_offset` choose: layer % period ==
-    offset. period, offset: defaults of these fields. Raises ModelConfigError.
+    """Return whether a layer is chosen by the fields `KIND_layer_period` and `KIND_layer_offset`: layer % period ==
+    offset. period, offset: defaults of these fields. Raises ModelConfigError for wrong fields.
     """
     period = fields.integer(f"{kind}_layer_period", period)
     return layer % period == fields.integer(f"{kind}_layer_offset", offset, minimum=0)
 
 
 def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer Mamba's state, with norms, in place of attention, unless it is one that attends: by default every
-    eighth, from number 4 on. Raises ModelConfigError.
+    """Return the layer's attention unchanged if the layer attends (by default every eighth, from number 4 on),
+    otherwise with Mamba's state, with norms. Raises ModelConfigError for wrong fields.
     """
     if _is_chosen(fields, layer, "attn", 8, 4):
         return attention
@@ -159,8 +163,8 @@ def _jamba_layer(fields: ConfigFields, layer: int, attention: LayerAttention) ->
 
 
 def _jamba_experts(fields: ConfigFields) -> ExpertsConfig | None:
-    """Read the experts, in every second layer by default, from number 1 on; None for a file with one expert, a dense
-    MLP. Raises ModelConfigError.
+    """Return the ExpertsConfig, with experts by default in every second layer from number 1 on; None for a file with
+    one expert, which is a dense MLP. Raises ModelConfigError for wrong fields.
     """
     if (count := fields.integer("num_experts", 16)) == 1:
         return None
@@ -175,7 +179,9 @@ def _jamba_experts(fields: ConfigFields) -> ExpertsConfig | None:
 
 
 def _lfm3_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of layers and their ropes, LFM3-1.7B's where the file has none. Raises ModelConfigError."""
+    """Return `layer_types` and `rope_parameters`, those of LFM3-1.7B if the file has none. Raises ModelConfigError for
+    other kinds of layers or a list of another length.
+    """
     count = fields.integer("num_hidden_layers")
     usual = [FULL if each % 4 == 2 else SLIDING if each % 4 == 0 and each else _CONV for each in range(count)]
     kinds = fields.value("layer_types", usual)
@@ -185,8 +191,8 @@ def _lfm3_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer the window and the rope of its kind, or, if it is no attention layer, a short convolution of kernel
-    `conv_L_cache` in place of attention. Raises ModelConfigError.
+    """Return the layer's attention with the window and the rope of its kind or, for a convolution layer, with the state
+    of a short convolution of kernel `conv_L_cache`. Raises ModelConfigError for wrong fields.
     """
     if (kind := fields.value("layer_types")[layer]) == _CONV:
         return replace(attention, state=ShortConvolution(fields.integer("hidden_size"), fields.integer("conv_L_cache")))
@@ -195,8 +201,8 @@ def _lfm3_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _lfm3_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Leave out the norms after both parts of a layer if `use_sandwich_norm` is false, and the gate after attention if
-    `use_attention_gate` is. Raises ModelConfigError.
+    """Return the form, without the norms after both parts of a layer if `use_sandwich_norm` is false, and without the
+    gate after attention if `use_attention_gate` is false. Raises ModelConfigError for values that are not bools.
     """
     if not fields.boolean("use_sandwich_norm"):
         form = replace(form, placement=BEFORE, norms=("operator_norm", "ffn_norm"))
@@ -204,8 +210,8 @@ def _lfm3_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _minimax_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return the kinds of layers as `layer_types`, from MiniMax's own `attn_type_list` (0 is linear) where they are not
-    listed, else linear in every second layer, from number 1 on. Raises ModelConfigError.
+    """Return `layer_types`. If they are not listed, they follow from MiniMax's own `attn_type_list` (0: linear, 1:
+    full) or, without that, every second layer, from number 1 on, is linear. Raises ModelConfigError for wrong lists.
     """
     count, numbers = fields.integer("num_hidden_layers"), fields.value("attn_type_list", None)
     usual = [_LINEAR if each % 2 else FULL for each in range(count)]
@@ -220,15 +226,17 @@ def _minimax_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _minimax_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer its window, if there is one, or linear attention in place of attention. Raises ModelConfigError."""
+    """Return the layer's attention with `sliding_window`, if it is set, or, for a linear layer, with the state of
+    linear attention and without rope. Raises ModelConfigError for a wrong window.
+    """
     if fields.value("layer_types")[layer] == FULL:
         return replace(attention, window=fields.integer("sliding_window", None))
     return replace(attention, rope=None, state=LinearState(attention.num_heads, attention.head_dim))
 
 
 def _minimax_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
-    """Read the factors of what is added up, as DeclaredForm.residuals: alpha and beta of full attention, of linear
-    attention and of the MLP, 1 by default. Raises ModelConfigError.
+    """Return the form with DeclaredForm.residuals: the factors alpha and beta of full attention, of linear attention
+    and of the MLP, each 1 by default. Raises ModelConfigError for values that are not numbers > 0.
     """
     names = "full_attn", "linear_attn", "mlp"
     factors = [[fields.number(f"{name}_{kind}_factor", 1.0) for kind in ("alpha", "beta")] for name in names]
@@ -236,16 +244,16 @@ def _minimax_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
 
 
 def _minimax_rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read rope of the first `rotary_dim` elements of a head, by default of the share in `partial_rotary_factor`, or of
-    all. Raises ModelConfigError.
+    """Return rope of the first `rotary_dim` elements of a head, by default of the share `partial_rotary_factor`, or of
+    all. Raises ModelConfigError for wrong fields.
     """
     rope = read_rope(fields, head_dim, partial_rotary=True)
     return replace(rope, rotary_dim=fields.integer("rotary_dim", rope.rotary_dim))
 
 
-# Numbers of the linear attention that follow from the configuration.
+# Tensors of linear attention that are computed from the configuration instead of read.
 _DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-# What MiniMax calls the factors of what is added up.
+# MiniMax's names of the factors of sums -> transformers' names.
 _MINIMAX_NAMES = {
     f"layernorm_{own}_{kind}": f"{usual}_{kind}_factor"
     for own, usual in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))

@@ -19,7 +19,7 @@ from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.deepseek_ocr import KERNELS, PROJECTOR, SEPARATOR, TOWER, read_deepseek_ocr2
 
 _SAM, _ENCODER = f"{TOWER}.sam_encoder", f"{TOWER}.vision_encoder"
-# Beginnings of names in files, which are those of the model's first code, and transformers' names of the same.
+# (Prefix of names in published files, which follow the model's original code, prefix in transformers).
 _STORED = (
     ("sam_model.blocks.", f"{_SAM}.layers."),
     ("sam_model.patch_embed.proj.", f"{_SAM}.patch_embed.projection."),
@@ -37,7 +37,7 @@ _STORED = (
     ("view_seperator", SEPARATOR),
 )
 _TEXT = "deepseek_ocr2_text"
-# What transformers takes for fields that a file lacks.
+# transformers' defaults for fields that a file lacks.
 _DEFAULTS = {
     "vocab_size": 102400,
     "hidden_size": 4096,

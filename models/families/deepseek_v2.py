@@ -21,7 +21,7 @@ from jaxengine.models.layers.experts.moe import MixtureOfExperts
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """Llama with latent attention, and experts that are picked by softmax scores, in some checkpoints by groups."""
+    """Llama with latent attention, and experts that are chosen by softmax scores, in some checkpoints within groups."""
 
     gguf_architecture: ClassVar[str | None] = "deepseek2"
 
@@ -50,8 +50,9 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
 
 def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
-    """Read experts that are picked by softmax scores, in some checkpoints by groups, and a shared MLP. dense_layers:
-    layers without. Raises ModelConfigError.
+    """Return the ExpertsConfig of experts that are chosen by softmax scores, within groups if `topk_method` says so,
+    with a shared MLP. dense_layers: indices of the layers without experts. Raises ModelConfigError for wrong or
+    unsupported fields.
     """
     fields.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax")
     method = fields.text("topk_method", "greedy")

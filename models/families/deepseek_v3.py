@@ -13,7 +13,7 @@ from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from jaxengine.models.families.glm4_moe import sigmoid_experts
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults for fields that a file lacks.
 DEFAULTS = {
     "q_lora_rank": 1536,
     "first_k_dense_replace": 3,
@@ -25,7 +25,9 @@ DEFAULTS = {
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """Llama with latent attention, and experts that are picked by corrected sigmoid scores, in some by groups."""
+    """Llama with latent attention, and experts that are chosen by corrected sigmoid scores, in some checkpoints within
+    groups.
+    """
 
     gguf_architecture: ClassVar[str | None] = DEEPSEEK_V3
 

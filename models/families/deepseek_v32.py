@@ -20,7 +20,7 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
     """DeepSeek-V3 with an indexer in each layer; by default the first three layers are dense."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    # Of the indexer: its heads, and whether its rope pairs neighbours, where a config.json does not say.
+    # Defaults of the indexer's number of heads, and of whether its rope pairs neighbouring elements.
     index_heads: ClassVar[int] = 64
     index_interleaved: ClassVar[bool] = False
 
@@ -41,14 +41,15 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         sources = cls.read_sources(fields)
         layers = zip(shared["attention"], sources, strict=True)
         shared["attention"] = tuple(replace(each, index=replace(index, source=source)) for each, source in layers)
-        if sources[-1] is not None:  # the layer after the last one would have no selection to take
+        if sources[-1] is not None:  # the MTP layer would have no selection to use
             shared["num_nextn_predict_layers"] = 0
         return shared
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:
-        """Return, for each layer, the number of the layer whose selection of keys it takes; None for its own, as here
-        for all. Raises ModelConfigError.
+        """Return, for each layer, the number of the layer whose selection of keys it uses; None for its own selection,
+        as in all layers here. Raises ModelConfigError for a wrong number of layers; overrides also for their own
+        fields.
         """
         return [None] * fields.integer("num_hidden_layers")
 

@@ -33,7 +33,7 @@ from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults for fields that a file lacks.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 129280,
     "hidden_size": 4096,
@@ -53,7 +53,7 @@ NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="gate.bias")
 
 
 class HashedExperts(MixtureOfExperts):
-    """Experts that a table names for each token id; the router weighs them."""
+    """Mixture of experts in which a table chooses the experts by token id. The router only weights them."""
 
     def __init__(self, config: ModelConfig, *, source: str, build: Build, **options: Any):
         assert config.experts is not None
@@ -63,8 +63,9 @@ class HashedExperts(MixtureOfExperts):
         self.table = declare((config.vocab_size, self.experts.num_per_token), jnp.int32, table)
 
     def look_up(self, token_ids: jax.Array) -> None:
-        """Set `given`: the next call sends its tokens, i32[T], to the experts that the table names, but for those
-        tokens that have experts given already. A number that is no expert's gives weights that are not finite.
+        """Set `given` to the experts that the table names for the tokens i32[T]; tokens whose experts are given already
+        keep them. The next call routes to `given`. A number below 0 in the table is replaced by one beyond the last
+        expert, which gives weights that are not finite.
         """
         ids = self.table[...][token_ids]
         ids = jnp.where(ids < 0, self.experts.num_experts, ids)
@@ -72,7 +73,7 @@ class HashedExperts(MixtureOfExperts):
 
 
 class DeepseekV4Layer(nnx.Module):
-    """Layer of attention, then experts, each of which reads one hidden state mixed from all of a token's, and whose
+    """Layer of attention, then experts. Each reads one hidden state, mixed from all hidden states of a token, and its
     output is added to all of them.
     """
 
@@ -84,8 +85,8 @@ class DeepseekV4Layer(nnx.Module):
         self.mlp_norm, self.mlp = norm(source=f"{LAYER}.ffn_norm"), mlp
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map the hidden states x [T, A * D] as a DecoderLayer does: return those after the layer, and the pool with
-        this step's keys and values written. HashedExperts look up the step's token ids first.
+        """Return the hidden states after the layer, [T, A * D] for x [T, A * D], and the pool with this step's keys and
+        values written. HashedExperts look up the step's token ids first.
         """
         with jax.named_scope("attention"):
             own, mixing = self.before_attention.read(x)
@@ -110,7 +111,7 @@ class DeepseekV4ForCausalLM(Decoder):
             ("hc_head_", "model.hc_head.hc_"),
         ),
         suffixes=(
-            (".attn.norm.weight", ".attn.kv_norm.weight"),  # as transformers writes it
+            (".attn.norm.weight", ".attn.kv_norm.weight"),  # transformers' name
             (".scale", ".weight_scale_inv"),
         ),
         plain=("compressor.wkv", "compressor.wgate"),
@@ -157,8 +158,8 @@ class DeepseekV4ForCausalLM(Decoder):
         return DeepseekV4Layer(config, attention, self._make_experts(layer, build), build)
 
     def _make_experts(self, layer: int, build: Build) -> MixtureOfExperts:
-        """Make the experts of a layer, with a shared MLP and a clamped activation: HashedExperts in `hashed_layers`,
-        else a MixtureOfExperts.
+        """Return the experts of a layer, with a shared MLP and a clamped activation: HashedExperts in `hashed_layers`,
+        otherwise a MixtureOfExperts.
         """
         experts, source = self.config.experts, f"{LAYER}.ffn"
         assert experts is not None
@@ -177,14 +178,16 @@ class DeepseekV4ForCausalLM(Decoder):
         return JoinedStreams(self.config, super().make_norm(build), name="model.hc_head.hc_")
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Embed the tokens of a step: [T, A * D], the same for all hidden states of a token."""
+        """Return the embeddings of a step's tokens as hidden states [T, A * D]; all A hidden states of a token are
+        equal.
+        """
         return jnp.tile(self.embed_tokens(batch.token_ids), (1, self.config.num_streams))
 
 
 def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Sequence[str]) -> list[str] | None:
-    """Read a list with one of the `allowed` values for each layer, and return what they stand for if `allowed` is a
-    mapping, else the values. Entries after the last layer's are left out. None without the list. Raises
-    ModelConfigError.
+    """Return the field `name`, a list with one of the `allowed` values for each layer; None if it is absent. If
+    `allowed` is a mapping, its keys are replaced by their values. Entries after the last layer's are left out. Raises
+    ModelConfigError for other values or too short a list.
     """
     given, count = fields.value(name, None), fields.integer("num_hidden_layers")
     known = dict(allowed) if isinstance(allowed, Mapping) else {each: each for each in allowed}
@@ -200,8 +203,8 @@ def _read_list(fields: ConfigFields, name: str, allowed: Mapping[Any, str] | Seq
 
 
 def _layer_kinds(fields: ConfigFields) -> list[str]:
-    """Read each layer's kind, WINDOW, SPARSE or HEAVY, from `layer_types` or, as published, `compress_ratios`; without
-    both SPARSE for odd layers from 3 on, HEAVY for the others. Raises ModelConfigError.
+    """Return each layer's kind, WINDOW, SPARSE or HEAVY, from `layer_types` or `compress_ratios`, the name in published
+    files. Without both, odd layers from 3 on are SPARSE and the others HEAVY. Raises ModelConfigError for wrong lists.
     """
     ratios = {0: WINDOW, **{rate: kind for kind, rate in _RATES.items()}}
     kinds = _read_list(fields, "layer_types", (WINDOW, *_RATES)) or _read_list(fields, "compress_ratios", ratios)
@@ -210,8 +213,8 @@ def _layer_kinds(fields: ConfigFields) -> list[str]:
 
 
 def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Read the numbers of the layers that look their experts up, from `mlp_layer_types` or, as published, their count
-    `num_hash_layers`, the first 3 by default. Raises ModelConfigError.
+    """Return the indices of the layers that look up their experts, from `mlp_layer_types` or, as in published files,
+    the first `num_hash_layers`, 3 by default. Raises ModelConfigError for wrong fields.
     """
     count = fields.integer("num_hidden_layers")
     kinds = _read_list(fields, "mlp_layer_types", (_HASHED, _ROUTED))
@@ -221,8 +224,8 @@ def _hashed_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys:
-    """Read the CompressedKeys of layers of this kind, WINDOW, SPARSE or HEAVY: WINDOW has no rate, and SPARSE alone an
-    index of blocks. head_dim: elements of a key. Raises ModelConfigError.
+    """Return the CompressedKeys of layers of one kind, WINDOW, SPARSE or HEAVY. WINDOW layers have no rate, and only
+    SPARSE layers have an index of blocks. head_dim: elements of a key. Raises ModelConfigError for wrong fields.
     """
     rates, own = fields.mapping("compress_rates") or {}, {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
     rate = None if kind == WINDOW else ConfigFields(rates).integer(kind, None)
@@ -248,8 +251,8 @@ def _read_keys(fields: ConfigFields, kind: str, head_dim: int) -> CompressedKeys
 
 
 def _read_ropes(fields: ConfigFields, head_dim: int) -> tuple[Rope, Rope]:
-    """Read the rope of layers with a window alone, and that of layers with keys of blocks: the part of a head that each
-    rotates, as an interleaved Rope of that many elements. Raises ModelConfigError, also where that is no even number
+    """Return (rope of layers with only a window, rope of layers with keys of blocks). Each is interleaved and has as
+    many elements as it rotates of a head. Raises ModelConfigError for wrong fields, and if that number is odd or not
     from 2 to head_dim.
     """
     given = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}

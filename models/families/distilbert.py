@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al. 2019, arXiv:1910.01108): BERT's encoder without token types, under names of its own."""
+"""DistilBERT (Sanh et al. 2019, arXiv:1910.01108): BERT's encoder without token types, under other names."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jaxengine.models.config.readers.hf import Activation
 from jaxengine.models.layers.encoder import EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
-# config.json's names for what other encoders call so.
+# Usual name of a field -> name in DistilBERT's config.json.
 _FIELDS = {
     "hidden_size": "dim",
     "num_attention_heads": "n_heads",
     "num_hidden_layers": "n_layers",
     "intermediate_size": "hidden_dim",
 }
-# Of all norms: no field says it.
+# Epsilon of all norms, for which there is no field.
 _EPS = 1e-12
 _DEFAULTS = {"dim": 768, "n_heads": 12, "n_layers": 6, "hidden_dim": 3072, "vocab_size": 30522}
 
 
 class DistilBertModel(PostNormEncoder):
-    """DistilBERT's encoder, with a ReLU layer and scores of labels where it classifies."""
+    """DistilBERT's encoder, with a dense layer, ReLU and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.transformer.layer.{layer}",

@@ -19,22 +19,20 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class ProjectedEmbeddings(nnx.Module):
-    """Embeddings [T, E] of `inner`, projected to hidden states [T, D]."""
+    """Embeddings of `inner`, [T, E], projected to hidden states [T, D]."""
 
     def __init__(self, inner: EncoderEmbeddings, size: int, hidden_size: int, *, source: str, build: Build):
         self.inner, own = inner, Source(source, hidden_size)
-        # Whole on every device, as the other tables of an encoder.
+        # Replicated on every device, like the other tables of an encoder.
         self.project = Linear(size, (own,), axes=("embed", "labels"), bias=True, build=build)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T], with their types in their ids, at positions i32[T], and project the embeddings -> [T,
-        D].
-        """
+        """Return hidden states [T, D] of tokens i32[T], whose ids include their types, at positions i32[T]."""
         return self.project(self.inner(token_ids, positions))
 
 
 class ElectraModel(BertModel):
-    """BERT's layers, with a dense layer, GELU and scores of labels where it classifies."""
+    """BERT's encoder, with a dense layer, GELU and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = NAMES._replace(
         dense="model.classifier.dense", labels="model.classifier.out_proj", masked=None

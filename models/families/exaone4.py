@@ -27,7 +27,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class Exaone4ForCausalLM(LlamaForCausalLM):
-    """Llama of PostNormLayers with q/k norm; with windows, layers without one have no rope."""
+    """Llama of PostNormLayers with q/k norm. If the model has windows, layers without one have no rope."""
 
     gguf_architecture: ClassVar[str | None] = "exaone4"
 

@@ -57,7 +57,7 @@ class ParallelLayer(nnx.Module):
 
 
 class ScaledKeysAttention(Attention):
-    """Attention whose keys are multiplied before rope, so that cached keys are scaled, too."""
+    """Attention whose keys are multiplied by a constant before rope, so that cached keys are scaled too."""
 
     def __init__(self, multiplier: float, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -129,7 +129,9 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
 
 
 def _numbers(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
-    """Read the field `name`, a list of `count` numbers above zero; ones where it is absent. Raises ModelConfigError."""
+    """Return the field `name`, a list of `count` numbers above zero, as a tuple; all 1 if it is absent. Raises
+    ModelConfigError for any other value.
+    """
     given = fields.value(name, [1.0] * count)
     if not isinstance(given, list) or len(given) != count:
         raise fields.fail(name, f"a list of {count} numbers")

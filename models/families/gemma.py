@@ -25,7 +25,7 @@ class GemmaForCausalLM(Gemma2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(use_bidirectional_attention=False, hidden_activation="gelu_pytorch_tanh")
         bias = fields.boolean("attention_bias", False)
-        # Files of the first release say "gelu", and mean its tanh form.
+        # Files of the first release have "gelu", by which they mean its tanh form.
         activation = Activation("hidden_act", ("gelu_pytorch_tanh", "gelu"))
         return hf_fields(fields, head_dim=256, activation=activation, tied=True, bias=bias, output_bias=bias)
 

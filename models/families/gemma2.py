@@ -27,6 +27,7 @@ class Gemma2Layer(nnx.Module):
     """Layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, build: Build):
+        """Create the four norms, and a gated MLP with a tanh GELU."""
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> OffsetRMSNorm:
@@ -92,19 +93,21 @@ class Gemma2ForCausalLM(Decoder):
         )
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        """Return the embeddings [T, D] of tokens i32[T], multiplied by the root of D in their dtype."""
         x = self.embed(token_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """Return logits of hidden states, soft-capped to cap * tanh(logits / cap) if the configuration has a cap."""
         logits, cap = super().token_logits(hidden), self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:
-    """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5. GGUF files lack that scalar: as in
-    llama.cpp it is hidden_size / heads in the model of 27B parameters, head_dim in all others.
+    """Return the scale of products of q and k, query_pre_attn_scalar ** -0.5. GGUF files lack that scalar. As in
+    llama.cpp it is taken as hidden_size / heads for the model of 27B parameters, and head_dim for all others.
 
-    layers_of_27b: number of layers by which that model is recognised. Raises ModelConfigError.
+    layers_of_27b: number of layers by which that model is recognised. Raises ModelConfigError for wrong fields.
     """
     if fields.integer("block_count") != layers_of_27b:
         return fields.integer("attention.key_length", 256) ** -0.5
@@ -112,5 +115,7 @@ def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float:
 
 
 def read_cap(fields: ConfigFields, name: str, default: float | None) -> float | None:
-    """Read the soft cap in the field `name`: absent means the default, null means none. Raises ModelConfigError."""
+    """Return the soft cap in the field `name`: `default` if it is absent, None (no cap) if it is null. Raises
+    ModelConfigError for any other value that is not a number > 0.
+    """
     return fields.number(name, None if name in fields.raw else default)

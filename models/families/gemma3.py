@@ -1,5 +1,5 @@
 """Gemma 3 (Gemma Team 2025, arXiv:2503.19786), with and without a vision tower: Gemma 2 with norms of q and k instead
-of soft caps, and windows in five of six layers, which have a rope of their own.
+of soft caps, and windows, with a separate rope, in five of six layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxengine.models.layers.base.norm import OffsetRMSNorm
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.gemma3 import read_gemma3
 
-# What transformers takes for fields that a file lacks; published files of the models that see lack most of them.
+# transformers' defaults for fields that a file lacks; published files of the models with a tower lack most of them.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -92,14 +92,14 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 with images in the prompt; tokens of one image see each other in both directions."""
+    """Gemma 3 with images in the prompt. Tokens of one image attend to each other in both directions."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        # A text part may be kept under this name without the rest.
+        # A text part alone may be stored under this name.
         tower = read_gemma3(fields) if fields.has("vision_config") else None
-        # transformers' class caps no logits, whatever text_config says.
+        # transformers' class does not cap logits, whatever text_config says.
         return super().read_hf(text_fields(fields)) | {"tower": tower, "logit_soft_cap": None}

@@ -1,6 +1,6 @@
 """Gemma 3n (Google 2025), text part: several hidden states per token, of which a layer computes one and predicts the
-others (AltUp, Baykal et al. 2023, arXiv:2301.13310), a product of low rank beside attention (LAuReL, Menghani et al.
-2024, arXiv:2411.07501), MLPs most of whose gates are zero, and Gemma 4's shared keys and inputs of single layers.
+others (AltUp, Baykal et al. 2023, arXiv:2301.13310), a low-rank product in parallel with attention (LAuReL, Menghani et
+al. 2024, arXiv:2411.07501), MLPs in which most gates are zero, and Gemma 4's shared keys and per-layer inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults for fields that a file lacks.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262400,
     "hidden_size": 2048,
@@ -56,7 +56,7 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _FULL_EVERY, _SPARSE_LAYERS, _SPARSITY = 5, 10, 0.95
-# The language model's names in checkpoints that have towers as well, which are not read.
+# Names of the language model in checkpoints that also have towers, which are not read.
 NAMES = CheckpointNames(
     prefixes=(("model.language_model.", "model."),),
     unused=tuple(f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
@@ -73,16 +73,19 @@ class Laurel(nnx.Module):
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{source}.post_laurel_norm", build=build)
 
     def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
-        """Compute x + norm(right(left(x))), [T, D] -> [T, D]. rows: of the step, as Linear takes them."""
+        """Return x + norm(right(left(x))), [T, D] -> [T, D]. rows: the step's rows, as for Linear."""
         return x + self.norm(self.right(self.left(x, rows), rows))
 
 
 class Gemma3nLayer(nnx.Module):
-    """Layer that computes Gemma 2's on the active hidden state, with a low-rank product in parallel with attention,
-    then corrects all predicted states by the result, and adds the layer's own input to all but the first.
+    """Layer that applies Gemma 2's computation, with a low-rank product in parallel with attention, to the active
+    hidden state, then corrects all predicted states by the result, and adds the per-layer input to all but the first.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
+        """Create the modules of layer number `layer`. Its MLP has sparse gates if the configuration gives the layer a
+        sparsity.
+        """
         altup, size, eps = config.altup, config.hidden_size, config.rms_norm_eps
         assert altup is not None
 
@@ -105,9 +108,9 @@ class Gemma3nLayer(nnx.Module):
         self.num_streams, self.active = altup.num_streams, altup.active
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map the hidden states x [T, A * D] as a DecoderLayer does: predict them all, compute the active one by
-        attention and MLP, correct the others by it, and add the layer's own input to all but the first. Return them and
-        the pool with this step's keys and values written.
+        """Return the hidden states after the layer, [T, A * D] for x [T, A * D], and the pool with this step's keys and
+        values written. All states are predicted, the active one is computed by attention and MLP, the others are
+        corrected by it, and the gated per-layer input is added to all but the first.
         """
         with jax.named_scope("predict"):
             predictions = self.streams.predict(x.reshape(x.shape[0], self.num_streams, -1))
@@ -128,7 +131,9 @@ class Gemma3nLayer(nnx.Module):
 
 
 class JoinedNorm(nnx.Module):
-    """Norm of the mean of a token's hidden states, of which all but the first are projected: [T, A * D] -> [T, D]."""
+    """Norm of the mean of a token's hidden states, after all but the first have been projected: [T, A * D] -> [T,
+    D].
+    """
 
     def __init__(self, config: ModelConfig, altup: AltUp, build: Build):
         self.projections = Projections(config, altup, "model.altup_unembed_projections", build)
@@ -194,14 +199,17 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
         return JoinedNorm(self.config, self.config.altup, build)
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Embed the tokens of a step as the first hidden state, project that to the others, and return them joined,
-        [T, A * D].
+        """Return the hidden states [T, A * D] of a step's tokens: the embeddings as the first one, joined with their
+        projections as the others.
         """
         x = self.embed_tokens(batch.token_ids)
         others = self.projections(x, [x] * len(self.projections.products))
         return jnp.concatenate([x, *(each.astype(x.dtype) for each in others)], axis=-1)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
+        """Return the inputs [T, L, P] of all layers from the step's tokens and the first of their hidden states x [T, A
+        * D]. Tokens beyond the table have those of token 0.
+        """
         altup, token_ids = self.config.altup, batch.token_ids
         assert altup is not None
         known = jnp.where(token_ids < altup.table_rows, token_ids, 0)
@@ -209,10 +217,9 @@ class Gemma3nForCausalLM(Gemma2ForCausalLM):
 
 
 def _with_ffn_sizes(fields: ConfigFields) -> tuple[ConfigFields, tuple[int, ...]]:
-    """Return the fields, where `intermediate_size` is the largest if a file lists one for each layer, and the sizes of
-    all layers.
-
-    Raises ModelConfigError for a list of another length, or of other things than sizes.
+    """Return (fields, feed-forward sizes of all layers). If the file lists one size per layer, `intermediate_size` in
+    the returned fields is the largest of them. Raises ModelConfigError for a list of another length or with other
+    values.
     """
     count, given = fields.integer("num_hidden_layers"), fields.value("intermediate_size")
     if not isinstance(given, (list, tuple)):
@@ -223,8 +230,9 @@ def _with_ffn_sizes(fields: ConfigFields) -> tuple[ConfigFields, tuple[int, ...]
 
 
 def _read_sparsity(fields: ConfigFields, count: int) -> tuple[float, ...]:
-    """Read the share of gates, at least 0 and below 1, that are to be zero in each of `count` layers; by default 0.95
-    in the first 10 layers of a model with more, else 0. Raises ModelConfigError.
+    """Return the share of the MLP's gates that are to be zero in each of `count` layers, at least 0 and below 1. By
+    default it is 0.95 in the first 10 layers of a model with more than 10, and 0 in all others. Raises ModelConfigError
+    for a wrong list.
     """
     name = "activation_sparsity_pattern"
     sparse = _SPARSE_LAYERS if count > _SPARSE_LAYERS else 0

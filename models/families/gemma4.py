@@ -1,5 +1,6 @@
-"""Gemma 4 (Google 2026), with and without towers of images and sounds: head sizes by kind of layer, layers that read
-the keys and values of others, per-layer inputs, and in some checkpoints experts in addition to the MLP of every layer.
+"""Gemma 4 (Google 2026), with and without towers of images and audio: head sizes by kind of layer, layers that attend
+to the keys and values of others, per-layer inputs, and in some checkpoints experts in addition to the MLP of every
+layer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from jaxengine.models.sound import gemma4 as sound
 from jaxengine.models.vision.gemma4 import LIMITS, POSITIONS, PROJECTOR, TOWER, read_gemma4
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults for fields that a file lacks.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -75,7 +76,7 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-# The language model's names in checkpoints that have towers as well, and those towers.
+# Names of the language model and of the towers in checkpoints that have towers.
 NAMES = CheckpointNames(
     prefixes=(("model.language_model.", "model."),),
     tower=(f"{TOWER}.", f"{PROJECTOR}."),
@@ -98,13 +99,14 @@ class Gemma4Attention(Attention):
         self.eps = eps
 
     def values(self, v: jax.Array) -> jax.Array:
+        """Return values v with an RMS norm over each head, without weights."""
         with jax.named_scope("v_norm"):
             return rms_normalized(v, self.eps).astype(v.dtype)
 
 
 class Gemma4Experts(MixtureOfExperts):
-    """Mixture of experts whose router normalises and scales its input, and multiplies each expert's weight by a learned
-    number.
+    """Mixture of experts whose router normalises and scales its input, and multiplies each chosen expert's weight by a
+    learned number.
     """
 
     def __init__(self, config: ModelConfig, *, source: str, build: Build):
@@ -118,8 +120,9 @@ class Gemma4Experts(MixtureOfExperts):
         self.expert_scale = declare((count,), jnp.float32, weights)
 
     def route(self, x: jax.Array, adapters: Any = None) -> tuple[jax.Array, jax.Array]:
-        """Route as MixtureOfExperts.route does: return weights f32[T, k] and experts i32[T, k] of tokens x [T, D],
-        hidden states before any norm; each weight is multiplied by its expert's learned number. adapters: of x's rows.
+        """Return the weights f32[T, k] and the experts i32[T, k] of tokens x [T, D], hidden states before any norm.
+        Like MixtureOfExperts.route, but each weight is multiplied by its expert's learned number. adapters: LoRA
+        adapters of x's rows.
         """
         scale = self.router_scale[...] * x.shape[-1] ** -0.5
         weights, ids = super().route((rms_normalized(x, self.eps) * scale).astype(x.dtype), adapters)
@@ -127,16 +130,17 @@ class Gemma4Experts(MixtureOfExperts):
 
 
 def _gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Compute the activation of gated experts, gelu(gate) * up, GELU in its tanh form."""
+    """Return gelu(gate) * up, the activation of gated experts, with GELU in its tanh form."""
     return gelu_tanh(gate) * up
 
 
 class Gemma4MLP(nnx.Module):
-    """Feed-forward part of a layer: a dense MLP after a norm, plus, if the model has experts, theirs after a norm of
-    their own, and then each of both after another norm.
+    """Feed-forward part of a layer: dense(norm(x)) or, if the model has experts, norm(dense(norm(x))) +
+    norm(experts(norm(x))), each with its own norms.
     """
 
     def __init__(self, config: ModelConfig, ffn: int, build: Build):
+        """Create the dense MLP of size `ffn` and, if the model has experts, these and their norms."""
         self.dense = GatedMLP(config.hidden_size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
         self.experts = None if config.experts is None else Gemma4Experts(config, source=LAYER, build=build)
         size, eps, feedforward = config.hidden_size, config.rms_norm_eps, "feedforward_layernorm"
@@ -150,8 +154,8 @@ class Gemma4MLP(nnx.Module):
             self.experts_input_norm = norm(f"pre_{feedforward}_2")
 
     def __call__(self, x: jax.Array, rows: Any) -> jax.Array:
-        """Compute dense(norm(x)), or, with experts, norm(dense(norm(x))) + norm(experts(norm(x))), whose router gets x:
-        [T, D], before any norm, to [T, D]. rows: of the step, as GatedMLP takes them.
+        """Return dense(norm(x)) or, with experts, norm(dense(norm(x))) + norm(experts(norm(x))), [T, D] -> [T, D]. The
+        router gets x before any norm. rows: the step's rows, as for GatedMLP.
         """
         y = self.dense(self.input_norm(x), rows)
         if self.experts is None:
@@ -161,8 +165,8 @@ class Gemma4MLP(nnx.Module):
 
 
 class PerLayerGate(nnx.Module):
-    """Gate of a layer's own input p [T, P] by its hidden state: norm(project(gelu(gate(x)) * p)). Every device computes
-    all of it.
+    """Per-layer input p [T, P], gated by the hidden state: norm(project(gelu(gate(x)) * p)). Its weights are replicated
+    over devices.
     """
 
     def __init__(self, config: ModelConfig, build: Build):
@@ -173,8 +177,8 @@ class PerLayerGate(nnx.Module):
         self.norm = RMSNorm(size, config.rms_norm_eps, source=f"{LAYER}.post_per_layer_input_norm", build=build)
 
     def __call__(self, x: jax.Array, step: StepInputs) -> jax.Array:
-        """Compute norm(project(gelu(gate(x)) * p)), [T, D] -> [T, D]. p is `step.of_layer` [T, P], which must be set
-        for the layer.
+        """Return norm(project(gelu(gate(x)) * p)), [T, D] -> [T, D]. p is `step.of_layer` [T, P], which must be set for
+        the layer.
         """
         assert step.of_layer is not None
         gate = gelu_tanh(self.gate(x, step.rows, out_dtype=jnp.float32))
@@ -183,11 +187,12 @@ class PerLayerGate(nnx.Module):
 
 
 class Gemma4Layer(nnx.Module):
-    """Layer that computes Gemma 2's, then x + gate(x) if layers have inputs of their own, and multiplies the result by
-    a learned number.
+    """Layer that applies Gemma 2's computation, then x + gate(x) if there are per-layer inputs, and multiplies the
+    result by a learned number.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
+        """Create the modules of layer number `layer`, with a gate of the per-layer input if there is one."""
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> RMSNorm:
@@ -213,9 +218,8 @@ class Gemma4Layer(nnx.Module):
 
 
 class LayerInputs(nnx.Module):
-    """Per-layer inputs besides the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
-
-    num_rows: tokens in the table; None for the vocabulary's.
+    """Per-layer inputs of tokens, in addition to the hidden state: (norm(project(x) / sqrt(D)) + sqrt(P) *
+    table[token]) / sqrt(2). num_rows: number of tokens in the table; None for the vocabulary's.
     """
 
     def __init__(self, config: ModelConfig, build: Build, *, num_rows: int | None = None):
@@ -229,7 +233,7 @@ class LayerInputs(nnx.Module):
         self.norm = RMSNorm(self.own, config.rms_norm_eps, source=norm, build=build)
 
     def __call__(self, token_ids: jax.Array, x: jax.Array) -> jax.Array:
-        """Compute the inputs [T, L, P] of all layers of the model, for tokens i32[T] with embeddings x [T, D]:
+        """Return the inputs [T, L, P] of all L layers of the model, for tokens i32[T] with embeddings x [T, D]:
         (norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2).
         """
         shape = x.shape[0], self.num_layers, self.own
@@ -289,7 +293,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         fields = gguf.fields
         kinds = [SLIDING if windowed else FULL for windowed in gguf_sliding(fields, _FULL_EVERY)]
         heads, sizes = (_of_layers(fields, name) for name in ("attention.head_count_kv", "feed_forward_length"))
-        # Read as one number for all layers, and put right below.
+        # gguf_fields reads one number for all layers, which is corrected below.
         named = {"attention.head_count_kv": heads[0], "feed_forward_length": sizes[0]}
         named = {f"{fields.prefix}{name}": value for name, value in named.items()}
         experts = bool(fields.integer("expert_count", 0, minimum=0))
@@ -311,8 +315,8 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return Gemma4Layer(self.config, layer, build)
 
     def make_layer_inputs(self, batch: ForwardBatch, x: jax.Array) -> jax.Array:
-        """Compute the inputs [T, L, P] of all layers from the step's tokens and their embeddings x [T, D]; tokens of
-        images and sounds count as the tower's filler token.
+        """Return the inputs [T, L, P] of all layers from the step's tokens and their embeddings x [T, D]. Tokens of
+        images and audio count as the tower's filler token.
         """
         token_ids, pictures = batch.token_ids, batch.sections.get("pictures")
         if pictures is not None:
@@ -324,8 +328,9 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 def _attention(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
-    """Return `layers` with the heads, the rope and the keys of their `kinds`, FULL or SLIDING, or with the heads that
-    `per_layer_config` has for each, and pass them through with_sources. Raises ModelConfigError.
+    """Return `layers` with the heads, rope and keys of their `kinds`, FULL or SLIDING, or with the heads that
+    `per_layer_config` has for each layer. The last ones get a kv_source, as in with_sources. Raises ModelConfigError
+    for wrong fields.
     """
     k_eq_v = fields.boolean("attention_k_eq_v", False)
     full_heads = fields.integer("num_global_key_value_heads", None) if k_eq_v else None
@@ -352,10 +357,8 @@ def _attention(
 def with_sources(
     fields: ConfigFields, kinds: Sequence[str], layers: Sequence[LayerAttention]
 ) -> tuple[LayerAttention, ...]:
-    """Return the layers, of which the last `num_kv_shared_layers`, 0 by default, use the keys and values of the last
-    layer of their kind before all of these.
-
-    Raises ModelConfigError if a kind has no such layer.
+    """Return the layers, of which the last `num_kv_shared_layers` (0 by default) attend to the keys and values of the
+    last layer of the same kind before them. Raises ModelConfigError if a kind has no such layer.
     """
     first = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     if first < 1 or set(kinds[:first]) != set(kinds):
@@ -369,9 +372,9 @@ def with_sources(
 
 
 def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
-    """Read the rope of layers of a kind, FULL or SLIDING, from its mapping in `rope_parameters`; Gemma 4's own where
-    the file has no `rope_parameters`. head_dim: elements of a head. Raises ModelConfigError, also without one for the
-    kind.
+    """Return the rope of layers of one kind, FULL or SLIDING, from its mapping in `rope_parameters`, or Gemma 4's
+    default if the file has no `rope_parameters`. head_dim: elements of a head. Raises ModelConfigError for wrong
+    fields, and if `rope_parameters` lacks the kind.
     """
     parameters = fields.mapping("rope_parameters")
     given: Mapping[str, Any] | None = _ROPES[kind] if parameters is None else ConfigFields(parameters).mapping(kind)
@@ -382,8 +385,8 @@ def _rope(fields: ConfigFields, kind: str, head_dim: int) -> Rope:
 
 
 def _experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read the experts of a config.json, which all layers have: `num_experts`, `top_k_experts` and
-    `moe_intermediate_size`. Raises ModelConfigError.
+    """Return the ExpertsConfig of a config.json, for all layers, from `num_experts`, `top_k_experts` and
+    `moe_intermediate_size`. Raises ModelConfigError for wrong fields.
     """
     return ExpertsConfig(
         num_experts=fields.integer("num_experts"),
@@ -393,8 +396,8 @@ def _experts(fields: ConfigFields) -> ExpertsConfig:
 
 
 def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
-    """Return the number of each layer in the GGUF field `name`, which has one for all layers, or a list. Raises
-    ModelConfigError, also for numbers below 1.
+    """Return the number for each layer in the GGUF field `name`, which is one number for all layers, or a list. Raises
+    ModelConfigError for other values and for numbers below 1.
     """
     count, given = fields.integer("block_count"), fields.value(name)
     listed = np.atleast_1d(as_array(given))
@@ -406,15 +409,17 @@ def _of_layers(fields: ConfigFields, name: str) -> tuple[int, ...]:
 def _gguf_attention(
     gguf: GGUFConfig, kinds: Sequence[str], heads: Sequence[int], layer: LayerAttention
 ) -> list[LayerAttention]:
-    """Return the layers of these kinds with their heads and ropes. layer: what they share. Raises ModelConfigError.
+    """Return the attention of layers of these kinds, with their KV heads and ropes. layer: attention with the fields
+    that all layers share. Raises ModelConfigError for wrong fields.
 
-    Files do not say whether keys are values as well: they are in published models whose kinds differ in their heads.
+    Files do not say whether values are keys. In published models that is so exactly if the kinds differ in their KV
+    heads.
     """
     fields, factors = gguf.fields, gguf.rope_factors.factors
     half, size = layer.head_dim // 2, fields.integer("attention.key_length_swa", layer.head_dim)
     if factors and len(factors) != half:
         raise ModelConfigError(f"rope_freqs.weight must hold {half} numbers, got {len(factors)}")
-    # A pair that is not rotated has a factor by which nothing is left of its frequency.
+    # A pair that is not rotated has so large a factor that its frequency is practically 0.
     turned = sum(factor == 1.0 for factor in factors) / half if factors else 1.0
     theta = fields.number("rope.freq_base", 1_000_000.0)
     full = replace(
@@ -431,8 +436,8 @@ def _gguf_attention(
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 with images and sounds in the prompt; in large checkpoints, which take no sounds, layers with windows let
-    the tokens of an image see each other.
+    """Gemma 4 with images and audio in the prompt. In large checkpoints, which take no audio, the tokens of an image
+    attend to each other in layers with windows.
     """
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
@@ -445,7 +450,7 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
         if filler >= found["vocab_size"]:
             raise text.fail("pad_token_id", f"below vocab_size {found['vocab_size']}")
         both_ways = text.text("use_bidirectional_attention", None) == "vision"
-        towers: list[TowerConfig | None] = []  # a text part may be kept under this name without the rest
+        towers: list[TowerConfig | None] = []  # a text part alone may be stored under this name
         if fields.has("vision_config"):
             towers.append(read_gemma4(fields, both_ways=both_ways, filler_id=filler))
         if fields.has("audio_config") and not both_ways:

@@ -1,5 +1,5 @@
-"""Gemma 4 without towers (Google 2026, as Gemma 4 12B): the layers of a Gemma 4 without experts and without inputs of
-single layers. Checkpoints project pixels and samples to embeddings; that part is not read.
+"""Gemma 4 without towers (Google 2026, as Gemma 4 12B): the layers of a Gemma 4 without experts and without per-layer
+inputs. Checkpoints project pixels and samples to embeddings; that part is not read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
-    """Gemma 4 whose layers have no inputs of their own and no experts."""
+    """Gemma 4 without per-layer inputs and without experts."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
@@ -25,7 +25,7 @@ class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4UnifiedForCausalLM):
-    """Language model of a checkpoint that takes images and sounds as well."""
+    """Language model of a checkpoint that also takes images and audio, which are not supported here."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=NAMES.prefixes, unused=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio.")

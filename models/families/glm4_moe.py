@@ -32,8 +32,9 @@ class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
 
 
 def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
-    """Read the experts of a config.json with DeepSeek-V3's fields: sigmoid scores with a correction bias, groups,
-    shared experts and dense layers first. Raises ModelConfigError, also for another scoring_func or topk_method.
+    """Return the ExpertsConfig of a config.json with DeepSeek-V3's fields: sigmoid scores with a correction bias,
+    groups, shared experts, and dense layers first or as `mlp_layer_types` lists them. Raises ModelConfigError for wrong
+    fields, and for another scoring_func or topk_method.
     """
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.text(name, value) not in ("sigmoid", "noaux_tc"):  # dots.llm1 gives noaux_tc for both

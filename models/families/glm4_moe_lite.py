@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3 that lists which of its layers have experts."""
+"""GLM-4.7-Flash: DeepSeek-V3 with a list of the layers that have experts."""
 
 from __future__ import annotations
 

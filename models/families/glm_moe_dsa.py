@@ -1,4 +1,4 @@
-"""GLM-5 and GLM-5.2: DeepSeek-V3.2 in which layers may take the keys that an earlier layer's indexer has selected
+"""GLM-5 and GLM-5.2: DeepSeek-V3.2 in which layers may use the keys that an earlier layer's indexer has selected
 (arXiv:2603.12201).
 """
 
@@ -13,7 +13,7 @@ _KINDS = {"F": "full", "S": "shared"}
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """DeepSeek-V3.2 with an indexer in each layer or in some."""
+    """DeepSeek-V3.2 with an indexer in all or in some layers."""
 
     index_heads: ClassVar[int] = 32
     index_interleaved: ClassVar[bool] = True
@@ -24,12 +24,12 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
     @classmethod
     def read_sources(cls, fields: ConfigFields) -> list[int | None]:
-        """Return, for each layer, the number of the last layer before it with an indexer, whose selection it takes;
-        None for a layer with its own.
+        """Return, for each layer, the number of the last earlier layer with an indexer, whose selection of keys it
+        uses; None for a layer with its own indexer.
 
-        Which have one is read from `indexer_types`, `index_topk_pattern`, or `index_topk_freq` and
-        `index_skip_topk_offset`, the first of these that there is. Raises ModelConfigError, also if the first layer has
-        none.
+        Layers with an indexer are read from `indexer_types`, `index_topk_pattern`, or `index_topk_freq` and
+        `index_skip_topk_offset`, whichever is present first. Raises ModelConfigError for wrong fields, and if the first
+        layer has no indexer.
         """
         num_layers = fields.integer("num_hidden_layers")
         name = "indexer_types" if fields.value("indexer_types", None) is not None else "index_topk_pattern"

@@ -25,7 +25,7 @@ class GlmOcrForConditionalGeneration(Glm4ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)
         heads, size = text.integer("num_attention_heads"), text.integer("hidden_size")
-        # GLM-4's own vocabulary ends texts otherwise.
+        # GLM-4's default end tokens belong to another vocabulary.
         defaults = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "eos_token_id": None}
         text = without_mrope(text.with_defaults(head_dim=size // heads, num_key_value_heads=8, **defaults))
         text = ConfigFields({**text.raw, "attention_bias": False})  # whatever it says: there are none

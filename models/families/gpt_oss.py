@@ -63,6 +63,6 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
-    """Compute (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up from -limit to limit."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate), with gate bounded above by `limit` and up to [-limit, limit]."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)

@@ -1,5 +1,6 @@
-"""Granite 3 (IBM 2024, "Granite 3.0 Language Models"): Llama with four multipliers, of embeddings, of scores in
-attention, of what layers add, and of logits."""
+"""Granite 3 (IBM 2024, "Granite 3.0 Language Models"): Llama with four multipliers: of embeddings, of attention's
+products, of the outputs that layers add, and of logits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 
 class ScaledResidualLayer(LlamaLayer):
-    """Layer that computes x + r * attention(norm(x)), then x + r * mlp(norm(x)), r the configuration's
+    """Layer that computes x + r * attention(norm(x)), then x + r * mlp(norm(x)), where r is the configuration's
     residual_multiplier.
     """
 
@@ -61,7 +62,9 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
-        """Read the experts of a GGUF file; None for a family without, as here. Raises ModelConfigError."""
+        """Return the ExpertsConfig of a GGUF file; None for a family without experts, as here. Overrides raise
+        ModelConfigError for wrong fields.
+        """
         return None
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
@@ -69,9 +72,9 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:
-    """Read the multipliers outside of attention, as arguments of ModelConfig: embedding_multiplier,
-    residual_multiplier, and logit_scale, which is 1 / logits_scaling; each is 1 where the file lacks it. Raises
-    ModelConfigError.
+    """Return the multipliers outside of attention, as arguments of ModelConfig: embedding_multiplier,
+    residual_multiplier, and logit_scale, which is 1 / logits_scaling. Each is 1 if the file lacks it. Raises
+    ModelConfigError for values that are not numbers > 0.
     """
     return {
         "embedding_multiplier": fields.number("embedding_multiplier", 1.0),

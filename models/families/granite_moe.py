@@ -17,7 +17,7 @@ from jaxengine.models.families.granite_moe_hybrid import GraniteMoeHybridForCaus
 
 
 class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
-    """Granite 4's layers, with attention and rope in all of them."""
+    """Granite 4's layers, with attention and rope in all of them, and experts."""
 
     gguf_architecture: ClassVar[str | None] = "granitemoe"
 
@@ -30,6 +30,9 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
 
     @classmethod
     def gguf_experts(cls, fields: ConfigFields) -> ExpertsConfig | None:
+        """Return the ExpertsConfig of a GGUF file, whose weights add up to one. Raises ModelConfigError for wrong
+        fields.
+        """
         return gguf_experts(fields, norm_weights=True)
 
     @classmethod
@@ -49,7 +52,7 @@ class GraniteMoeForCausalLM(GraniteMoeHybridForCausalLM):
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
         """Return the feed-forward size of the shared MLP; 0 for none, as here. Overrides that read it from `fields`
-        raise ModelConfigError.
+        raise ModelConfigError for a wrong field.
         """
         return 0
 
@@ -61,6 +64,9 @@ class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
 
     @classmethod
     def shared_size(cls, fields: ConfigFields) -> int:
+        """Return `shared_intermediate_size`; 0, for no shared MLP, if it is absent. Raises ModelConfigError for a wrong
+        value.
+        """
         return fields.integer("shared_intermediate_size", 0, minimum=0)
 
 

@@ -22,7 +22,7 @@ from jaxengine.models.layers.states.mamba2 import Mamba2
 from jaxengine.models.params.declare import Source, parts_of
 from jaxengine.models.params.source import CheckpointNames, StackedExperts
 
-# What transformers 4 and 5 call the kinds of layers.
+# Kinds of layers, as transformers 4 and 5 name them -> whether they are Mamba-2.
 MAMBA = {"mamba": True, "linear_attention": True, "attention": False, FULL: False}
 SHARED, EXPERTS = f"{LAYER}.shared_mlp", f"{LAYER}.block_sparse_moe"
 
@@ -81,8 +81,8 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
 
 def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> ExpertsConfig:
-    """Read the experts of all layers, `num_experts` of them, with a shared MLP of size `shared_size`. Raises
-    ModelConfigError.
+    """Return the ExpertsConfig for all layers, with `num_experts` experts and a shared MLP of size `shared_size`.
+    Raises ModelConfigError for wrong fields.
     """
     return ExpertsConfig(
         num_experts=num_experts,
@@ -93,10 +93,8 @@ def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> Expert
 
 
 def _layer_kinds(fields: ConfigFields) -> list[bool]:
-    """Return whether each layer is Mamba-2: as `layer_types`, or else `layers_block_type`, lists them; without both all
-    are.
-
-    Raises ModelConfigError.
+    """Return whether each layer is Mamba-2, as listed in `layer_types` or else in `layers_block_type`; without both,
+    all are. Raises ModelConfigError for other kinds or a list of another length.
     """
     num_layers, name = fields.integer("num_hidden_layers"), "layer_types"
     name = name if fields.has(name) else "layers_block_type"

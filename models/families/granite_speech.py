@@ -1,4 +1,4 @@
-"""Granite Speech (IBM 2025, arXiv:2505.08699): Granite with sounds in the prompt, for which some checkpoints bring an
+"""Granite Speech (IBM 2025, arXiv:2505.08699): Granite with audio in the prompt, for which some checkpoints have a LoRA
 adapter.
 """
 
@@ -13,7 +13,7 @@ from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.sound.granite_speech import CONVOLUTIONS, PROJECTOR, TOWER, read_granite_speech
 
 _PARTS = (f"{TOWER}.", f"{PROJECTOR}.")
-# What transformers takes for fields of the text part that a file lacks.
+# transformers' defaults for fields of the text part that a file lacks.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -26,12 +26,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class GraniteSpeechForConditionalGeneration(GraniteForCausalLM):
-    """Granite with sounds of up to five minutes. Prompts with sounds run with the adapter that is in the checkpoint's
+    """Granite with audio of up to five minutes. Prompts with audio run with the LoRA adapter in the checkpoint's
     folder, if there is one.
     """
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
-    # Names of published checkpoints, and of those that transformers 5 has in memory.
+    # Names in published checkpoints, and names of transformers 5 in memory.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("language_model.model.", "model."),

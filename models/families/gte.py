@@ -1,5 +1,6 @@
-"""GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with rope and gated MLPs; `New` in checkpoints with code of their
-own."""
+"""GTE (Zhang et al. 2024, arXiv:2407.19669): BERT with rope and gated MLPs. Checkpoints with their own code call it
+`New`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LAYER = "model.encoder.layer.{layer}"
 
 
 class GteModel(PostNormEncoder):
-    """Post-norm encoder with rope and gated MLPs, with a tanh layer and scores of labels where it classifies."""
+    """Post-norm encoder with rope and gated MLPs, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
         layer=LAYER,
@@ -66,9 +67,9 @@ class GteModel(PostNormEncoder):
 
 
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read the rope of a config.json, whose scaling may be of type `ntk`: frequency i of d / 2 is divided by
-    factor ** (2 * (i + 1) / d) (Su 2023, kexue.fm/archives/9706). head_dim: d. Raises ModelConfigError, also where
-    `mixed_b` is set.
+    """Return the rope of a config.json, whose scaling may also be of type `ntk`: frequency i of d / 2 is divided by
+    factor ** (2 * (i + 1) / d) (Su 2023, kexue.fm/archives/9706). head_dim: d. Raises ModelConfigError for wrong
+    fields, and if `mixed_b` is set.
     """
     scaling = ConfigFields(fields.mapping("rope_scaling") or {}, "")
     if scaling.text("type", None) != "ntk":

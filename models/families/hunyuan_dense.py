@@ -56,12 +56,12 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
 
 
 def with_stretched_base(fields: ConfigFields, head_dim: int | None = None) -> ConfigFields:
-    """Return fields with plain rope in place of rope_type "dynamic" with `alpha`; others as they are.
+    """Return the fields with plain rope in place of rope_type "dynamic" with `alpha`; other fields are returned
+    unchanged.
 
-    Its base is rope_theta * alpha ** (H / (H - 2)) at any length, H being the file's `head_dim`.
-
-    head_dim: H where the file does not say; None for hidden_size / num_attention_heads. Raises ModelConfigError, also
-    for H <= 2, and a base that is not finite.
+    The base becomes rope_theta * alpha ** (H / (H - 2)) at any length, where H is the file's `head_dim`. head_dim: H if
+    the file does not give it; None for hidden_size / num_attention_heads. Raises ModelConfigError for wrong fields, for
+    H <= 2, and for a base that is not finite.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     kind = rope.text("rope_type", None) or rope.text("type", "default")

@@ -64,7 +64,9 @@ class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
 
 
 def _of_all_layers(fields: ConfigFields, name: str) -> int:
-    """Return the field `name`: an integer, or a list of equal integers for all layers. Raises ModelConfigError."""
+    """Return the field `name`, an integer, or a list of equal integers with one for each layer. Raises ModelConfigError
+    for any other value.
+    """
     listed = fields.value(name)
     if not isinstance(listed, list):
         return fields.integer(name)
@@ -74,9 +76,9 @@ def _of_all_layers(fields: ConfigFields, name: str) -> int:
 
 
 def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Read the rope. One called dynamic must have an `alpha`; it is plain rope of base theta * alpha ** (H / (H - 2)).
-
-    head_dim: H. Raises ModelConfigError, also for an `alpha` above MAX_POSITIONS and for H below 4.
+    """Return the rope. A rope of type dynamic must have an `alpha` and is plain rope with the base theta * alpha ** (H
+    / (H - 2)). head_dim: H. Raises ModelConfigError for wrong fields, for an `alpha` above MAX_POSITIONS and, with
+    dynamic, for H below 4.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     if "dynamic" not in (rope.text("rope_type", None), rope.text("type", None)):

@@ -1,4 +1,6 @@
-"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with a head dimension of its own and its own names for biases."""
+"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with a separate head dimension and other names of the fields for
+biases.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from jaxengine.models.families.llama import LlamaForCausalLM
 
 
 class InternLM3ForCausalLM(LlamaForCausalLM):
-    """Llama; `qkv_bias` is that of q, k and v, `bias` that of all other projections."""
+    """Llama in which `qkv_bias` decides about biases of q, k and v, and `bias` about those of all other projections."""
 
     gguf_architecture: ClassVar[str | None] = None  # GGUF files of InternLM 3 say "llama"
 

@@ -14,7 +14,7 @@ from jaxengine.models.vision.internvl import read_internvl
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 
 _EMBEDDINGS, _FIRST = f"{TOWER}.embeddings", "vision_model"
-# Of the first files: beginnings of names, and their ends within a layer of the tower.
+# Names in the originally published files: prefixes, and ends within a layer of the tower.
 _FIRST_PREFIXES = (
     (f"{_FIRST}.embeddings.class_embedding", f"{_EMBEDDINGS}.cls_token"),
     (f"{_FIRST}.embeddings.patch_embedding.", f"{_EMBEDDINGS}.patch_embeddings.projection."),
@@ -59,8 +59,8 @@ class InternVLForConditionalGeneration(LlamaForCausalLM):
 
 
 def _as_transformers(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of a config.json of InternVLChatModel as transformers calls them. Raises ModelConfigError for a
-    ps_version other than v2.
+    """Return the fields of an InternVLChatModel's config.json under transformers' names. Raises ModelConfigError for
+    wrong fields and for a ps_version other than v2.
     """
     fields.require(ps_version="v2")
     vision = fields.part("vision_config")

@@ -1,5 +1,5 @@
-"""JinaBERT, the encoder of Jina Embeddings v2 (Günther et al. 2023, arXiv:2310.19923): BERT with slopes of attention by
-distance (ALiBi) in place of positions, and gated MLPs.
+"""JinaBERT, the encoder of Jina Embeddings v2 (Günther et al. 2023, arXiv:2310.19923): BERT with ALiBi, slopes of
+attention by distance, in place of positions, and gated MLPs.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from jaxengine.pallas_kernels.kv.pages import KVPages
 
 _LAYER = NAMES.layer
 _MLPS = {"geglu": "gelu", "reglu": "relu"}
-# Repository of the code of checkpoints with norms of queries and keys, as `auto_map` names it.
+# Part of the name in `auto_map` of the code of checkpoints with norms of queries and keys.
 _NORMED = "qk-post-norm"
 
 
 class JinaBertModel(BertModel):
-    """Post-norm encoder with ALiBi and gated MLPs, with a tanh layer and scores of labels where it classifies.
+    """Post-norm encoder with ALiBi and gated MLPs, with a dense layer, tanh and scores of labels if it classifies.
 
-    Checkpoints with norms of queries and keys have their weights under other names, gate and up in another order, and
-    one norm more in each layer.
+    Checkpoints with norms of queries and keys have other names of weights, gate and up in the opposite order, and an
+    additional norm in each layer.
     """
 
     names: ClassVar[EncoderNames] = NAMES._replace(up="mlp.gated_layers", down="mlp.wo", mlp_norm="mlp.layernorm")
@@ -58,6 +58,7 @@ class JinaBertModel(BertModel):
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
+        """Return CLS for a model that classifies sequences, MEAN for others."""
         return CLS if hf_architecture(fields).endswith("ForSequenceClassification") else MEAN
 
     def make_attention(self, layer: int, build: Build, **names: Any) -> nnx.Module:
@@ -90,12 +91,13 @@ class JinaBertModel(BertModel):
 
     @property
     def masked_activation(self) -> Callable[[jax.Array], jax.Array]:
+        """Activation before the scores of the masked language model: the configuration's head_activation."""
         assert self.config.encoder is not None
         return FUNCTIONS[self.config.encoder.head_activation]
 
 
 class _NormedAttention(nnx.Module):
-    """norm(x + attention(x))."""
+    """Attention followed by a residual and a norm: norm(x + attention(x))."""
 
     def __init__(self, attention: nnx.Module, norm: nnx.Module):
         self.attention, self.norm = attention, norm

@@ -10,7 +10,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 
 class JinaEmbeddingsV3Model(PostNormEncoder):
-    """Post-norm encoder with rope, with a tanh layer and scores of labels where it classifies."""
+    """Post-norm encoder with rope, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.encoder.layers.{layer}",
@@ -46,9 +46,8 @@ class JinaEmbeddingsV3Model(PostNormEncoder):
 
 
 def _adaptation(fields: ConfigFields) -> tuple[int, float] | None:
-    """Return EncoderConfig.adaptation: the number of the task that `default_task` names among `lora_adaptations`, and
-    the scale lora_alpha / lora_rank; None without a task. Raises ModelConfigError, also for a task that the checkpoint
-    has not.
+    """Return EncoderConfig.adaptation: (index of `default_task` in `lora_adaptations`, lora_alpha / lora_rank); None
+    without a default task. Raises ModelConfigError for wrong fields, and for a task that the checkpoint lacks.
     """
     if (task := fields.value("default_task", None)) is None:
         return None

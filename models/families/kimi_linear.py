@@ -25,7 +25,7 @@ from jaxengine.models.params.source import CheckpointNames
 
 LINEAR = "linear_attention"
 CONVS = tuple(f".{name}.weight" for name in APART.convs)
-# Names of DeepSeek-V3 for what Kimi's configurations call otherwise.
+# Kimi's names of fields -> DeepSeek-V3's names.
 SPELLED = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -59,7 +59,7 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = usual_names(fields)
         fields.require(mla_use_nope=True, num_nextn_predict_layers=0, moe_layer_freq=1, attention_bias=False)
-        # No layer has rope, so its scaling scales nothing.
+        # No layer has rope, so that its scaling has no effect.
         shared = hf_latent_fields(ConfigFields({**fields.raw, "rope_parameters": None, "rope_scaling": None}))
         state = GatedDelta(
             num_k_heads=(heads := fields.integer("linear_num_heads")),
@@ -85,7 +85,9 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         )
 
     def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
-        """Return the sources of q, k, v and beta, in this order. source: name of the delta net's checkpoint module."""
+        """Return the sources of q, k, v and beta, in this order. source: name of the delta net's module in the
+        checkpoint.
+        """
         sizes = {"q_proj": state.key_size, "k_proj": state.key_size, "v_proj": state.value_size}
         return [Source(f"{source}.{name}", size) for name, size in {**sizes, "b_proj": state.num_v_heads}.items()]
 
@@ -98,8 +100,8 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
 
 
 def usual_names(fields: ConfigFields) -> ConfigFields:
-    """Return the fields under DeepSeek-V3's names, and those of `linear_attn_config` under transformers', with defaults
-    for those that a file may lack. Raises ModelConfigError.
+    """Return the fields under DeepSeek-V3's names, and those of `linear_attn_config` under transformers' names, with
+    defaults for fields that a file may lack. Raises ModelConfigError for wrong fields.
     """
     raw = dict(fields.raw)
     raw |= {usual: raw[own] for own, usual in SPELLED.items() if own in raw}
@@ -116,11 +118,9 @@ def usual_names(fields: ConfigFields) -> ConfigFields:
 
 
 def _num_dense(raw: Mapping[str, Any]) -> int:
-    """Return the number of dense layers, which come first, that `mlp_layer_types` lists; 1 without it. raw: a
-    config.json.
-
-    Raises ModelConfigError for a list of anything but dense layers and then sparse ones, and for one that is empty or
-    too long.
+    """Return the number of dense layers, which come first, in the list `mlp_layer_types`; 1 without the list. raw:
+    content of a config.json. Raises ModelConfigError unless the list has dense layers and then sparse ones, and for one
+    that is empty or too long.
     """
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
@@ -133,10 +133,9 @@ def _num_dense(raw: Mapping[str, Any]) -> int:
 
 
 def mixer_kinds(fields: ConfigFields) -> list[str]:
-    """Return LINEAR or FULL for each layer: as `linear_attn_config` lists their numbers, from 1 on, else as
-    `layer_types` does, else layers 4, 8, 12 and so on, counted from 0, are FULL.
-
-    Raises ModelConfigError, also where `linear_attn_config` does not have each number once.
+    """Return LINEAR or FULL for each layer, as listed in `linear_attn_config`, which counts layers from 1, or else in
+    `layer_types`; without both, layers 4, 8, 12 and so on, counted from 0, are FULL. Raises ModelConfigError for wrong
+    lists, and if `linear_attn_config` does not contain each layer once.
     """
     count, linear = fields.integer("num_hidden_layers"), fields.mapping("linear_attn_config") or {}
     full, others = linear.get("full_attn_layers"), linear.get("kda_layers")

@@ -1,5 +1,5 @@
-"""Lara 4 Mini (Translated 2026): in turns gated delta nets, windows with rope, and attention to all tokens without
-rope; experts beside a shared MLP everywhere.
+"""Lara 4 Mini (Translated 2026): gated delta nets, windows with rope, and attention to all tokens without rope, in
+alternation; experts and a shared MLP in every layer.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class LaraMiniForCausalLM(LlamaForCausalLM):
 
 
 def _layer_kinds(fields: ConfigFields) -> list[str]:
-    """Return LINEAR, SLIDING or FULL for each layer: as `layer_types` lists them, else in turns as in _PATTERN. Raises
-    ModelConfigError.
+    """Return LINEAR, SLIDING or FULL for each layer, as `layer_types` lists them, or else in repetitions of _PATTERN.
+    Raises ModelConfigError for other kinds or a list of another length.
     """
     count = fields.integer("num_hidden_layers")
     kinds = fields.value("layer_types", [_PATTERN[layer % len(_PATTERN)] for layer in range(count)])

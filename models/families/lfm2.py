@@ -61,7 +61,7 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
-    """LFM2 with experts, which are picked with a correction bias."""
+    """LFM2 with experts, which are chosen with a correction bias."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -87,9 +87,9 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
 
 def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
-    """Read the arguments of ModelConfig that LFM2 and LFM2-MoE spell alike: all but the experts.
-
-    ffn_size: width of the dense feed-forward layers, in place of the file's. Raises ModelConfigError.
+    """Return the arguments of ModelConfig that LFM2 and LFM2-MoE read from the same fields: all but the experts.
+    ffn_size: width of the dense feed-forward layers, which replaces the file's. Raises ModelConfigError for wrong
+    fields.
     """
     fields.require(conv_bias=False)
     fields = fields.with_defaults(rope_theta=1e6, norm_eps=1e-5, intermediate_size=ffn_size)
@@ -102,8 +102,8 @@ def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
 
 def _ffn_size(fields: ConfigFields) -> int:
     """Return the width of feed-forward layers: two thirds of the file's (`block_ff_dim`, else `intermediate_size`),
-    times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`, 256 by default; with
-    block_auto_adjust_ff_dim false the file's own. Raises ModelConfigError.
+    times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of` (256 by default). If
+    block_auto_adjust_ff_dim is false, return the file's width. Raises ModelConfigError for wrong fields.
     """
     size = fields.integer("block_ff_dim", None) or fields.integer("intermediate_size")
     if not fields.boolean("block_auto_adjust_ff_dim", True):
@@ -114,10 +114,8 @@ def _ffn_size(fields: ConfigFields) -> int:
 
 
 def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """Return CONV or FULL for each layer: as `layer_types` lists them; without it, FULL for those in `full_attn_idxs`,
-    and for all if that is missing, too.
-
-    Raises ModelConfigError.
+    """Return CONV or FULL for each layer, as `layer_types` lists them. Without it, layers in `full_attn_idxs` are FULL,
+    and without that too, all layers are. Raises ModelConfigError for wrong lists.
     """
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:

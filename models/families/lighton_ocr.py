@@ -32,7 +32,7 @@ class LightOnOcrForConditionalGeneration(Qwen3ForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        # Whatever is written of the projector: its activation is GELU, and there are no biases.
+        # Whatever the file says, the projector's activation is GELU, and it has no biases.
         fixed: dict[str, Any] = {"projector_hidden_act": "gelu", "multimodal_projector_bias": False}
         if fields.mapping("vision_config") is None:
             fixed["vision_config"] = {"hidden_act": "silu", "patch_size": 14}  # transformers' default

@@ -1,4 +1,5 @@
-"""Llama and models of its structure (Llama 2/3, SmolLM2, Mistral); other families subclass it and say what differs.
+"""Llama and models of its structure (Llama 2/3, SmolLM2, Mistral). Other families subclass it and override what
+differs.
 
 Pre-norm, rope, grouped-query attention, gated MLP (Touvron et al. 2023, arXiv:2302.13971).
 """
@@ -24,9 +25,8 @@ LAYER = "model.layers.{layer}"
 
 
 class LlamaLayer(nnx.Module):
-    """Layer x + attention(norm(x)), then x + mlp(norm(x)), made of the given attention, MLP and norms.
-
-    norm_names: checkpoint names of the two norms.
+    """Layer that computes x + attention(norm(x)), then x + mlp(norm(x)), with the given attention, MLP and class of
+    norms. norm_names: checkpoint names of the two norms.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LlamaForCausalLM(Decoder):
         return Attention(config.attention[layer], config.hidden_size, eps=eps, source=source, build=build)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
-        """Make the feed-forward part of layer number `layer`, ([T, D], Rows) -> [T, D]: here a gated MLP."""
+        """Return the feed-forward part of layer number `layer`, ([T, D], Rows) -> [T, D]: here a gated MLP."""
         config = self.config
         sizes = config.hidden_size, config.intermediate_size
         return GatedMLP(*sizes, source=f"{LAYER}.mlp", bias=config.mlp_bias, build=build)

@@ -32,7 +32,7 @@ _STACKED = StackedExperts(interleaved=False)
 
 
 class NormedAttention(Attention):
-    """Attention with norms of q and k, without weights, after rope."""
+    """Attention with RMS norms of q and k, without weights, after rope. eps: epsilon of these norms."""
 
     eps: float
 
@@ -97,7 +97,8 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
             "shared_intermediate_size": size,
         }
         experts = gguf_experts(fields, norm_weights=False, size=EXPERT_SIZE, **more)
-        # Files do not say it: all have norms of q and k but those of Maverick, whose 128 experts llama.cpp knows it by.
+        # Files do not say whether q and k have norms: all models do but Maverick, recognised, as in llama.cpp, by its
+        # 128 experts.
         qk_norm = experts.num_experts != _MAVERICK_EXPERTS
         shared = gguf_fields(gguf, experts=experts, interleaved=True, qk_norm=qk_norm)
         chunk, tuning = fields.integer("attention.chunk_size", 8192), TemperatureTuning(8192.0, 0.1, offset=1)
@@ -140,8 +141,8 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 
 def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
-    """Read the field `name`, a list of 0 or 1 for each layer; an empty or absent one means the default. Raises
-    ModelConfigError.
+    """Return the field `name`, a list of 0 or 1 for each layer; `default` if it is empty or absent. Raises
+    ModelConfigError for other values or a list of another length.
     """
     listed = fields.value(name, None) or default
     if not isinstance(listed, list) or len(listed) != len(default) or any(flag not in (0, 1) for flag in listed):
@@ -150,10 +151,9 @@ def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
 
 
 def _chunks(fields: ConfigFields, with_rope: list[int]) -> list[int | None]:
-    """Return the tokens of an attention chunk in each layer, None for no chunks: layers that `layer_types` lists as
-    chunked, else those with rope.
-
-    with_rope: 0 or 1 for each layer. A file without `attention_chunk_size` has no chunks. Raises ModelConfigError.
+    """Return the tokens of an attention chunk in each layer, None for no chunks. Layers that `layer_types` lists as
+    chunked have chunks; without the list, those with rope. A file without `attention_chunk_size` has no chunks.
+    with_rope: 0 or 1 for each layer. Raises ModelConfigError for wrong fields.
     """
     size, kinds = fields.integer("attention_chunk_size", None), fields.value("layer_types", None)
     if kinds is None:

@@ -19,8 +19,8 @@ from jaxengine.models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava,
 from jaxengine.models.vision.llava_onevision import read_llava_onevision
 from jaxengine.models.vision.pixtral import read_pixtral
 
-# Of text_config.model_type: whose configuration it is, and what transformers takes for fields that a file lacks. All
-# have Llama's layers.
+# text_config.model_type -> (family that reads it, transformers' defaults for fields that a file lacks). All have
+# Llama's layers.
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -54,7 +54,7 @@ TEXTS: dict[str, tuple[type[LlamaForCausalLM], dict[str, Any]]] = {
     "qwen2": (Qwen2ForCausalLM, _QWEN),
     "qwen3": (Qwen3ForCausalLM, _QWEN),
 }
-# Kernels of convolutions, which are matrices here.
+# Kernels of convolutions, which are flattened to matrices.
 FLATTENED = ("embeddings.patch_embedding.weight", ".patch_conv.weight")
 # Names of transformers 4 and of transformers 5, which has "model." before all parts.
 NAMES = CheckpointNames(
@@ -71,10 +71,8 @@ NAMES = CheckpointNames(
 
 
 def read_text(fields: ConfigFields, default: str = "llama") -> dict[str, Any]:
-    """Read arguments of ModelConfig from the text part of a config.json, by the family of its model_type; `default` if
-    it has none.
-
-    Raises ModelConfigError, also for a type that is not in TEXTS.
+    """Return arguments of ModelConfig from the text part of a config.json, read by the family of its model_type, or of
+    `default` if it has none. Raises ModelConfigError for wrong fields, and for a type that is not in TEXTS.
     """
     text = text_fields(fields)
     kind = text.text("model_type", default)
@@ -97,15 +95,15 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
 
 
 def _read_pixtral(fields: ConfigFields) -> TowerConfig:
-    """Read Pixtral's tower, for which LLaVA's class must take all embeddings. Raises ModelConfigError, also for a
-    vision_feature_select_strategy other than "full".
+    """Return the config of Pixtral's tower, of which LLaVA's class must use all embeddings. Raises ModelConfigError for
+    wrong fields, and for a vision_feature_select_strategy other than "full".
     """
     fields.require(vision_feature_select_strategy="full")
     return read_pixtral(fields)
 
 
 class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
-    """LLaVA that also encodes images in tiles."""
+    """LLaVA that encodes images both as a whole and in tiles."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -113,7 +111,7 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
 
 
 class LlavaOnevisionForConditionalGeneration(LlavaForConditionalGeneration):
-    """LLaVA-NeXT that interpolates the embeddings of images in many tiles, and also takes videos."""
+    """LLaVA-NeXT that interpolates the embeddings of images with many tiles, and also takes videos."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

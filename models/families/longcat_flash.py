@@ -1,5 +1,5 @@
-"""LongCat-Flash (Meituan 2025, arXiv:2509.01322): pairs of layers with latent attention and a dense MLP each. Experts,
-some of which return their input, read the first layer's hidden state and join the second one's.
+"""LongCat-Flash (Meituan 2025, arXiv:2509.01322): pairs of layers, each with latent attention and a dense MLP. Experts,
+some of which return their input, read the first layer's hidden state and are added to the second one's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxengine.models.layers.experts.moe import ExpertNames, MixtureOfExperts
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.pallas_kernels.kv.pages import KVPages
 
-# A checkpoint numbers pairs of layers.
+# Checkpoints count pairs of layers.
 PAIR = "model.layers.{pair}"
 NAMES = ExpertNames(router="router.classifier", correction_bias="router.e_score_correction_bias")
 DEFAULTS: dict[str, Any] = {
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10_000_000.0,
 }
-# What published files say of attention and experts, which is the only kind that the family has.
+# Values in published files of fields about attention and experts; the only ones that are supported.
 ONLY: dict[str, Any] = {
     "attention_method": "MLA",
     "mla_scale_q_lora": True,
@@ -61,9 +61,10 @@ class ScaledNorm(nnx.Module):
 
 
 class LongcatFlashLayer(nnx.Module):
-    """One layer of a pair. The first one's experts get the input of its MLP; the second one adds their output."""
+    """Layer of a pair. The first layer's experts get the input of its MLP; the second layer adds their output."""
 
     def __init__(self, config: ModelConfig, layer: int, build: Build):
+        """Create the modules of layer number `layer`. Only the first layer of a pair has experts."""
         own, size, eps = config.attention[layer], config.hidden_size, config.rms_norm_eps
         assert own.latent is not None
         self.is_first = config.experts is not None and layer not in config.experts.dense_layers
@@ -80,8 +81,9 @@ class LongcatFlashLayer(nnx.Module):
             self.experts = MixtureOfExperts(config, source=f"{PAIR}.mlp", **options)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
-        """Map x [T, 2 * D], the hidden states and what is still to join them, as a DecoderLayer does. Nothing waits
-        before the first layer of a pair, nor after the second.
+        """Return (x after the layer, pool with this step's keys and values) for x [T, 2 * D]. The first half of x are
+        the hidden states, the second the experts' output that the pair's second layer is to add; that is 0 before the
+        first layer and after the second.
         """
         x, waiting = jnp.split(x, 2, axis=-1)
         with jax.named_scope("attention"):
@@ -97,7 +99,7 @@ class LongcatFlashLayer(nnx.Module):
 
 
 class NormOfFirst(nnx.Module):
-    """Norm of the first half of what the last layer gives, [T, 2 * D] -> [T, D]."""
+    """Norm of the first half of the last layer's output, [T, 2 * D] -> [T, D]."""
 
     def __init__(self, norm: nnx.Module):
         self.norm = norm
@@ -107,7 +109,7 @@ class NormOfFirst(nnx.Module):
 
 
 class LongcatFlashForCausalLM(Decoder):
-    """Decoder of LongcatFlashLayers, two for each layer of a checkpoint."""
+    """Decoder of LongcatFlashLayers, two for each layer in a checkpoint."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("model.mtp.",))
 
@@ -119,7 +121,7 @@ class LongcatFlashForCausalLM(Decoder):
         own = {"num_hidden_layers": 2 * count, "intermediate_size": fields.integer("ffn_hidden_size")}
         bias = fields.boolean("attention_bias", False)
         shared = hf_latent_fields(ConfigFields({**fields.raw, **own}), bias=bias, output_bias=bias)
-        # Queries are multiplied by this root, which may as well be done with the products.
+        # The model multiplies queries by this root; here it is part of the scale of products instead.
         root = (shared["hidden_size"] / q_rank) ** 0.5
         zeros = 0 if "zero_expert_num" in fields.raw else 256  # null is none
         experts = ExpertsConfig(
@@ -143,6 +145,6 @@ class LongcatFlashForCausalLM(Decoder):
         return NormOfFirst(super().make_norm(build))
 
     def embed_batch(self, batch: ForwardBatch) -> jax.Array:
-        """Embed the tokens of a step: [T, 2 * D], of which the second half, that of experts' outputs, is 0."""
+        """Return the embeddings of a step's tokens as [T, 2 * D], whose second half, for experts' outputs, is 0."""
         x = self.embed_tokens(batch.token_ids)
         return jnp.concatenate([x, jnp.zeros_like(x)], axis=-1)

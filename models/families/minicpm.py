@@ -11,7 +11,7 @@ from jaxengine.models.families.granite import GraniteForCausalLM
 
 
 class MiniCPMForCausalLM(GraniteForCausalLM):
-    """Granite whose residuals shrink with the number of layers and whose logits with the width."""
+    """Granite whose residual multiplier decreases with the number of layers and whose logit scale with the width."""
 
     gguf_architecture: ClassVar[str | None] = "minicpm"
 
@@ -32,10 +32,9 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
 
 
 def multipliers(fields: ConfigFields) -> dict[str, float]:
-    """Read the multipliers of embeddings (scale_emb), of layers' outputs (scale_depth / the root of the number of
-    layers) and of logits (dim_model_base / hidden_size), from MiniCPM's fields, which are 1 by default.
-
-    Returns arguments of ModelConfig. Raises ModelConfigError.
+    """Return, as arguments of ModelConfig, the multipliers of embeddings (scale_emb), of layers' outputs (scale_depth /
+    the root of the number of layers) and of logits (dim_model_base / hidden_size). MiniCPM's fields are 1 by default.
+    Raises ModelConfigError for wrong fields.
     """
     num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
     return {

@@ -27,7 +27,7 @@ class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
             value = fields.integer("hidden_size") // fields.integer("num_attention_heads")
             fields = ConfigFields({**fields.raw, "v_head_dim": value})
         for name in ("scale_emb", "scale_depth", "dim_model_base"):
-            fields.number(name)  # its own code and transformers differ in what they are where the file does not say
+            fields.number(name)  # required, since the defaults of its own code and of transformers differ
         bias = fields.boolean("attention_bias", False)
         shared = hf_latent_fields(fields, interleaved=False, tied=True, bias=bias, output_bias=bias)
         return shared | multipliers(fields)

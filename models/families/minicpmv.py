@@ -13,7 +13,7 @@ from jaxengine.models.vision.minicpmv import MERGER, TOWER, read_minicpmv
 
 
 class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 with a vision tower; embeddings have the positions of tokens."""
+    """Qwen3.5 with a vision tower. Embeddings of images have the positions of their tokens."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(*((f"model.{part}.", f"{part}.") for part in (TOWER, MERGER)), ("model.language_model.", "model.")),
@@ -33,13 +33,13 @@ class MiniCPMV4_6ForConditionalGeneration(Qwen3_5ForCausalLM):
 
 
 class MiniCPMOcrForConditionalGeneration(MiniCPMV4_6ForConditionalGeneration):
-    """MiniCPM-V 4.6 with four times the rows for an image."""
+    """MiniCPM-V 4.6 with four times as many rows for an image."""
 
     downsample_mode: ClassVar[str] = "4x"
 
 
 class MiniCPMV4_7ForConditionalGeneration(MiniCPMV4_6ForConditionalGeneration):
-    """MiniCPM-V 4.6 with M-RoPE: an image and its slices have the coordinates of one canvas."""
+    """MiniCPM-V 4.6 with M-RoPE, in which an image and its slices have the coordinates of one canvas."""
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -61,7 +61,9 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
 
 
 class Mistral4ForConditionalGeneration(_Mistral4):
-    """Mistral 4 with Pixtral's vision tower, as a Mistral3ForConditionalGeneration with such a text model is called."""
+    """Mistral 4 with Pixtral's vision tower. It is the class for a Mistral3ForConditionalGeneration with such a text
+    model.
+    """
 
     checkpoint_names: ClassVar[CheckpointNames] = Mistral3ForConditionalGeneration.checkpoint_names._replace(
         stacked_experts=_Mistral4.checkpoint_names.stacked_experts

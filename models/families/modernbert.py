@@ -1,5 +1,5 @@
-"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with rope, gated MLPs and norms before a layer's parts;
-in two of three layers tokens see a window around them, in the third all tokens.
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with rope, gated MLPs and norms before a layer's parts.
+In two of three layers tokens attend to a window around them, in the third to all tokens.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class NormedEmbedding(nnx.Module):
         self.tokens, self.norm = Embedding(config.vocab_size, config.hidden_size, source=source, build=build), norm
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens i32[T] and norm the embeddings: [T, D]. Positions are ignored."""
+        """Return the normed embeddings [T, D] of tokens i32[T]. positions: not used."""
         return self.norm(self.tokens(token_ids))
 
 
 class TokenLabelScores(nnx.Module):
-    """Scores of labels for each token, by the module that scores a prompt's: [T, D] -> f32[T, N]."""
+    """Scores of labels for each token, computed by the module that scores a prompt's: [T, D] -> f32[T, N]."""
 
     def __init__(self, labels: DenseLabelScores):
         self.labels = labels
@@ -74,7 +74,7 @@ class TokenLabelScores(nnx.Module):
 
 
 class ModernBertModel(Encoder):
-    """Encoder of pre-norm layers with rope, with a dense layer, a norm and scores of labels where it classifies."""
+    """Encoder of pre-norm layers with rope, with a dense layer, a norm and scores of labels if it classifies."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         heads=("head.", "classifier.", "decoder.", "model.head.", "model.classifier.", "model.decoder.")
@@ -84,7 +84,7 @@ class ModernBertModel(Encoder):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**_DEFAULTS)
         fields.require(rope_scaling=None)
-        # `rope_theta` itself says nothing here.
+        # The field `rope_theta` itself has no meaning in this family.
         fields = ConfigFields({**fields.raw, "rope_theta": fields.value("global_rope_theta")})
         bias, head_dim = fields.boolean("attention_bias", False), read_head_dim(fields)
         kinds, window = _kinds(fields), fields.integer("local_attention") // 2 + 1
@@ -111,6 +111,9 @@ class ModernBertModel(Encoder):
 
     @classmethod
     def usual_pooling(cls, fields: ConfigFields) -> str:
+        """Return CLS or MEAN, as `classifier_pooling` says, by default CLS. Raises ModelConfigError for any other
+        value.
+        """
         kinds = {"cls": CLS, "mean": MEAN}
         if (kind := fields.text("classifier_pooling", "cls")) not in kinds:
             raise fields.fail("classifier_pooling", ", ".join(kinds))
@@ -118,17 +121,17 @@ class ModernBertModel(Encoder):
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Return the configuration's part that only encoders have, which must not be None."""
+        """Encoder part of the configuration, which must not be None."""
         assert self.config.encoder is not None
         return self.config.encoder
 
     @property
     def norm_class(self) -> NormClass:
-        """Return the class of all norms: with or without biases, as the configuration says."""
+        """Class of all norms, with or without biases as the configuration says."""
         return LayerNorm if self.encoder.norm_bias else UnbiasedLayerNorm
 
     def norm_of(self, source: str, build: Build) -> nnx.Module:
-        """Make the norm that a checkpoint has as module `source`."""
+        """Return a norm whose weights are those of the checkpoint module `source`."""
         return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, source=source, build=build)
 
     def make_embedding(self, build: Build) -> NormedEmbedding:
@@ -163,10 +166,11 @@ class ModernBertModel(Encoder):
         names = "attn_norm", "mlp_norm"
         made = LlamaLayer(config, attend, mlp, build, norm_class=self.norm_class, norm_names=names)
         if layer == 0:
-            made.input_norm = Identity()  # its input is normed already
+            made.input_norm = Identity()  # its input has been normed
         return made
 
     def make_labels(self, classifier: Classifier, build: Build) -> DenseLabelScores:
+        """Return the scores of labels of a prompt, after a dense layer, an activation and a norm."""
         return DenseLabelScores(
             self.config.hidden_size,
             classifier,
@@ -178,11 +182,15 @@ class ModernBertModel(Encoder):
         )
 
     def make_token_heads(self, heads: Sequence[TokenHead], build: Build) -> nnx.Module:
+        """Return the scores of tokens: those of a separate checkpoint module if the head names one, otherwise the
+        scores of a prompt's labels applied to each token.
+        """
         if heads[0].source is not None:
             return super().make_token_heads(heads, build)
         return TokenLabelScores(self.make_labels(Classifier(heads[0].width), build))
 
     def make_masked(self, build: Build) -> MaskedScores:
+        """Return the scores of the masked language model, after a dense layer, an activation and a norm."""
         return MaskedScores(
             self.config,
             ("head.dense", "decoder.bias"),
@@ -194,12 +202,13 @@ class ModernBertModel(Encoder):
 
     @property
     def table(self) -> Embedding:
+        """Token embedding without its norm."""
         return self.embed.tokens
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """Return FULL or SLIDING for each layer: as `layer_types` lists them, else layers 0, n, 2n, ... are FULL, n being
-    `global_attn_every_n_layers`, 3 where it is absent. Raises ModelConfigError.
+    """Return FULL or SLIDING for each layer, as `layer_types` lists them. Without the list, layers 0, n, 2n, ... are
+    FULL, where n is `global_attn_every_n_layers`, 3 by default. Raises ModelConfigError for wrong fields.
     """
     if fields.has("layer_types"):
         return layer_kinds(fields)

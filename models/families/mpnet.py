@@ -13,12 +13,12 @@ from jaxengine.models.layers.attention.distance_bias import BiasedAttention, dis
 from jaxengine.models.layers.encoder import HIDDEN_ACT, EncoderNames, PostNormEncoder, encoder_fields
 from jaxengine.models.params.source import CheckpointNames
 
-# transformers takes no others, whatever config.json says.
+# transformers always uses these values, whatever config.json says.
 _NUM_BUCKETS, _FIRST_POSITION = 32, 2
 
 
 class MPNetModel(PostNormEncoder):
-    """BERT's layers with biases by distance; its position table begins with two rows for no token."""
+    """BERT's encoder with biases by distance. Its position table begins with two rows that belong to no token."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
         layer="model.encoder.layer.{layer}",

@@ -1,5 +1,5 @@
-"""Nemotron-H, Nemotron Nano 2 and 3, and Nemotron 3 Super (NVIDIA 2025, arXiv:2504.03624, arXiv:2508.14444): layers of
-one part each, Mamba-2, attention without rope, an MLP or experts, in the order that the configuration lists.
+"""Nemotron-H, Nemotron Nano 2 and 3, and Nemotron 3 Super (NVIDIA 2025, arXiv:2504.03624, arXiv:2508.14444): layers
+that each have one part, Mamba-2, attention without rope, an MLP or experts, in the order that the configuration lists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS = "mamba", "attention", "mlp", "moe"
-# What transformers 4 and 5 call the kinds of layers, and the letters of a `hybrid_override_pattern`.
+# Kinds of layers as transformers 4 and 5 name them, and the letters of a `hybrid_override_pattern` -> kind.
 KINDS = {
     **dict.fromkeys(("mamba", "linear_attention", "M"), MAMBA),
     **dict.fromkeys(("attention", FULL, "*"), ATTENTION),
@@ -41,7 +41,7 @@ SOURCE = f"{LAYER}.mixer"
 
 
 class MixerLayer(nnx.Module):
-    """Layer x + mixer(norm(x)). kind: one of the values of KINDS."""
+    """Layer x + mixer(norm(x)). kind: the mixer's kind, one of the values of KINDS."""
 
     def __init__(self, config: ModelConfig, mixer: nnx.Module, kind: str, build: Build):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, source=f"{LAYER}.norm", build=build)
@@ -57,11 +57,12 @@ class MixerLayer(nnx.Module):
 
 
 class LatentExperts(nnx.Module):
-    """Experts without gates, and an MLP that every token goes to in addition; in some models the experts have a smaller
-    input and output, which are projected from and to the hidden state.
+    """Experts without gates, and an MLP that is applied to every token in addition. In some models the experts have a
+    smaller input and output, which are projected from and to the hidden state.
     """
 
     def __init__(self, config: ModelConfig, build: Build):
+        """Create the experts, the shared MLP and, with a latent size, the projections to and from it."""
         assert config.experts is not None
         size, latent = config.hidden_size, config.experts.latent_size
         own = replace(config, hidden_size=latent or size, experts=replace(config.experts, shared_intermediate_size=0))
@@ -76,8 +77,8 @@ class LatentExperts(nnx.Module):
         self.shared = MLP(size, ffn, source=shared, activation=activation, bias=bias, build=build)
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """Compute experts(x) + shared(x), or back(experts(into(x))) + shared(x) with a latent size, [T, D] -> [T, D];
-        the router gets the hidden state x, whatever the experts get.
+        """Return experts(x) + shared(x) or, with a latent size, back(experts(into(x))) + shared(x), [T, D] -> [T, D].
+        The router always gets the hidden state x.
         """
         if self.into is None or self.back is None:
             mixed = self.experts(x, rows)
@@ -148,9 +149,9 @@ class NemotronHForCausalLM(Decoder):
 
 
 def layer_kinds(fields: ConfigFields) -> list[str]:
-    """Return the kind of each layer, a value of KINDS: as `layers_block_type` or `layer_types` lists them, else as
-    `hybrid_override_pattern` spells them. Raises ModelConfigError, also for no layers, or another number than
-    `num_hidden_layers`.
+    """Return the kind of each layer, a value of KINDS, as listed in `layers_block_type` or `layer_types`, or else as
+    the letters of `hybrid_override_pattern`. Raises ModelConfigError for other kinds, for no layers, and for a number
+    of layers other than `num_hidden_layers`.
     """
     name = next((name for name in ("layers_block_type", "layer_types") if fields.has(name)), None)
     listed = fields.text("hybrid_override_pattern") if name is None else fields.value(name)
@@ -164,8 +165,8 @@ def layer_kinds(fields: ConfigFields) -> list[str]:
 
 
 def _state(fields: ConfigFields) -> StateSpace:
-    """Read the state of Mamba-2's layers. Time steps have the bounds in `time_step_limit` or, in a file that lists
-    kinds of layers, none but the least, `time_step_min`, 0.001 by default. Raises ModelConfigError.
+    """Return the state of Mamba-2's layers. The bounds of time steps are `time_step_limit`; in a file that lists the
+    kinds of layers, they are `time_step_min` (0.001 by default) and infinity. Raises ModelConfigError for wrong fields.
     """
     low, high = read_dt_limits(fields)
     if fields.has("layers_block_type") or fields.has("layer_types"):
@@ -186,8 +187,8 @@ def _state(fields: ConfigFields) -> StateSpace:
 
 
 def _experts(fields: ConfigFields, dense_layers: tuple[int, ...]) -> ExpertsConfig:
-    """Read the experts of all layers but `dense_layers`: sigmoid scores with a correction bias, a shared MLP, and
-    `moe_latent_size` if there is one. Raises ModelConfigError.
+    """Return the ExpertsConfig of all layers but `dense_layers`: sigmoid scores with a correction bias, a shared MLP,
+    and `moe_latent_size` if present. Raises ModelConfigError for wrong fields.
     """
     return ExpertsConfig(
         num_experts=fields.integer("n_routed_experts"),

@@ -14,7 +14,7 @@ from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
 LAYER = "model.encoder.layers.{layer}"
-# The names of a config.json from before transformers had the family, and what they say there.
+# Names of fields -> names in files from before transformers had the family, and the only supported values there.
 _EARLIER = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
@@ -42,7 +42,7 @@ _EARLIER_ONLY = {
 
 
 class NomicBertModel(PostNormEncoder):
-    """Post-norm encoder with rope and gated MLPs, with a tanh layer and scores of labels where it classifies."""
+    """Post-norm encoder with rope and gated MLPs, with a dense layer, tanh and scores of labels if it classifies."""
 
     names: ClassVar[EncoderNames] = EncoderNames(
         layer=LAYER,
@@ -85,7 +85,7 @@ class NomicBertModel(PostNormEncoder):
 
 
 def _with_present_names(fields: ConfigFields) -> ConfigFields:
-    """Return a config.json under the field names of current transformers, unchanged if it has no `n_embd`. Raises
+    """Return the fields under the names of current transformers; unchanged if there is no `n_embd`. Raises
     ModelConfigError for a setting that the family does not support.
     """
     if not fields.has("n_embd"):
@@ -94,7 +94,7 @@ def _with_present_names(fields: ConfigFields) -> ConfigFields:
     named = {name: fields.value(own) for name, own in _EARLIER.items() if fields.has(own)}
     if not fields.has("n_inner"):
         named["intermediate_size"] = 4 * fields.integer("n_embd")
-    if fields.has("max_trained_positions"):  # rope is stretched for more only where rotary_scaling_factor says so
+    if fields.has("max_trained_positions"):  # beyond it, rope would have to be scaled (rotary_scaling_factor)
         longest = fields.integer("max_trained_positions")
         named["max_position_embeddings"] = min(longest, fields.integer("n_positions", longest))
     return ConfigFields({**fields.raw, **named})

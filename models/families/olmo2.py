@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5}
 
 
 class PostNormLayer(nnx.Module):
-    """Layer x + norm(attention(x)), then x + norm(mlp(x))."""
+    """Layer that computes x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -65,7 +65,9 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 
 
 def normed_attention(config: ModelConfig, layer: int, build: Build) -> Attention:
-    """Make the attention of layer number `layer`, with one RMS norm over all heads of q and one over all of k."""
+    """Return the attention of layer number `layer`, with one RMS norm over all heads of q and one over all heads of
+    k.
+    """
     attention, eps, source = config.attention[layer], config.rms_norm_eps, f"{LAYER}.self_attn"
     num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     copies = head_copies(attention, build.mesh)

@@ -20,7 +20,7 @@ from jaxengine.models.params.declare import Source
 from jaxengine.models.params.source import CheckpointNames
 
 LINEAR = "linear_attention"
-# The epsilon of the norm of what is read, whatever that of a model's other norms.
+# Epsilon of the norm of delta nets' outputs, whatever the epsilon of the model's other norms.
 READ_EPS = 1e-5
 
 
@@ -40,7 +40,7 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias, heads = fields.boolean("attention_bias", False), fields.integer("num_attention_heads")
         kinds, rope = _layer_kinds(fields), fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
-        # Null is no rope, absent is the default.
+        # A base of null means no rope; an absent one is the default.
         turns = rope.get("rope_theta", fields.raw.get("rope_theta", 10000.0)) is not None
         shared = hf_fields(fields, ropes=None if turns else [None] * len(kinds), bias=bias, output_bias=bias)
         k_heads = fields.integer("linear_num_key_heads", None) or heads
@@ -70,10 +70,9 @@ class OlmoHybridForCausalLM(Olmo2ForCausalLM):
 
 
 def _layer_kinds(fields: ConfigFields) -> list[str]:
-    """Return LINEAR or FULL for each layer: as `layer_types` lists them, else every fourth one is FULL, and the last
-    where there are fewer.
-
-    Raises ModelConfigError.
+    """Return LINEAR or FULL for each layer, as `layer_types` lists them. Without the list every fourth layer is FULL,
+    and in a model of fewer than four layers the last one. Raises ModelConfigError for other kinds or a list of another
+    length.
     """
     count, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:

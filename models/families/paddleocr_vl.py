@@ -21,7 +21,7 @@ class PaddleOCRVLForConditionalGeneration(LlamaForCausalLM):
     """Llama with one switch for all biases, M-RoPE and a vision tower."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
-    # Names of the published files, and of transformers 5.
+    # Names in the published files, and in transformers 5.
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             (f"model.{_VISUAL}.", f"{_VISUAL}."),
@@ -35,7 +35,7 @@ class PaddleOCRVLForConditionalGeneration(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(tie_word_embeddings=True)
-        # The published file says what is of the text beside everything else.
+        # In the published file the text's fields are not nested.
         text = text_fields(fields) if fields.has("text_config") else fields
         text.require(compression_ratio=1.0)
         text = without_mrope(text.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5))

@@ -1,5 +1,5 @@
 """PaliGemma (Beyer et al. 2024, arXiv:2407.07726) and PaliGemma 2 (Steiner et al. 2024, arXiv:2412.03555): Gemma or
-Gemma 2 with a vision tower; all tokens of a prompt with images see each other.
+Gemma 2 with a vision tower. All tokens of a prompt with images attend to each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxengine.models.families.llava import NAMES
 from jaxengine.models.params.source import CheckpointNames
 from jaxengine.models.vision.paligemma import read_paligemma
 
-# What transformers takes for fields that a file lacks.
+# transformers' defaults for fields that a file lacks.
 _SHARED: dict[str, Any] = {
     "vocab_size": 256000,
     "max_position_embeddings": 8192,
@@ -51,8 +51,8 @@ class PaliGemmaForConditionalGeneration(GemmaForCausalLM):
 
 
 class PaliGemma2ForConditionalGeneration(Gemma2ForCausalLM):
-    """Gemma 2 with images at the beginning of prompts. These are no longer than a window: within it all tokens of a
-    prompt see each other, beyond it no layer of this engine looks back.
+    """Gemma 2 with images at the beginning of prompts. Such prompts must be no longer than a window: within it all
+    tokens of a prompt attend to each other, and beyond it windowed layers could not do so.
     """
 
     gguf_architecture: ClassVar[str | None] = None
@@ -66,8 +66,8 @@ class PaliGemma2ForConditionalGeneration(Gemma2ForCausalLM):
 
 
 def _text(fields: ConfigFields, kind: str, defaults: dict[str, Any]) -> ConfigFields:
-    """Return the fields of text_config, with defaults, without use_bidirectional_attention, which says of prompts what
-    is always so here. Raises ModelConfigError if that is false, and for a model_type other than `kind`.
+    """Return the fields of text_config, with defaults and without use_bidirectional_attention, which is always true for
+    prompts here. Raises ModelConfigError if it is false, and for a model_type other than `kind`.
     """
     text = text_fields(fields)
     if text.text("model_type", kind) != kind:

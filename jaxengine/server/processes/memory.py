@@ -12,21 +12,23 @@ _M_MMAP_THRESHOLD = -3
 
 
 def return_large_blocks() -> None:
-    """Make the C library map blocks of a MiB and more one by one: they grow without being copied, and freed ones return
-    to the system.
+    """Make the C library (glibc's `mallopt`) allocate every block of a MiB or more as its own memory mapping. Such a
+    block grows without being copied, and its memory returns to the system when it is freed. Does nothing if the C
+    library has no `mallopt`.
 
-    Otherwise glibc raises that bound to 32 MiB once such a block is freed, and then keeps request bodies in its heap.
+    Otherwise glibc raises this threshold up to 32 MiB once a larger block is freed, and then keeps request bodies in
+    its heap.
     """
     if choose := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc only
         choose(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def limit_memory(limit: int) -> None:
-    """Limit this process's data (RLIMIT_DATA) to `limit` bytes more than it has now; 0: no limit. A limit of the system
-    that is lower stays.
+    """Limit this process's data (RLIMIT_DATA) to its present size plus `limit` bytes, or to the system's hard limit if
+    that is lower. Does nothing if limit is 0, or on systems other than Linux, which do not report a process's size.
 
-    An excessive request is then answered with an error of its own, or ends this process, which is restarted, rather
-    than the machine. Does nothing on systems other than Linux, which do not report a process's size.
+    An excessive request then gets an error of its own, or ends this process, which is restarted, instead of exhausting
+    the machine's memory.
     """
     status = Path("/proc/self/status")
     if limit and sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""The ports of a server, bound once for all of its processes."""
+"""Ports of a server, bound once for all of its processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that listens on a port of `host`, a name or an address; port 0 takes a free one. Raises
-    ConfigError for an unusable host or port.
+    """Return a TCP socket that listens on a port of `host`, a name or an address. Port 0 takes a free one. Raises
+    ConfigError, naming host or port, if the host is not an address of this machine or the port cannot be bound.
     """
     made = _bind("port", host, port)
     made.listen(_BACKLOG)
@@ -22,10 +22,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def reserve_port(option: str, host: str, port: int) -> socket.socket:
-    """Return a bound socket that accepts nothing; processes of this user may listen on its port (SO_REUSEPORT).
+    """Return a TCP socket that is bound to a port of `host` but does not listen. Other processes of this user may
+    listen on the same port (SO_REUSEPORT). Port 0 takes a free one.
 
-    Port 0 takes a free one. Raises ConfigError as `listen` does, naming `option`, also where another program has the
-    port.
+    Raises ConfigError, naming host or `option`, if the host is not an address of this machine, or if the port cannot be
+    bound, for example because another program has it.
     """
     # First without SO_REUSEPORT, to detect that another program has the port.
     with contextlib.closing(_bind(option, host, port)) as alone:
@@ -34,8 +35,8 @@ def reserve_port(option: str, host: str, port: int) -> socket.socket:
 
 
 def listen_too(option: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket on a port that `reserve_port` holds, as several processes may have. Raises ConfigError
-    as `listen` does, naming `option`.
+    """Return a new TCP socket that listens on a port which `reserve_port` has reserved. Several processes may listen on
+    it at once (SO_REUSEPORT). Raises ConfigError, naming host or `option`, if the socket cannot be bound.
     """
     made = _bind(option, host, port, reuse=True)
     made.listen(_BACKLOG)
@@ -43,18 +44,20 @@ def listen_too(option: str, host: str, port: int) -> socket.socket:
 
 
 def cut_unread(listener: socket.socket, seconds: float) -> None:
-    """Make the system drop connections of `listener` whose clients acknowledge nothing for `seconds`.
+    """Make the system drop connections accepted by `listener` whose clients acknowledge no sent data for `seconds`
+    (TCP_USER_TIMEOUT, rounded up to milliseconds).
 
-    A server can only close such a connection, and closing waits for the client too. Does nothing on systems without the
-    option (others than Linux).
+    A server can only close such a connection, and closing waits for the client too. Does nothing on systems without
+    this socket option (all but Linux).
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
 
 
 def _way_to_a_port(option: str, host: str, error: OSError) -> str:
-    """Return advice for a port that cannot be bound, as a text: by the error's number, for a port in use, one below
-    1024, else for an address that is not this machine's. option: of the port.
+    """Return advice, as a text, for a port that cannot be bound. It depends on the number of `error`: the port is in
+    use, the port is reserved for the system (permission denied), or, for all other errors, `host` is not an address of
+    this machine. option: name of the port's option, which the text shows as a flag.
     """
     flag = "--" + option.replace("_", "-")
     if error.errno == errno.EADDRINUSE:
@@ -65,9 +68,9 @@ def _way_to_a_port(option: str, host: str, error: OSError) -> str:
 
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
-    """Return a TCP socket that is bound to a port, 0 for a free one, and does not listen. reuse: with SO_REUSEPORT.
-
-    option: of the port. Raises ConfigError that names host if that is no address, `option` if the port cannot be bound.
+    """Return a TCP socket that is bound to a port of `host` (0: a free port) and does not listen. It has SO_REUSEADDR,
+    and SO_REUSEPORT if `reuse`. Raises ConfigError that names "host" if that is no address, or `option`, the name of
+    the port's option, if the port cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -16,17 +16,18 @@ _MORE_BYTES = 256 * MIB
 
 
 def memory_limit(bounds: StoreBounds, num_clients: int, max_request_bytes: int) -> int:
-    """Return the memory in bytes that the store may need: its responses, and for each of its clients, the API
-    processes, the largest message in each direction, encoded and not: 2 * num_bytes + 4 * num_clients *
-    (conversation_bytes + 2 * max_request_bytes) + 256 MiB.
+    """Return an upper bound in bytes of the memory that the store needs: 2 * num_bytes + 4 * num_clients *
+    (conversation_bytes + 2 * max_request_bytes) + 256 MiB. These are its responses and, for each of its clients, the
+    API processes, the largest message in each direction, encoded and decoded.
     """
     message = bounds.conversation_bytes + 2 * max_request_bytes
     return 2 * bounds.num_bytes + 4 * num_clients * message + _MORE_BYTES
 
 
 async def serve(child: Child) -> None:
-    """Serve at the job's store_path, a Unix socket, until the supervisor's order to stop. Limits the process's memory
-    to `memory_limit`; reports "ready", then "alive" as `alive_seconds` says. Raises OSError if it cannot listen.
+    """Serve the store of responses at the job's store_path, a Unix socket, until the supervisor orders the process to
+    stop. Limits the process's memory to `memory_limit`. Reports "ready" to the supervisor once it listens, then "alive"
+    at the interval that `alive_seconds` returns. Raises OSError if it cannot listen.
     """
     config = ServerConfig(**child.job["server"])
     bounds = StoreBounds(**config.store_bounds())
@@ -45,7 +46,9 @@ async def serve(child: Child) -> None:
 
 
 def main(child: Child) -> None:
-    """Run the store's process to its end, with exit status 0 after the order to stop. It ends with the supervisor."""
+    """Run the store's process until the order to stop, then exit with status 0. The process also ends when the
+    supervisor does.
+    """
     child.end_with_parent()
     asyncio.run(serve(child))
     child.leave(0)

@@ -40,7 +40,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _MAX_UNREADY_DEATHS = 8
 # Time beyond shutdown_timeout after which remaining processes are killed.
 _END_SECONDS = 10.0
-# Time for an engine's process, which ends by other means, to take notice of SIGTERM.
+# Time in seconds that an engine's process has to notice SIGTERM before it is killed.
 _HEARS_SECONDS = 0.2
 # Time for a silent process to log its state before it is killed.
 _EXPLAIN_SECONDS = 2.0
@@ -68,7 +68,7 @@ class _Child:
       index: number of an API process; 0 for others.
       process, events: the process, and the pipe with its events.
       ready, served: whether it has started, and whether it has answered a request.
-      said: the beginning of an incomplete line of events.
+      said: bytes of an event's line whose end has not been read yet.
       heard: time of its last event; asked: time of the unanswered order to explain its silence, or None.
       killed: whether it was killed because it hangs.
     """
@@ -86,23 +86,25 @@ class _Child:
 
     @property
     def is_engine(self) -> bool:
-        """Whether it is the engine's process."""
+        """Whether this child is the engine's process."""
         return self.module == "engine_process"
 
     @property
     def is_api(self) -> bool:
-        """Whether it is an API process."""
+        """Whether this child is an API process."""
         return self.module == "api_process"
 
     @property
     def name(self) -> str:
-        """Its name in log lines."""
+        """Name of this child in log lines."""
         if self.is_api:
             return f"API process {self.index}"
         return "the engine" if self.is_engine else "the store of responses"
 
     def order(self, order: str, **fields: Any) -> None:
-        """Send an order to the child, unless it has ended. fields: further values of the order, as JSON."""
+        """Send an order to the child as a line of JSON on its standard input. fields: further values of the order. If
+        the child has ended, only logs that at debug level.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"order": order, **fields}).encode() + b"\n")
@@ -115,10 +117,9 @@ class Supervisor:
     """Supervisor that runs a server until it is drained or fails."""
 
     def __init__(self, server: ServerConfig, engine: EngineConfig):
-        """Bind the ports of HTTP and, if they are not None, of gRPC and metrics; port 0 takes a free one. Starts no
-        process.
-
-        Raises ConfigError for an unusable host or port.
+        """Bind the HTTP port and, if they are not None, the gRPC and metrics ports. Port 0 takes a free one. The HTTP
+        socket listens; the others are only reserved. Starts no process. Raises ConfigError for an unusable host or
+        port.
         """
         self._listener = listen(server.host, server.port)
         asked = {name: port for name in _SHARED_PORTS if (port := getattr(server, name)) is not None}
@@ -140,11 +141,12 @@ class Supervisor:
         self._give_up_at = float("inf")
 
     def run(self) -> int:
-        """Run the server and return the exit status.
+        """Run the server until it ends, and return the exit status.
 
-        0 after draining, 128 plus the number of a signal that ends it at once, and 1 if processes fail or do not end in
-        time. Before it is ready, the status of the process that ended: 2 for unusable options or an unusable model; 1
-        if a signal ended it. Handles signals, so it must run in the main thread. No child is left when it returns.
+        The status is 0 after draining, 128 plus the number of a signal that ends the server at once, and 1 if processes
+        fail repeatedly or do not end in time. If a process ends before all were ready, it is that process's status (2
+        for unusable options or an unusable model), or 1 if a signal ended it or its status is 0. Installs handlers for
+        SIGTERM, SIGINT and SIGHUP, so it must run in the main thread. No child is left when it returns.
         """
         self._warn()
         awake, wake = socket.socketpair()
@@ -178,9 +180,12 @@ class Supervisor:
         return self._status
 
     def _wait(self, awake: socket.socket) -> None:
-        """Wait a second, at most, for events, and act on them, on signals, on silence and on the times of restarts.
-        Sets the status to 1 if processes did not end in time after a signal. awake: socket that a signal makes
-        readable.
+        """Wait at most one second for events, then act on them: read the events of children, handle signals in order,
+        check each ready child that has a hang timeout for silence, and start the processes whose restart is due (none
+        while draining).
+
+        If the time for draining is over, only logs an error and sets the status to 1. awake: socket that becomes
+        readable when a signal arrives.
         """
         left = self._give_up_at - time.monotonic()
         if left <= 0:
@@ -203,10 +208,9 @@ class Supervisor:
             self._start(*which)
 
     def _look_at(self, child: _Child, timeout: float) -> None:
-        """Kill a process that has been silent for `timeout` seconds, after it was asked to log its state.
-
-        To be called often: one call asks, a later one kills unless it has said something. It is restarted once it has
-        ended.
+        """Check a process for silence: after `timeout` seconds without an event log an error and order it to log its
+        state; if it is still silent 2 s later, log an error and kill it once. To be called often, as each call takes at
+        most one of these steps. `_ended` restarts the killed process.
         """
         now = time.monotonic()
         if child.asked is None:
@@ -221,9 +225,10 @@ class Supervisor:
             child.process.kill()
 
     def _start(self, module: str, index: int) -> None:
-        """Start a process, send it its job as JSON on its standard input, and watch the pipe on which it reports.
+        """Start a child process, append it to the children, watch the pipe on which it reports events, and write its
+        job as a line of JSON to its standard input. API processes also inherit the HTTP listener.
 
-        module: its role, as of _Child. index: of an API process; 0 for others.
+        module: its role, see _Child.module. index: number of an API process; 0 for others.
         """
         read, write = os.pipe()
         job = {
@@ -256,8 +261,9 @@ class Supervisor:
             process.stdin.flush()
 
     def _listen_to(self, child: _Child) -> None:
-        """Read the events of a process, or its end (`_ended`). Any event makes it ready, and shows that it does not
-        hang; "served" is kept. When all processes are ready for the first time, print the addresses.
+        """Read available events of a child, or handle its end (`_ended`) if its pipe is closed. Each event marks the
+        child as ready, records the time, and withdraws an order to explain its silence; "served" also marks that it has
+        answered a request. Prints the server's addresses once, when all children are ready for the first time.
         """
         said = child.events.read(4096)
         if not said:
@@ -274,11 +280,13 @@ class Supervisor:
                 print(f"jaxengine is ready: {self.urls()}", flush=True)
 
     def _ended(self, child: _Child) -> None:
-        """Restart a process that has ended, or end the server: with the process's own status before all were ready,
-        with 1 after too many deaths. An engine is restarted at once, and the third death in a minute without having
-        served is too many; others after a delay that doubles from 0.5 to 30 s beyond two deaths, and eight before they
-        were ready are too many. Tells the engine of an API process's end. While draining, restarts nothing and calls
-        `_end_rest`.
+        """Handle the end of a child: stop watching it, then restart it or end the server.
+
+        Before all were ready for the first time, the server's status becomes the child's own, or 1 if that is 0 or a
+        signal. Afterwards an engine is restarted at once, but its third death within a minute without having served
+        ends the server with status 1. Other processes are restarted at once for two deaths within a minute, then after
+        a delay that doubles from 0.5 to 30 s; the eighth death in a row before being ready ends the server with status
+        1. The engine is informed of an API process's end. While draining, restarts nothing and calls `_end_rest`.
         """
         self._selector.unregister(child.events)
         child.events.close()
@@ -321,7 +329,10 @@ class Supervisor:
         self._starts[which] = now + wait
 
     def _end(self, number: int) -> None:
-        """Drain the server for a signal; end it at once if it is being drained or not ready. number: of the signal."""
+        """Begin to drain the server because of signal `number`: order the engine and the API processes to drain, and
+        set the time at which remaining processes are killed. If the server is already draining or not ready yet, set
+        its status to 128 + `number` instead, which ends it at once.
+        """
         if self._draining or not self._announced:
             self._status = 128 + number
             return
@@ -334,8 +345,8 @@ class Supervisor:
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Once no API process is left, order the processes that they use to stop; without any process, set the status
-        to 0, which ends the server.
+        """Order all remaining processes to stop once no API process is left. If no process is left at all, set the
+        status to 0, which ends the server.
         """
         if not self._children:
             self._status = 0
@@ -344,7 +355,7 @@ class Supervisor:
                 child.order("stop")
 
     def urls(self) -> str:
-        """Return the server's addresses, of HTTP, and of gRPC and metrics if they have ports, as one text."""
+        """Return one text with the server's addresses: of HTTP, and of gRPC and metrics if they have ports."""
         server, scheme = self._server, "https" if self._server.ssl_certfile else "http"
         host = f"[{server.host}]" if ":" in server.host else server.host
         grpc = "" if server.grpc_port is None else f", gRPC at {host}:{server.grpc_port}"
@@ -353,7 +364,9 @@ class Supervisor:
         return f"{scheme}://{host}:{server.port}{grpc}"
 
     def _warn(self) -> None:
-        """Log warnings for key files that others may read, and for an address that others reach without a key."""
+        """Log a warning for each key file that every user may read, and one if the server's address is not loopback and
+        no API key is set.
+        """
         for name in ("api_key_file", "admin_key_file"):
             path = getattr(self._server, name)
             # Not an error: Kubernetes mounts secrets so, in containers with no other users.
@@ -366,6 +379,8 @@ class Supervisor:
 
 
 def _folder_for_sockets() -> str:
-    """Return the user's folder for temporary files, or /tmp if its name is too long for a socket's path."""
+    """Return the user's folder for temporary files, or "/tmp" if that folder's path has more than 70 bytes, which is
+    too long for the paths of sockets in it.
+    """
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"

@@ -42,15 +42,14 @@ logger = logging.getLogger(__name__)
 
 # Bodies that are not held in memory are cut into parts of so many bytes, which Ray stores.
 _PART_BYTES = 8 * MIB
-# What creates something whenever it is asked to, so that it is not to be asked twice.
+# A POST to these paths creates something each time, so that it must not be sent again to another replica.
 _CREATES = ("/v1/files", "/v1/batches")
 _SESSIONS = "/v1/sessions/"
 
 
 class _Body(msgspec.Struct):
-    """Fields of a request's body by which it is routed.
-
-    msgspec builds no value of other fields or types: one of some megabytes may have millions of lists.
+    """Fields of a request's body by which it is routed. Fields with other names or types are skipped without building
+    values, since a body of some megabytes may contain millions of lists.
     """
 
     model: str | None = None
@@ -62,13 +61,19 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 
 @serve.ingress()
 class Ingress:
-    """HTTP deployment; it gets the served model's config from a replica."""
+    """HTTP deployment of Ray Serve that passes requests on to replicas. It gets the served model's config from a
+    replica.
+    """
 
     async def __init__(
         self, replicas: Any, options: dict[str, Any], server: ServerConfig, ray_config: RayConfig, store: Any = None
     ):
-        """Make the application, once a replica has told its config. replicas, store: handles of deployments. options:
-        of EngineConfig. With several replicas, digests and a prefix cache it opens the model's tokenizer, for prompts.
+        """Get the engine's config from a replica, waiting for one, and create the application. Opens the model's
+        tokenizer, to route by the tokens of prompts, if there may be several replicas, they publish digests, and prefix
+        caching is on.
+
+        replicas, store: handles of the deployments of engines and of stored responses; store may be None. options:
+        options of EngineConfig.
         """
         config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
         reader = None
@@ -78,18 +83,19 @@ class Ingress:
         self._app = Front(replicas, names_of(config.model, server), server, ray_config.num_attempts, reader).app
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the application, for Ray Serve."""
+        """Return the ASGI application. Ray Serve calls this."""
         return self._app
 
 
 class Front:
-    """Application of an ingress, `app`.
+    """ASGI application of an ingress, in the attribute `app`, with its limits, traffic counters and CORS headers.
 
     Args:
-      replicas: handle of the engines' deployment.
-      names: the model's.
-      num_attempts: replicas on which a request without output is tried.
-      reader: reads prompts, by which replicas are chosen; None: they are chosen without.
+    replicas: handle of the engines' deployment.
+    names: names of the served model.
+    server: options of the server.
+    num_attempts: number of replicas on which a request is tried that has no output yet.
+    reader: reader of prompts, whose tokens serve to choose a replica; None: replicas are chosen without tokens.
     """
 
     def __init__(
@@ -100,6 +106,9 @@ class Front:
         num_attempts: int,
         reader: PromptReader | None = None,
     ):
+        """Create the application, with its limits, keys and traffic counters. Contacts no replica yet. See the class
+        for the arguments.
+        """
         self._replicas, self._names = replicas.options(stream=True), names
         self._server, self._num_attempts, self._reader = server, num_attempts, reader
         self._keys = Keys(server.api_keys(), server.admin_keys())
@@ -111,10 +120,12 @@ class Front:
             self.app = CORSMiddleware(self.app, **cors(server.allowed_origins))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request to a replica and send its response, as an ASGI application whose limits are middleware.
+        """Forward an HTTP request to a replica and send the replica's response (an ASGI application).
 
-        Answers lifespan events too, and closes websockets with code 1008. A client that leaves ends it without an
-        error. Raises ApiError if no replica can answer.
+        Requests without a valid key are forwarded without their body, as the replica answers with the error. Requests
+        that create something, that come with an admin key, or whose large body is in parts are tried on one replica
+        only. Answers lifespan events, and closes websockets with code 1008. Returns without an error when the client
+        leaves. Raises ApiError if no replica can answer or too many requests wait.
         """
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
@@ -154,10 +165,12 @@ class Front:
             logger.debug("the client of request %s has left", request_id)
 
     async def _read(self, scope: Scope, receive: Receive, call: HttpCall, is_admin: bool) -> Sequence[Any]:
-        """Read a request's body into `call`; return references to the parts of a large one, of STREAMED.
+        """Read a request's body and return references to its parts in Ray's object store.
 
-        Parts of 8 MiB go into Ray's store. A body that no replica takes is not read. Raises ApiError (413) for one of
-        STREAMED that is larger than its reader allows, ClientLeft if the client leaves.
+        A body of the kind that `is_streamed` names is put into the store in parts of 8 MiB if it reaches that size. Any
+        other body is stored whole in `call.body`, and the result is empty. A streamed body that no replica would accept
+        is not read, and the result is empty. Raises ApiError (413) for a streamed batch file that is too large,
+        ClientLeft if the client leaves.
         """
         streamed, most = is_streamed(scope), float("inf") if is_admin else 0
         if _path(scope) == "/v1/files":
@@ -186,8 +199,9 @@ class Front:
         return parts
 
     async def _hint(self, scope: Scope, call: HttpCall, request_id: str) -> Hint:
-        """Return what a request tells for the choice of its replica: its key's session, adapter, tokens and cache salt,
-        as far as its headers and JSON body have them. A body that cannot be read tells nothing.
+        """Return the Hint by which a request's replica is chosen: request id, session, adapter, prompt tokens and cache
+        salt, as far as the headers, the path and the JSON body contain them. The session's name includes a digest of
+        the client's key. A body that is not JSON or not valid contributes nothing.
         """
         # Of several headers of a name the first counts, as for the replica.
         headers, path = dict(reversed(call.headers)), _path(scope)
@@ -212,13 +226,15 @@ class Front:
         return hint
 
     async def _answer(self, call: HttpCall, parts: Sequence[Any], hint: Hint, send: Send, num_attempts: int) -> None:
-        """Send the response of a replica. A request is tried again on another one while there is none of it.
+        """Send a replica's response to the client. While no part of the response has been sent, a request that fails
+        because its replica is lost is tried again, up to num_attempts times in all, each with a warning in the log.
 
-        A stream of events that ends early gets an event with the error as its last. Raises EngineDeadError if all
-        attempts have failed or another response ends early, OverloadedError if too many requests wait, RayTaskError for
-        other errors of the replica. If it is cancelled, the replica's work is.
+        An event stream that ends early gets a last event with the error. Raises EngineDeadError if all attempts fail or
+        another kind of response ends early, OverloadedError if too many requests wait, and RayTaskError for other
+        errors in the replica. If it is cancelled, the replica's work is cancelled too. Once the response begins,
+        `call.body` is cleared to free memory.
 
-        parts: references to the parts of a large body. hint: for Router.
+        parts: references to the parts of a large body. hint: facts for Router.
         """
         encoded, started, is_stream, ended = encode(call), False, False, False
         for attempt in range(1, num_attempts + 1):
@@ -258,17 +274,21 @@ class Front:
 
 
 def _path(scope: Scope) -> str:
-    """Return a request's path without the root path."""
+    """Return a request's path without the server's root path."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _creates(scope: Scope) -> bool:
-    """Whether a request creates something each time: a POST to a path that begins with one of _CREATES."""
+    """Whether a request is a POST to a path that begins with one of _CREATES, so that each repetition would create
+    another object.
+    """
     return scope["method"] == "POST" and _path(scope).startswith(_CREATES)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Answer ASGI's lifespan events as complete, until that of the shutdown: there is nothing to start or to end."""
+    """Answer each of ASGI's lifespan events with "complete", and return after the shutdown. Nothing is started or
+    ended.
+    """
     while True:
         message: Message = await receive()
         await send({"type": f"{message['type']}.complete"})

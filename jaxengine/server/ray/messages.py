@@ -16,8 +16,8 @@ class HttpCall(msgspec.Struct):
     """Request of HTTP.
 
     Attributes:
-      method, path, raw_path, query_string, headers, client, scheme: of ASGI's scope.
-      body: whole, unless it was too large to be held in memory.
+      method, path, raw_path, query_string, headers, client, scheme: values in ASGI's scope.
+      body: the whole body; empty if it was large and is sent in parts.
       age: seconds since the request arrived. Clocks differ between machines.
     """
 
@@ -37,8 +37,8 @@ class Piece(msgspec.Struct, omit_defaults=True):
 
     Attributes:
       body: bytes of the body.
-      last: nothing comes after it.
-      status, headers: of the response, in its first piece alone.
+      last: whether this is the response's last piece.
+      status, headers: those of the response in its first piece; None and empty in others.
     """
 
     body: bytes = b""
@@ -58,7 +58,7 @@ class Hint:
     Attributes:
       token_ids: of the prompt, none if they are not known; cache_salt: of the request.
       session, adapter: names, None for none.
-      key: of ties; the request's id.
+      key: decides between equally good replicas; the request's id.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class Hint:
         return Hint, ()
 
     def digests(self, page_size: int, adapter: bytes, weights: bytes) -> list[int]:
-        """Return the short digests of the prompt's full pages, [] without token ids. Computed once for each combination
-        of the arguments, which are those of `prompt_digests`.
+        """Return the short digests of the prompt's full pages, [] without token ids. page_size: tokens of a page.
+        adapter, weights: digests of the adapter and of the model's weights, as for `prompt_digests`. Results are cached
+        for each combination of the arguments.
         """
         found = self._digests.get((page_size, adapter, weights))
         if found is None:

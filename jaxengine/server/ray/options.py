@@ -94,8 +94,8 @@ class RayConfig:
 
 
 def refuse_without_meaning(given: Mapping[str, Any], max_replicas: int) -> None:
-    """Raise ConfigError for server options that have no meaning under Ray Serve and are not their defaults (_REFUSED),
-    and for enable_admin with more than one of `max_replicas`. given: those that are not left out.
+    """Raise ConfigError if an option in `given` has no meaning under Ray Serve (_REFUSED) and is not its default, or if
+    enable_admin is set with max_replicas > 1. given: the server options that the user has set, by name.
     """
     server = ServerConfig()
     for name, why in _REFUSED.items():

@@ -1,7 +1,7 @@
 """Prompts of requests as a replica would read them, for an ingress that routes by them.
 
-The ingress has the HTTP application over an engine that does nothing: the application reads a request up to the call of
-the engine, which has the prompt, and is then left.
+The ingress runs the HTTP application over an engine that does nothing. The application reads a request until it calls
+this engine, which receives the prompt; the request is then cancelled.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ _READ: ContextVar[_Reading] = ContextVar("reading")
 
 
 class _Reading:
-    """Request that is being read. adapter: what it names as its model, if that is not the model's own name."""
+    """Request whose prompt is being read.
+
+    Attributes:
+    adapter: the model name in the request, if that is not a name of the model itself; otherwise None.
+    tokens: future of (token ids, cache salt).
+    """
 
     def __init__(self, adapter: str | None):
-        """Begin without tokens: a future of the running event loop."""
+        """Create the future without a result, on the running event loop."""
         self.adapter = adapter
         self.tokens: asyncio.Future[_Tokens] = asyncio.get_running_loop().create_future()
 
@@ -46,20 +51,22 @@ class _Reading:
 class PromptReader:
     """Reader of the prompts of requests.
 
-    inputs: as an engine's. store: where responses are that a request may continue; None for nowhere.
+    inputs: an input processor equal to the engine's. store: store of responses that a request may continue; None if
+    there is none.
     """
 
     def __init__(self, inputs: InputProcessor, server: ServerConfig, store: Any = None):
-        # Any name may be an adapter's, so that none is looked for.
+        # _NoEngine accepts any name as an adapter's, so adapters are not searched for in folders or on the Hub.
         bare = dataclasses.replace(server, lora_dirs=(), lora_hub_owners=(), otlp_traces_endpoint=None)
         self._app = create_app(_NoEngine(inputs), bare, store)
 
     async def read(self, scope: Scope, body: bytes, adapter: str | None) -> _Tokens:
-        """Return (token ids, cache salt) of the first prompt of a request; ((), None) if it has none, has images, or is
-        not valid. Runs the HTTP application on the request up to the engine's call, and then cancels it.
+        """Return (token ids, cache salt) of the first prompt of a request; ((), None) if it has none, has images or
+        other media, or is not valid. Runs the HTTP application on the request until it calls the engine, and then
+        cancels it.
 
-        scope: with the headers that a replica gets: without a session, their request id decides which adapter a name of
-        lora_routes stands for.
+        scope: ASGI scope with the same headers as the replica gets, because without a session the request id in them
+        decides which adapter a name of lora_routes stands for. adapter: the adapter's name in the request, or None.
         """
         if _MEDIA.search(body):
             return (), None
@@ -76,8 +83,8 @@ class PromptReader:
 
 
 class _NoEngine:
-    """EngineClient that publishes the tokens and cache salt of a request's first prompt, and never responds. Of
-    prompts with images or sounds, with steering, or for pooling it publishes none.
+    """EngineClient that publishes the tokens and cache salt of a request's first prompt and never responds. For prompts
+    with images or sounds, requests with steering, and pooling requests it publishes ((), None).
     """
 
     errored = False
@@ -92,8 +99,9 @@ class _NoEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Publish the prompt's tokens, which are read on a thread, and wait until cancelled; yields nothing. The last
-        two arguments are not used. Raises RequestError for a prompt that is not valid.
+        """Publish the prompt's tokens and cache salt, which are read on a thread, and wait until cancelled. Yields
+        nothing. Publishes ((), None) for a prompt with media or with steering. Does not use request_id and options.
+        Raises RequestError for a prompt that is not valid.
         """
         found: _Tokens = (), None
         if not (has_media(prompt) or (sampling_params is not None and sampling_params.steer)):
@@ -103,7 +111,7 @@ class _NoEngine:
         yield  # never
 
     async def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        """Publish that there are no tokens, and wait until cancelled; yields nothing."""
+        """Publish that the request has no tokens, ((), None), and wait until cancelled. Yields nothing."""
         await _found(((), None))
         yield  # never
 
@@ -114,8 +122,8 @@ class _NoEngine:
         """Do nothing."""
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Answer that there is an adapter of the name that the request has; the replica knows better. Raises
-        EngineDeadError for any utility but "adapters".
+        """Return, for the utility "adapters", a list with the adapter that the request being read names, or [] if it
+        names none. Any name is accepted, since the replica checks it. Raises EngineDeadError for any other utility.
         """
         if name != "adapters":
             raise EngineDeadError("an ingress has no engine")
@@ -123,12 +131,14 @@ class _NoEngine:
         return [] if adapter is None else [{"name": adapter, "path": ""}]
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return no periods."""
+        """Return an empty list, since no time is spent on reading prompts for an engine."""
         return []
 
 
 async def _found(tokens: _Tokens) -> None:
-    """Publish the tokens of the request that is being read, and wait to be cancelled."""
+    """Publish the tokens of the request that is being read, unless some are published already, and wait until
+    cancelled.
+    """
     future = _READ.get().tokens
     if not future.done():
         future.set_result(tokens)
@@ -136,11 +146,13 @@ async def _found(tokens: _Tokens) -> None:
 
 
 def _receive_once(body: bytes) -> Any:
-    """Return ASGI's `receive` of a whole body, which then waits."""
+    """Return an ASGI `receive` function that returns the whole body in its first call; further calls wait until
+    cancelled.
+    """
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
-        """Return the body once, then wait."""
+        """Return the body in the first call; wait until cancelled in further ones."""
         if not messages:
             await asyncio.Event().wait()
         return messages.pop()
@@ -149,4 +161,4 @@ def _receive_once(body: bytes) -> Any:
 
 
 async def _ignore(message: Message) -> None:
-    """Drop a message."""
+    """Drop an ASGI message."""

@@ -33,24 +33,24 @@ from jaxengine.server.observe.spans import traced
 from jaxengine.server.ray.messages import Headers, Hint, Piece, decode_call, encode
 from jaxengine.server.ray.store import RayStore
 
-# Of a response that its reader has not taken yet.
+# Largest number of a response's messages that its reader has not taken yet.
 _MOST_MESSAGES = 64
 
 
 class Responder:
-    """Answerer of requests by an HTTP application over an engine."""
+    """Server of requests from ingresses, by an HTTP application over an engine."""
 
     def __init__(self, engine: EngineClient, app: ASGIApp):
         self._engine, self._app = engine, app
         self._running = set[asyncio.Task[None]]()
 
     async def respond(self, hint: Hint, call: bytes, parts: Sequence[Any] = ()) -> AsyncIterator[bytes]:
-        """Yield the Pieces of the response to an HttpCall, all of them encoded as msgpack.
+        """Yield the pieces of the response to a request, each a Piece encoded as msgpack.
 
-        hint: for Router. parts: references to the parts of a large body, which come after the call's own.
-
-        Raises EngineDeadError, before it yields, if the engine cannot answer. To the application a caller that leaves
-        is a client that has disconnected: what it generates is aborted, and other work goes on to its end.
+        hint: used by Router only. call: an HttpCall encoded as msgpack. parts: references to the parts of a large body,
+        which follow the call's own body. Raises EngineDeadError before the first piece if the engine has failed. If the
+        caller stops reading, the application sees a disconnected client: it aborts the generation, and other work runs
+        to its end.
         """
         asked = decode_call(call)
         scope = {
@@ -79,7 +79,7 @@ class Responder:
                 await said.put(message)
 
         async def run() -> None:
-            """Run the application, and mark the end of what it sends."""
+            """Run the application, then queue None to mark the end of the response, unless the caller has left."""
             try:
                 await self._app(scope, receive, send)
             finally:
@@ -96,13 +96,16 @@ class Responder:
                 yield encode(piece)
             await work
         finally:
-            # Not cancelled: it may have stored a response in the background and not begun it, or be loading an adapter.
+            # The task is not cancelled: it may have stored a background response that it has yet to begin, or may be
+            # loading an adapter.
             left.set()
             while not said.empty():  # those who wait for room go on
                 said.get_nowait()
 
     def _ended(self, work: asyncio.Task[None]) -> None:
-        """Forget work that has ended."""
+        """Remove a finished task from the set of running ones, and retrieve its exception so that asyncio does not log
+        it.
+        """
         self._running.discard(work)
         if not work.cancelled():
             work.exception()  # mark as retrieved: the caller may have left
@@ -112,12 +115,12 @@ class Replica(Responder):
     """Ray Serve replica with one engine."""
 
     async def __init__(self, options: dict[str, Any], server: ServerConfig, digest_bytes: int, store: Any = None):
-        """Start the engine, with its other hosts if nnodes is above 1, its adapters, and the batch API if it is
-        enabled.
+        """Start the engine, load the adapters of lora_modules, create the HTTP application, and start the batch API if
+        it is enabled. With nnodes > 1 also starts the engine's other hosts.
 
-        options: of EngineConfig. digest_bytes: as RayConfig.routing_digest_bytes. store: handle of the deployment that
-        stores responses; None: they are stored here. Raises ConfigError, RequestError for an adapter that cannot be
-        loaded, and what loading a model raises.
+        options: options of EngineConfig. digest_bytes: see RayConfig.routing_digest_bytes. store: handle of the
+        deployment that stores responses; None: they are stored in this process. Raises ConfigError for invalid options,
+        RequestError for an adapter that cannot be loaded, and whatever loading a model raises.
         """
         options = dict(options)
         self._digest_bytes = digest_bytes
@@ -140,13 +143,16 @@ class Replica(Responder):
         self._batches = None if batches is None else asyncio.create_task(batches)
 
     async def describe(self) -> str:
-        """Return the engine's resolved config and its process id, as JSON."""
+        """Return a JSON object with the engine's resolved config ("config") and this process's id ("pid")."""
         return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what Ray publishes to all who route: "digests" of cached pages, at most `digest_bytes` of 8-byte
-        big-endian numbers, "page_size", "weights", "adapters", and "draining", whether requests are to go elsewhere.
-        Without digest_bytes, digests are empty and page_size is 0; of a dead engine only draining is told.
+        """Return what Ray passes on to all routers: "digests", at most `digest_bytes` bytes of 8-byte big-endian
+        numbers, one for each cached page; "page_size"; "weights" and "adapters", digests in hex; and "draining",
+        whether requests should go to other replicas.
+
+        If digest_bytes is 0, digests are empty and page_size is 0. If the engine is dead, draining is true, and
+        digests, weights and adapters are empty.
         """
         digests = b""
         known: dict[str, Any] = {"weights": "", "adapters": {}}
@@ -157,7 +163,7 @@ class Replica(Responder):
         return {**known, "digests": digests, "page_size": page_size, "draining": self._engine.errored}
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine is unhealthy; Ray, which calls it, then replaces the replica."""
+        """Raise EngineDeadError if the engine is unhealthy. Ray calls this and replaces an unhealthy replica."""
         await self._engine.check_health()
 
     def __del__(self):
@@ -166,8 +172,8 @@ class Replica(Responder):
 
 
 async def _bodies(first: bytes, parts: Sequence[Any]) -> AsyncIterator[Message]:
-    """Yield ASGI's messages of a request's body: `first`, then the parts, each awaited when its turn comes. parts: as
-    of `Replica.respond`. Raises Ray's error for a part that is lost.
+    """Yield ASGI's messages of a request's body: `first`, then each of `parts`, awaited only when the message is
+    requested. parts: references to parts in Ray's object store. Raises Ray's error for a part that is lost.
     """
     yield {"type": "http.request", "body": first, "more_body": bool(parts)}
     for index, part in enumerate(parts, 1):
@@ -175,8 +181,8 @@ async def _bodies(first: bytes, parts: Sequence[Any]) -> AsyncIterator[Message]:
 
 
 async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
-    """Take what the application has said from the queue and yield it, in as few pieces as there is no wait for. None in
-    the queue ends it. The first piece has the status and the headers.
+    """Take the application's messages from the queue and yield them as pieces, joining all body messages that are
+    queued already into one. The first piece has the status and the headers. Ends at None in the queue.
     """
     status, headers = None, Headers()
     while (message := await said.get()) is not None:
@@ -194,7 +200,10 @@ async def _pieces(said: asyncio.Queue[Message | None]) -> AsyncIterator[Piece]:
 
 
 class Node:
-    """Actor for another host of a replica's engine."""
+    """Ray actor that runs another host of a replica's engine, as a `jaxengine worker` process.
+
+    words: the command's arguments. key: the cluster's secret, which is written to a private file.
+    """
 
     def __init__(self, words: list[str], key: str):
         self._folder = tempfile.TemporaryDirectory()
@@ -207,10 +216,11 @@ class Node:
 
 
 def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
-    """Start host `rank` of the engine, in bundle `rank` of this replica's placement group; return its actor.
+    """Start host `rank` of the engine in bundle `rank` of this replica's placement group, and return its actor handle
+    without waiting for the host. The actor gets all resources of its bundle.
 
-    options: of EngineConfig. key: the cluster's secret. Does not wait until the host is there. A replica without a
-    placement group fails an assertion.
+    options: options of EngineConfig. key: the cluster's secret. An assertion fails if the replica has no placement
+    group.
     """
     words = ["--node-rank", str(rank)]
     for name in ("nnodes", "master_addr", "master_port", "cluster_timeout"):
@@ -232,15 +242,17 @@ def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
 
 
 def _free_port() -> int:
-    """Return a port on which nobody listens now: a host may have a process of several replicas."""
+    """Return a port on which no process of this machine listens now. It is not fixed because several replicas may run
+    on one host. The port is not reserved.
+    """
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]
 
 
 def _write_key(folder: str, key: str) -> str:
-    """Write the cluster's secret to a file that only this user can read; return its path. Raises
-    FileExistsError if the folder has one.
+    """Write the cluster's secret to the file "key" in `folder`, readable by this user only, and return its path. Raises
+    FileExistsError if the file exists.
     """
     path = os.path.join(folder, "key")
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

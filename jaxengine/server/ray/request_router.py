@@ -18,23 +18,25 @@ from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
 from jaxengine.server.base.routing import Replicas
 from jaxengine.server.ray.messages import Hint
 
-# Pages that a replica is taken to have before it has published them: those of long prompts would fill the memory.
+# Largest number of pages that a replica is assumed to have before it has published them. It bounds memory.
 _MOST_RECENT = 1 << 17
 
 
 class _Known:
-    """Record of what this process knows of a replica, whose pages it keeps in an index.
+    """State of one replica as this process knows it. Its pages are recorded in `index`, under `name`.
 
     Attributes:
-      adapters, weights, page_size: as it published them last.
+    adapters: adapter name -> digest, as last published.
+    weights: digest of the weights, as last published.
+    page_size: tokens of a page, as last published; 0 before that.
     """
 
     def __init__(self, index: Replicas, name: str):
         self.index, self.name = index, name
         self._stats: dict[str, Any] = {}
         self._published: set[int] = set()
-        # Of prompts that were sent to it: until when they count, and their digests; how many of these prompts have each
-        # of them, and how many digests they have together.
+        # Prompts that were sent to the replica: (time at which they expire, digests). _counts: number of these prompts
+        # by digest. _num_recent: number of digests of all these prompts together.
         self._recent: deque[tuple[float, list[int]]] = deque()
         self._counts: Counter[int] = Counter()
         self._num_recent = 0
@@ -43,11 +45,11 @@ class _Known:
         index.add(name)
 
     def read(self, stats: dict[str, Any]) -> None:
-        """Read what a replica has published, the result of Replica.record_routing_stats, into the index and the
-        attributes, unless it is empty or as before; forget prompts of long ago in every case.
+        """Copy what a replica has published (the result of Replica.record_routing_stats) into the index and the
+        attributes. Does nothing with `stats` that are empty or unchanged. Always forgets expired prompts first.
         """
         self._forget()
-        if not stats or stats == self._stats:  # Ray sends those of all replicas when any publishes
+        if not stats or stats == self._stats:  # Ray sends the statistics of all replicas when any publishes
             return
         self._stats = stats
         before, self._published = self._published, set(np.frombuffer(stats["digests"], ">u8").tolist())
@@ -59,18 +61,19 @@ class _Known:
         self.index.set_draining(self.name, stats["draining"])
 
     def sent(self, digests: list[int], seconds: float) -> None:
-        """Record a prompt that was sent to it: for so many seconds it counts as having these pages. digests: short
-        ones, of the prompt's pages.
+        """Record that a prompt was sent to the replica: for `seconds` from now the index lists the prompt's pages as
+        the replica's. digests: short digests of the prompt's pages.
         """
         self._recent.append((time.monotonic() + seconds, digests))
         self._counts.update(digests)
         self._num_recent += len(digests)
         self.index.learn(self.name, digests)
-        self._forget()  # a replica that is the only one is sent prompts, and never read
+        self._forget()  # `read` is never called for a replica that is the only one
 
     def _forget(self) -> None:
-        """Forget prompts whose time is over, and the oldest ones while they have more than _MOST_RECENT digests. Their
-        pages leave the index unless another prompt has them or they are published.
+        """Forget prompts that have expired, and the oldest ones while all prompts together have more than _MOST_RECENT
+        digests. Their pages leave the index unless another remembered prompt has them or the replica has published
+        them.
         """
         while self._recent and (self._recent[0][0] < time.monotonic() or self._num_recent > _MOST_RECENT):
             digests = self._recent.popleft()[1]
@@ -84,10 +87,10 @@ class _Known:
 
 
 class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
-    """Chooser of a replica for each call. Calls without a Hint go to the one with the shortest queue."""
+    """Policy that chooses a replica for each call. Calls without a Hint go to the replica with the shortest queue."""
 
     def initialize_state(self, *, imbalance: float = 8.0, period: float = 1.0) -> None:
-        """Store the settings, and begin without replicas; called by Ray in place of a constructor. imbalance: as of
+        """Store the settings and start without replicas. Ray calls this in place of a constructor. imbalance: see
         `Replicas.choose`. period: seconds between a replica's publications.
         """
         self._imbalance = imbalance
@@ -101,8 +104,9 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica alone, and then, for when it is full, all the others; all in one list for a call
-        without a Hint or with fewer than two candidates. Called by Ray for each call; sets the call's should_backoff.
+        """Return lists of replicas to try in order: [[chosen], all others], the others for the case that the chosen one
+        is full. Returns all candidates in one list for a call without a Hint or with fewer than two candidates. Ray
+        calls this for each call. Sets the call's routing_context.should_backoff.
         """
         hint = _hint(pending_request)
         if pending_request is not None:  # if all are full, wait before the next attempt
@@ -116,7 +120,9 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
         return [[chosen], [each for each in candidate_replicas if each is not chosen]]
 
     def _update(self, candidates: list[RunningReplica]) -> None:
-        """Make the index that of these replicas, with what they have published and their queues as far as known."""
+        """Make the index contain exactly the replicas in `candidates`, with what they have published, and set their
+        queue lengths. A length that Ray does not know counts as 0.
+        """
         # Ray makes another list when replicas come, go or publish.
         if candidates is not self._candidates:
             names = {each.replica_id: each.replica_id.unique_id for each in candidates}
@@ -133,16 +139,17 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
         self._index.set_queues(list(self._by_number), [length(each.replica_id) or 0 for each in candidates])
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record that a replica will soon have the pages of a call's prompt, if these are known. Called by Ray after a
-        replica has taken the call; result is not used.
+        """Record that a replica has the pages of a call's prompt from now on, for 10 s plus three publication periods,
+        if the prompt's digests can be computed. Ray calls this after a replica has taken the call. result: not used.
         """
         hint, known = _hint(pending_request), self._known.get(replica_id)
         if hint is not None and known is not None and (digests := self._digests(hint, [known])):
             known.sent(digests, self._recent_seconds)
 
     def _digests(self, hint: Hint, known: Iterable[_Known]) -> list[int]:
-        """Return a prompt's digests, of the adapter and weights that the first of the replicas has that has the
-        adapter; [] if none has it.
+        """Return a prompt's digests, computed with the page size, weights and adapter of the first replica in `known`
+        that has the request's adapter and has published its page size. Returns [] if there is none, or if the hint has
+        no token ids.
         """
         for each in known if len(hint.token_ids) else ():
             adapter = b"" if hint.adapter is None else each.adapters.get(hint.adapter)
@@ -152,5 +159,5 @@ class Router(RequestRouter):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def _hint(pending: PendingRequest | None) -> Hint | None:
-    """Return the Hint of a call; None for a call without one."""
+    """Return the Hint among a call's positional arguments; None if there is none, or without a call."""
     return None if pending is None else next((each for each in pending.args if isinstance(each, Hint)), None)

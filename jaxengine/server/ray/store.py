@@ -27,7 +27,12 @@ _decode_reply = msgspec.msgpack.Decoder(StoreReply).decode
 
 
 class _Replica:
-    """Worker in another process: the responses that it is to cancel wait until it asks for them."""
+    """Worker in another process. Its orders to cancel responses are queued here until that process asks for them.
+
+    Attributes:
+    orders: queue of (response id, owner).
+    asked: time.monotonic() of the process's last call.
+    """
 
     def __init__(self):
         self.orders: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
@@ -39,7 +44,7 @@ class _Replica:
 
 
 class Store:
-    """Deployment of one replica, which holds the responses of all engines."""
+    """Ray Serve deployment that holds the stored responses of all engines. bounds: fields of StoreBounds."""
 
     async def __init__(self, bounds: dict[str, int]):
         self._store = ResponseStore(StoreBounds(**bounds))
@@ -47,14 +52,16 @@ class Store:
         self._task = asyncio.create_task(self._lose())
 
     async def call(self, name: str, call: bytes) -> bytes:
-        """Return the StoreReply to a StoreCall, both encoded as msgpack, as `answer`; the client of this name is the
-        worker of responses that are put, and has asked now. Waits for a stop or deletion.
+        """Execute a StoreCall and return its StoreReply, both encoded as msgpack (see `answer`). Calls "stop" and
+        "delete" wait until the response no longer runs. name: name of the client, which is the worker of the responses
+        that it puts; the call records that it has asked now.
         """
         return _encode(await answer(self._store, _decode_call(call), self._replica(name)))
 
     async def orders(self, name: str) -> list[tuple[str, str]]:
-        """Take (id, owner) of all responses that the client of this name is to cancel from its queue and return them,
-        as soon as there is one; [] after 5 s without any. The client counts as having asked when the call begins.
+        """Remove all orders to cancel from the queue of client `name` and return them as (response id, owner). Waits up
+        to 5 s for the first one, and returns [] if none comes. Records that the client has asked, at the beginning of
+        the call.
         """
         replica, found = self._replica(name), list[tuple[str, str]]()
         with contextlib.suppress(TimeoutError):
@@ -64,14 +71,14 @@ class Store:
         return found
 
     def _replica(self, name: str) -> _Replica:
-        """Return the worker of a name, made if there is none, and record that it has asked."""
+        """Return the worker of a client's name, created if it is unknown, and record that it has asked now."""
         replica = self._replicas.setdefault(name, _Replica())
         replica.asked = time.monotonic()
         return replica
 
     async def _lose(self) -> None:
-        """Every 5 s, until cancelled, mark the running responses of clients that have not asked for 20 s as failed, and
-        forget these clients.
+        """Every 5 s until cancelled, mark the running responses of clients that have not asked for more than 20 s as
+        failed, and forget these clients.
         """
         while True:
             await asyncio.sleep(_POLL_SECONDS)
@@ -82,7 +89,8 @@ class Store:
 
 
 class RayStore(StoreClient):
-    """Client of a Store deployment, in a process that generates responses or reads them.
+    """Client of a Store deployment, in a process that generates responses or reads them. Starts a task on the running
+    event loop that cancels responses on the store's orders.
 
     store: handle of the deployment.
     """
@@ -100,8 +108,8 @@ class RayStore(StoreClient):
             raise EngineDeadError("the store of responses cannot be reached") from error
 
     async def _obey(self) -> None:
-        """Cancel what the store wants to be cancelled, for as long as the process runs; asks again 0.2 s after an error
-        of Ray.
+        """Cancel the responses that the store orders to cancel, until this task is cancelled. After an error of Ray,
+        ask again 0.2 s later.
         """
         while True:
             try:

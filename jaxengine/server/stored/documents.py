@@ -19,12 +19,12 @@ _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 
 class Document(msgspec.Struct, array_like=True, frozen=True):
-    """A JSON value without its long texts.
+    """JSON value in encoded form, without its long texts.
 
     Attributes:
-      data: MessagePack.
-      digests: of its long texts, one for each occurrence.
-      num_bytes: size of the value, with each occurrence of a long text.
+      data: the value as MessagePack, with digests in place of long texts.
+      digests: SHA-256 digests of its long texts, one for each occurrence, in order.
+      num_bytes: size of `data` and of each occurrence of a long text, in bytes.
     """
 
     data: bytes = msgspec.msgpack.encode(None)
@@ -33,11 +33,11 @@ class Document(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Splitter:
-    """Replacement of long texts in one value by their digests.
+    """Encoder that replaces the long texts in one JSON value by their digests.
 
     Attributes:
-      texts: long texts, UTF-8, by digest.
-      digests: one for each occurrence, in order.
+    texts: UTF-8 bytes of long texts by digest; may be shared with other values.
+    digests: one for each occurrence, in order.
     """
 
     def __init__(self, texts: dict[bytes, bytes]):
@@ -47,9 +47,8 @@ class _Splitter:
         self._known: dict[int, bytes] = {}
 
     def short(self, value: Any) -> Any:
-        """Return a JSON value with MessagePack extensions in place of long texts and of integers beyond 64 bits.
-
-        The digests of these texts are appended to `digests`, one for each occurrence, the texts added to `texts`.
+        """Return a copy of a JSON value with MessagePack extensions in place of long texts and of integers beyond 64
+        bits. Appends the digest of each occurrence of a long text to `digests`, and adds the texts to `texts`.
         """
         match value:
             case str():
@@ -63,7 +62,7 @@ class _Splitter:
         return value
 
     def _digest(self, text: str) -> bytes:
-        """Return the digest of a long text, and record its occurrence."""
+        """Return the SHA-256 digest of a long text, append it to `digests`, and add the text to `texts`."""
         digest = self._known.get(id(text))
         if digest is None:
             data = text.encode()
@@ -74,16 +73,16 @@ class _Splitter:
 
 
 def split(value: Any, texts: dict[bytes, bytes]) -> Document:
-    """Make a document of a JSON value, and add its long texts, UTF-8, to `texts` by their digests."""
+    """Return a JSON value as a Document, and add its long texts, as UTF-8, to `texts` by their digests."""
     splitter = _Splitter(texts)
     data = msgspec.msgpack.encode(splitter.short(value))
     return Document(data, tuple(splitter.digests), len(data) + sum(len(texts[each]) for each in splitter.digests))
 
 
 class Joiner:
-    """Restorer of documents to JSON values. Equal long texts become one string.
+    """Decoder that restores JSON values from documents. Equal long texts become one string object.
 
-    texts: the long texts of all documents by their digests.
+    texts: UTF-8 bytes of the long texts of all documents by digest.
     """
 
     def __init__(self, texts: Mapping[bytes, bytes]):

@@ -1,6 +1,7 @@
-"""Server of a response store in its own process, and the client that implements `Responses` in the others.
+"""Server of a response store in its own process, and the client that implements `Responses` in the other processes.
 
-Frames over a Unix socket in a folder that only the user can read. When a connection ends, its responses in work fail.
+They exchange frames over a Unix socket in a folder that only the user can read. When a connection ends, the responses
+that its client was generating are marked as failed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StoreCall(msgspec.Struct, array_like=True):
     """Call of the store's method `name`.
 
     Attributes:
-      number: counts the calls of a connection.
+      number: number of the call among the client's calls.
       name: of the method; the other fields are its arguments, by name.
     """
 
@@ -49,10 +50,12 @@ class StoreReply(msgspec.Struct, array_like=True, tag="reply"):
     """Result of a call.
 
     Attributes:
-      number: of the call.
-      needs, found, reading: result of `put`, of `find`, `stop` and `delete`, and of `read`.
+      number: number of the call.
+      needs: result of `put`.
+      found: result of `find`, `stop` or `delete`.
+      reading: result of `read`.
       full: reason why there is no room; None if there is.
-      retry_after: as of OverloadedError.
+      retry_after: seconds after which the client may try again, if `full` is set.
     """
 
     number: int
@@ -71,15 +74,14 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
 
 
 class StoreServer:
-    """Server of one store to every connection."""
+    """Server of one store for all connections."""
 
     def __init__(self, store: ResponseStore):
         self._store = store
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until its end, or until a message that cannot be read, which is logged.
-
-        Its calls are then cancelled, and its running responses marked as failed.
+        """Serve one connection until it ends or sends a message that cannot be decoded, which is logged as an error.
+        Then cancels the connection's unfinished calls, marks its running responses as failed, and closes it.
         """
         worker = _RemoteWorker(writer)
         frames, answers = Frames(StoreCall), set[asyncio.Task[None]]()
@@ -99,8 +101,8 @@ class StoreServer:
             writer.close()
 
     async def _answer(self, call: StoreCall, worker: _RemoteWorker) -> None:
-        """Send the reply to a call. A read waits until the other end has received most of the reply to the
-        connection's read before.
+        """Execute a call and queue its reply. Reads of a connection are executed one at a time: each waits until the
+        other end has received most of the previous read's reply.
         """
         if call.name != "read":
             worker.say(await answer(self._store, call, worker))
@@ -112,8 +114,9 @@ class StoreServer:
 
 
 async def answer(store: ResponseStore, call: StoreCall, worker: Worker) -> StoreReply:
-    """Return the store's reply to a call; an OverloadedError becomes its fields `full` and `retry_after`. Waits, for
-    `stop` and `delete`, until the response no longer runs. worker: generates the responses that are put.
+    """Execute a call on `store` and return the reply. An OverloadedError is returned as the reply's `full` and
+    `retry_after`. Calls "stop" and "delete" wait until the response no longer runs. worker: the process that generates
+    the responses which are put.
     """
     reply, key = StoreReply(call.number), (call.response_id, call.owner)
     try:
@@ -138,11 +141,11 @@ class _RemoteWorker:
     """Worker at the other end of a connection.
 
     Attributes:
-      turn: lock by which calls with large replies follow one another.
+    turn: lock that admits one call with a large reply at a time.
     """
 
     def __init__(self, writer: asyncio.StreamWriter):
-        """Use the connection of `writer`, which stays its owner's to close."""
+        """Store `writer`, whose connection the caller closes."""
         self._writer = writer
         self.turn = asyncio.Lock()
 
@@ -151,18 +154,20 @@ class _RemoteWorker:
         self.say(Cancel(response_id, owner))
 
     def say(self, message: StoreReply | Cancel) -> None:
-        """Queue a message for the connection, without waiting; drop it if that is closing."""
+        """Queue a message for the connection without waiting. Drops it if the connection is closing."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def sent(self) -> None:
-        """Wait until the other end has read most of what was sent, or the connection is lost; raises nothing then."""
+        """Wait until the other end has read most of what was sent. Returns without an error if the connection is
+        lost.
+        """
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
 
 class StoreClient:
-    """Client of a store elsewhere; implements `Responses` by calls, which a subclass sends."""
+    """Client of a remote store that implements `Responses`. A subclass implements `reply`, which sends a call."""
 
     def __init__(self):
         self._numbers = itertools.count(1)
@@ -176,8 +181,9 @@ class StoreClient:
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, as Responses.put, and remember its worker while it is running, for `cancel`. Raises
-        EngineDeadError, OverloadedError.
+        """Store a response, replacing its earlier state, and return None, or what is missing to store it, in which case
+        nothing has changed. While the response is running and stored, its worker is remembered for `cancel`. texts:
+        long texts by digest. Raises EngineDeadError if the store is down, OverloadedError if it has no room.
         """
         key = stored.owner, stored.id
         is_new = stored.is_running and key not in self._workers
@@ -195,34 +201,39 @@ class StoreClient:
                 self._workers.pop(key, None)
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response, as Responses.find: None for an unknown one. Raises EngineDeadError."""
+        """Return a stored response's state and sizes; None for an unknown one or another owner's. Raises
+        EngineDeadError if the store is down.
+        """
         return (await self._call("find", response_id, owner)).found
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return a part of a response, as Responses.read: None for an unknown one. Raises EngineDeadError."""
+        """Return a part of a stored response: "response", "input" or "conversation"; None for an unknown one or another
+        owner's. Raises EngineDeadError if the store is down.
+        """
         return (await self._call("read", response_id, owner, part=part)).reading
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, wait until it no longer runs and return it, as Responses.stop: None for an unknown one.
-        Raises EngineDeadError.
+        """Stop the generation of a response, wait until its final state is stored, and return its state and sizes; None
+        for an unknown one or another owner's. Raises EngineDeadError if the store is down.
         """
         return (await self._call("stop", response_id, owner)).found
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stop and remove a response and return it, as Responses.delete: None for an unknown one. Raises
-        EngineDeadError.
+        """Stop a response, wait until it no longer runs, remove it, and return its state and sizes; None for an unknown
+        one or another owner's. Raises EngineDeadError if the store is down.
         """
         return (await self._call("delete", response_id, owner)).found
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Order the worker on a response to end its work; do nothing if the response is none of this client's."""
+        """Order the worker of a running response to end its work. Does nothing if this client has not put that response
+        or it no longer runs.
+        """
         if (worker := self._workers.get((owner, response_id))) is not None:
             worker.cancel(response_id, owner)
 
     async def _call(self, name: _Method, response_id: str, owner: str, **more: Any) -> StoreReply:
-        """Send a call and wait for its reply. more: further fields of StoreCall.
-
-        Raises EngineDeadError if the store is down, OverloadedError if it has no room.
+        """Send a call and return its reply. more: further fields of StoreCall. Raises EngineDeadError if the store is
+        down, OverloadedError if it has no room.
         """
         reply = await self.reply(StoreCall(next(self._numbers), name, response_id, owner, **more))
         if reply.full is not None:
@@ -231,9 +242,8 @@ class StoreClient:
 
 
 class RemoteStore(StoreClient):
-    """Client of the store that listens at a Unix socket's path; reconnects whenever the store restarts.
-
-    Begins to connect when it is made, which needs a running event loop.
+    """Client of the store that listens at a Unix socket's path. Reconnects whenever the store restarts. Its constructor
+    starts the task that connects, so it needs a running event loop.
     """
 
     def __init__(self, path: str):
@@ -246,17 +256,21 @@ class RemoteStore(StoreClient):
 
     @classmethod
     async def connect(cls, path: str) -> RemoteStore:
-        """Return a client once the store listens at `path` and is connected, however long that takes."""
+        """Return a client that is connected to the store at `path`. Waits without a limit until the store listens."""
         store = cls(path)
         await store._connected.wait()
         return store
 
     def close(self) -> None:
-        """Close the connection for good, soon after the call; calls in progress raise EngineDeadError."""
+        """Cancel the task that holds the connection, which closes it soon after the call. Calls in progress raise
+        EngineDeadError.
+        """
         self._task.cancel()
 
     async def reply(self, call: StoreCall) -> StoreReply:
-        """Send a call and return its reply. Raises EngineDeadError if there is no connection, or if it ends."""
+        """Send a call and return its reply. Raises EngineDeadError if there is no connection, or if it ends before the
+        reply.
+        """
         if self._writer is None:
             raise _gone()
         future = self._calls[call.number] = asyncio.get_running_loop().create_future()
@@ -267,8 +281,8 @@ class RemoteStore(StoreClient):
             self._calls.pop(call.number, None)
 
     async def _stay_connected(self) -> None:
-        """Connect, and connect again 0.05 s after the connection ends or cannot be made, until cancelled. At its end,
-        calls in progress fail with EngineDeadError.
+        """Connect to the store and process its messages, until cancelled. When the connection ends, fail the calls in
+        progress with EngineDeadError. Connect again 0.05 s after the connection ends or cannot be made.
         """
         while True:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -285,8 +299,9 @@ class RemoteStore(StoreClient):
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Pass replies to the calls that wait for them, and orders to stop responses to `cancel`, until the connection
-        ends. Raises OSError, and MsgspecError for a message that cannot be read.
+        """Give each reply to the call that waits for it, and pass orders to cancel responses to `cancel`, until the
+        connection ends. Replies that no call waits for are dropped. Raises OSError, and MsgspecError for a message that
+        cannot be decoded.
         """
         frames = Frames(StoreReply | Cancel)
         while data := await reader.read(_READ_BYTES):
@@ -300,5 +315,5 @@ class RemoteStore(StoreClient):
 
 
 def _gone() -> EngineDeadError:
-    """Return, not raise, the error of a call while there is no connection."""
+    """Return (not raise) the EngineDeadError for calls without a connection."""
     return EngineDeadError("the store of responses is being started again")

@@ -16,15 +16,15 @@ class StoredResponse(msgspec.Struct):
     """Response to store.
 
     Attributes:
-      id: unique among its owner's.
+      id: id, unique among the responses of its owner.
       owner: hash of its client's key; no other client can retrieve it.
-      previous: id of the stored response whose conversation it continues; None for a conversation of its own.
+      previous: id of the stored response whose conversation it continues; None for a new conversation.
       response: the response as the client sees it.
       input: its input items, each with an id.
-      question, answer: lists of chat messages: the request's, in addition to the earlier conversation, and the answer.
-        Instructions are not part of them.
-      background: generated in the background, and may be cancelled.
-      is_running: it is still being generated.
+      question: list of the request's chat messages, without the earlier conversation and without instructions.
+      answer: list of the answer's chat messages.
+      background: whether it is generated in the background, and may be cancelled.
+      is_running: whether it is still being generated.
     """
 
     id: str
@@ -39,12 +39,12 @@ class StoredResponse(msgspec.Struct):
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """All documents of the response."""
+        """All four documents of the response: response, input, question, answer."""
         return self.response, self.input, self.question, self.answer
 
     @property
     def num_own_bytes(self) -> int:
-        """Return the size of the documents without their long texts, in bytes."""
+        """Size of the encoded documents in bytes, without their long texts."""
         return sum(len(document.data) for document in self.documents)
 
 
@@ -52,7 +52,7 @@ class Found(msgspec.Struct, array_like=True):
     """Stored response.
 
     Attributes:
-      background, is_running: as of StoredResponse.
+      background, is_running: see StoredResponse.
       num_bytes: sizes of the parts that `read` returns, with all long texts.
     """
 
@@ -72,8 +72,9 @@ class Needs(msgspec.Struct, array_like=True):
     """Data that a store lacks to take a response.
 
     Attributes:
-      digests: long texts that must be sent with it.
-      history: the response that it continues is gone, so that the whole conversation must be sent as the question.
+      digests: digests of the long texts that must be sent with it.
+      history: whether the response that it continues is gone, so that the whole conversation must be sent as the
+        question.
     """
 
     digests: tuple[bytes, ...] = ()
@@ -84,24 +85,26 @@ class Worker(Protocol):
     """Interface of a process that generates responses, for the store."""
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """End the work on a response soon; its final state is then put into the store."""
+        """Order the worker to end its work on a response soon. The worker then puts the response's final state into the
+        store.
+        """
         ...
 
 
 class Responses(Protocol):
-    """Interface of a store, local or remote. For a missing response and for another owner's alike, methods return None.
-
-    All methods raise EngineDeadError if the store is down.
+    """Interface of a store of responses, local or remote. Methods return None for a missing response and also for one
+    of another owner. All methods raise EngineDeadError if the store is down.
     """
 
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, replacing its earlier state; return None, or what is missing, and then nothing has changed.
+        """Store a response, replacing its earlier state, and return None. If something is missing to store it, change
+        nothing and return what is missing.
 
-        worker: generates the response while is_running; `stop` asks it to cancel. Otherwise not used.
-        texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none.
-        Raises OverloadedError for a response that is too large, or if running ones take all the room.
+        worker: the process that generates the response; `stop` orders it to cancel. Not used for a finished response.
+        texts: long texts, UTF-8, by digest, at least those that the store lacks; None for none. Raises OverloadedError
+        for a response that is too large, or if running ones take all the room.
         """
         ...
 
@@ -110,19 +113,21 @@ class Responses(Protocol):
         ...
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return what the client sees, the input items, or the messages of the conversation up to this response, as
-        `part` says; None for an unknown one.
+        """Return a part of a stored response: "response", what the client sees; "input", the input items; or
+        "conversation", the messages up to and including this response. Returns None for an unknown one.
         """
         ...
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop the generation of a response, if it is running, and return its final state once that is stored;
-        None for an unknown one.
+        """Order the worker of a response that is running to cancel it, wait until its final state is stored, and return
+        its state and sizes. A finished response is returned at once. Returns None for an unknown one.
         """
         ...
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, wait until it no longer runs, and remove it; return it, None for an unknown one."""
+        """Stop a response, wait until it no longer runs, and remove it. Returns its state and sizes before removal,
+        None for an unknown one.
+        """
         ...
 
 
@@ -131,9 +136,9 @@ class StoreBounds:
     """Bounds of a store.
 
     Attributes:
-      responses, num_bytes: of all owners together.
-      client_responses, client_bytes: of one owner.
-      conversation_bytes: of the conversation of one response.
+      responses, num_bytes: largest number of responses, and of bytes, of all owners together.
+      client_responses, client_bytes: the same for one owner.
+      conversation_bytes: largest number of bytes of one response's conversation.
     """
 
     responses: int

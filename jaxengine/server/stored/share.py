@@ -1,4 +1,5 @@
-"""The stored responses of one owner: their long texts once each, and links from a conversation to its earlier turns.
+"""Stored responses of one owner, with one copy of each long text, and links from each turn of a conversation to the
+turn before it.
 
 A turn outlives its response while a later response continues it, so that deleting a response ends no conversation.
 """
@@ -44,7 +45,7 @@ class Turn:
 
 @dataclass(eq=False)
 class Kept:
-    """A stored response and its turn. stored.question and stored.answer are in the turn."""
+    """Stored response and its turn. The documents stored.question and stored.answer are counted with the turn."""
 
     stored: StoredResponse
     turn: Turn
@@ -59,8 +60,8 @@ class Share:
     """Stored responses of one owner.
 
     Attributes:
-      responses: by id, oldest first.
-      num_bytes: memory of all of it: documents, long texts once each, RECORD_BYTES for each response and turn.
+    responses: stored responses by id, oldest first.
+    num_bytes: memory in bytes: all documents, each long text once, and RECORD_BYTES for each response and turn.
     """
 
     def __init__(self):
@@ -70,8 +71,10 @@ class Share:
         self._uses: dict[bytes, int] = {}
 
     def missing(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> Needs | None:
-        """Return what is missing to put a response; None if nothing is. texts: the long texts that come along, by
-        digest."""
+        """Return what is missing to put a response: long texts that are neither stored nor in `texts`, and the
+        conversation if the response that it continues is gone. Returns None if nothing is missing. texts: long texts
+        that come with it, by digest.
+        """
         known = self.responses.get(stored.id)
         continues = known is not None and known.stored.previous == stored.previous
         history = stored.previous is not None and not continues and stored.previous not in self.responses
@@ -80,16 +83,17 @@ class Share:
         return Needs(wanted, history) if wanted or history else None
 
     def conversation_bytes(self, stored: StoredResponse) -> int:
-        """Return the size in bytes of a response's conversation, as Turn.num_bytes counts it."""
+        """Return the size in bytes of a response's conversation, earlier turns included, counted like
+        Turn.num_bytes.
+        """
         earlier = self._earlier(stored)
         own = RECORD_BYTES + stored.question.num_bytes + stored.answer.num_bytes
         return own + (0 if earlier is None else earlier.num_bytes)
 
     def added_bytes(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> int:
-        """Return how many bytes of the share a new response would occupy, including those that are there already.
-
-        These are its long texts, and its conversation's earlier turns, which cannot be evicted while it is there.
-        Nothing may be `missing`.
+        """Return how many bytes of the share a new response would occupy: its documents and records, its long texts,
+        and the earlier turns of its conversation, which cannot be evicted while it is stored. Long texts and turns that
+        are stored already are included. Nothing may be `missing`.
         """
         digests = {digest for document in stored.documents for digest in document.digests}
         long = sum(len(self._texts.get(each) or texts[each]) for each in digests)
@@ -97,9 +101,8 @@ class Share:
         return 2 * RECORD_BYTES + stored.num_own_bytes + long + (0 if earlier is None else earlier.num_bytes)
 
     def put(self, stored: StoredResponse, texts: Mapping[bytes, bytes]) -> None:
-        """Store a response in place of its earlier state, if any. Nothing may be `missing`; evicts nothing.
-
-        texts: as for `missing`.
+        """Store a response in place of its earlier state, if any, and update num_bytes. Evicts nothing. Nothing may be
+        `missing`. texts: long texts that come with it, by digest.
         """
         turn = Turn((stored.question, stored.answer), self._earlier(stored), self.conversation_bytes(stored))
         before = self.responses.get(stored.id)
@@ -113,29 +116,33 @@ class Share:
             self._forget(before)
 
     def replace_response(self, response_id: str, response: Document) -> None:
-        """Replace the document that the client sees by one with the same long texts, in place. Raises KeyError for an
-        unknown id.
+        """Replace the document that the client sees, in place, and update num_bytes. The new document must have the
+        same long texts. Raises KeyError for an unknown id.
         """
         stored = self.responses[response_id].stored
         self.num_bytes += len(response.data) - len(stored.response.data)
         stored.response = response
 
     def drop(self, response_id: str) -> None:
-        """Remove a response, and its turn and earlier ones as far as no other response continues them. Raises KeyError
-        for an unknown id.
+        """Remove a response, together with its turn and earlier turns that no other response continues, and update
+        num_bytes. Raises KeyError for an unknown id.
         """
         self._forget(self.responses.pop(response_id))
 
     def texts_of(self, documents: Iterable[Document]) -> dict[bytes, bytes]:
-        """Return the long texts of documents, UTF-8, by digest. Raises KeyError for one that is not stored."""
+        """Return the long texts of documents, as UTF-8, by digest. Raises KeyError for a text that is not stored."""
         return {digest: self._texts[digest] for document in documents for digest in document.digests}
 
     def finished(self, *, but: str | None) -> Iterator[str]:
-        """Yield the ids of responses that may be evicted, oldest first; but: the id of one that may not, if any."""
+        """Return an iterator over the ids of finished responses, which may be evicted, oldest first. but: id of a
+        response to leave out; None for none.
+        """
         return (name for name, kept in self.responses.items() if not kept.stored.is_running and name != but)
 
     def _earlier(self, stored: StoredResponse) -> Turn | None:
-        """Return the turn that a response continues; None for none. Nothing may be `missing`."""
+        """Return the turn that a response continues, None if it continues none. A response that is stored already keeps
+        the earlier turn that it has. Nothing may be `missing`.
+        """
         if stored.previous is None:
             return None
         known = self.responses.get(stored.id)
@@ -144,8 +151,8 @@ class Share:
         return self.responses[stored.previous].turn
 
     def _take(self, documents: Iterable[Document], texts: Mapping[bytes, bytes]) -> None:
-        """Count documents in num_bytes, and their long texts, which are kept and counted once however many documents
-        have them. texts: as for `missing`.
+        """Add documents to num_bytes and to the use counts of their long texts. A long text is stored and counted in
+        num_bytes when it is first used. texts: long texts that come with the response, by digest.
         """
         for document in documents:
             self.num_bytes += len(document.data)
@@ -156,7 +163,9 @@ class Share:
                 self._uses[digest] = self._uses.get(digest, 0) + 1
 
     def _release(self, documents: Iterable[Document]) -> None:
-        """Stop counting documents; drop long texts that no other document has."""
+        """Subtract documents from num_bytes and from the use counts of their long texts, and remove long texts that are
+        no longer used.
+        """
         for document in documents:
             self.num_bytes -= len(document.data)
             for digest in document.digests:
@@ -166,7 +175,9 @@ class Share:
                     self.num_bytes -= len(self._texts.pop(digest))
 
     def _forget(self, kept: Kept) -> None:
-        """Release a response, and its turns as far as no other response continues them."""
+        """Release a response's documents, its turn, and earlier turns that no other response continues, and update
+        num_bytes.
+        """
         self.num_bytes -= RECORD_BYTES
         self._release(kept.documents)
         turn: Turn | None = kept.turn

@@ -1,7 +1,8 @@
 """Store of responses, in memory and of bounded size, shared fairly by its owners.
 
-An owner beyond its own bounds evicts its own oldest responses. Where all owners together are beyond the store's, the
-owner that has most loses its oldest, so that nobody with less than an equal share loses anything to the others.
+An owner beyond its own bounds evicts its own oldest responses. If all owners together are beyond the store's bounds,
+the oldest responses of the owner with the most are evicted, so that nobody with less than an equal share loses anything
+to others.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of all that is stored, in bytes."""
+        """Memory of everything stored, in bytes."""
         return sum(share.num_bytes for share in self._shares.values())
 
     async def put(
         self, stored: StoredResponse, worker: Worker, texts: dict[bytes, bytes] | None = None
     ) -> Needs | None:
-        """Store a response, as Responses.put, and evict what is too much. Raises OverloadedError for a new one that
-        cannot be stored whatever is evicted (`_check_room`).
+        """Store a response, replacing its earlier state, and return None, or what is missing to store it, in which case
+        nothing has changed. Then evicts finished responses while bounds are exceeded, and, for a finished response,
+        wakes the calls of `stop` that wait for it. worker: process that generates a running response. texts: long texts
+        by digest. Raises OverloadedError for a new response for which evictions could not make room (`_check_room`).
         """
         texts = texts or {}
         share = self._shares.get(stored.owner) or Share()
@@ -58,12 +61,14 @@ class ResponseStore:
         return None
 
     async def find(self, response_id: str, owner: str) -> Found | None:
-        """Return a stored response's state and sizes, as Responses.find; None for an unknown one."""
+        """Return a stored response's state and sizes; None for an unknown one or another owner's."""
         kept = self._kept(response_id, owner)
         return None if kept is None else _found(kept)
 
     async def read(self, response_id: str, owner: str, part: Part) -> Reading | None:
-        """Return a part of a response, as Responses.read; None for an unknown one."""
+        """Return a part of a stored response with its long texts: "response", "input", or "conversation", which
+        includes all earlier turns; None for an unknown one or another owner's.
+        """
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -77,7 +82,9 @@ class ResponseStore:
         return Reading(documents, self._shares[owner].texts_of(documents))
 
     async def stop(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response and wait until it no longer runs, as Responses.stop; None for an unknown one."""
+        """Order the worker of a running response to cancel it, wait until it no longer runs, and return its state and
+        sizes; None for an unknown one or another owner's.
+        """
         kept = self._kept(response_id, owner)
         if kept is None:
             return None
@@ -89,14 +96,18 @@ class ResponseStore:
         return await self.find(response_id, owner)
 
     async def delete(self, response_id: str, owner: str) -> Found | None:
-        """Stop a response, wait until it no longer runs, remove and return it, as Responses.delete; None for none."""
+        """Stop a response, wait until it no longer runs, remove it, and return its state and sizes before removal; None
+        for an unknown one or another owner's.
+        """
         found = await self.stop(response_id, owner)
         if found is not None:
             self._drop(owner, response_id)
         return found
 
     def lose(self, worker: Worker) -> None:
-        """Mark the running responses of a lost worker as failed, which ends the calls of `stop` that wait for them."""
+        """Mark the running responses of a lost worker as failed, with an error, and wake the calls of `stop` that wait
+        for them.
+        """
         for key in [key for key, each in self._workers.items() if each is worker]:
             owner, response_id = key
             share = self._shares[owner]
@@ -110,12 +121,12 @@ class ResponseStore:
             self._rest(key)
 
     def _kept(self, response_id: str, owner: str) -> Kept | None:
-        """Return an owner's response; None if there is none of this id."""
+        """Return an owner's stored response; None if there is none with this id."""
         share = self._shares.get(owner)
         return None if share is None else share.responses.get(response_id)
 
     def _rest(self, key: tuple[str, str]) -> None:
-        """Forget the worker of a response, which no longer runs, and wake the calls of `stop` that wait for it. key:
+        """Forget the worker of a response that no longer runs, and wake the calls of `stop` that wait for it. key:
         (owner, id).
         """
         self._workers.pop(key, None)
@@ -123,8 +134,10 @@ class ResponseStore:
             at_rest.set()
 
     def _check_room(self, share: Share, stored: StoredResponse, texts: dict[bytes, bytes]) -> None:
-        """Raise OverloadedError for a new response that cannot be stored whatever is evicted: it or its conversation
-        is too large, or running responses, which stay, leave no room. Nothing may be missing in `share`."""
+        """Raise OverloadedError for a new response for which evictions could not make room: the conversation or the
+        response is too large, or running responses, which are never evicted, leave no room. Changes nothing. Nothing
+        may be missing in `share`.
+        """
         bounds = self._bounds
         # The answer is short, and the request that it answers was checked.
         size = share.conversation_bytes(stored) - stored.answer.num_bytes
@@ -146,8 +159,10 @@ class ResponseStore:
                 raise OverloadedError(text, retry_after=_RETRY_SECONDS)
 
     def _make_room(self, share: Share, newest: str) -> None:
-        """Evict finished responses while bounds are exceeded and there are any: of `share` beyond its owner's bounds,
-        of the owner that has most beyond the store's. newest: id of the response of `share` that stays."""
+        """Evict finished responses, oldest first, while bounds are exceeded and there is one to evict: those in `share`
+        beyond its owner's bounds, then those of the owner with the most beyond the store's bounds. newest: id of a
+        response in `share` that is not evicted.
+        """
         bounds = self._bounds
 
         def evict_from(other: Share) -> bool:
@@ -158,8 +173,8 @@ class ResponseStore:
             return oldest is not None
 
         def evict(measure: Callable[[Share], int]) -> bool:
-            """Evict the oldest of the owner that has most, of those that have anything to evict; return whether there
-            was one.
+            """Evict one response: the oldest finished one of the owner with the largest `measure` that has any. Returns
+            whether there was one.
             """
             return any(map(evict_from, sorted(self._shares.values(), key=measure, reverse=True)))
 
@@ -172,7 +187,7 @@ class ResponseStore:
             continue
 
     def _drop(self, owner: str, response_id: str) -> None:
-        """Remove a response, if it is there, and the share of an owner who has no other."""
+        """Remove a response, and the owner's share if that is then empty. Does nothing for an unknown response."""
         share = self._shares.get(owner)
         if share is not None and response_id in share.responses:
             share.drop(response_id)
@@ -181,22 +196,24 @@ class ResponseStore:
 
 
 def _num_responses(share: Share) -> int:
-    """Return how many responses an owner has; a measure for eviction."""
+    """Return the number of responses in a share. Serves as a measure for eviction."""
     return len(share.responses)
 
 
 def _num_bytes(share: Share) -> int:
-    """Return how many bytes an owner's responses take; a measure for eviction."""
+    """Return the memory of a share in bytes. Serves as a measure for eviction."""
     return share.num_bytes
 
 
 def _most_bytes(kept: Kept) -> int:
-    """Return the size in bytes of a response with its input and its whole conversation, each with all long texts."""
+    """Return the size in bytes of a response, its input and its whole conversation, with every occurrence of long
+    texts.
+    """
     return sum(_found(kept).num_bytes.values())
 
 
 def _found(kept: Kept) -> Found:
-    """Return a response's state and the sizes of its parts, as `find` does."""
+    """Return a stored response's state and the sizes in bytes of its parts."""
     stored = kept.stored
     sizes: dict[Part, int] = {
         "response": stored.response.num_bytes,

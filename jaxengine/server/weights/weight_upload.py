@@ -1,7 +1,7 @@
-"""Weights sent by a trainer: a safetensors file that arrives in pieces and is kept until the engine has read it.
+"""Weights sent by a trainer: a safetensors file that arrives in pieces and is stored until the engine has read it.
 
-Nothing is allocated for what a header claims: it must fit its limits, and its tensors the disk, before their bytes are
-accepted. The engine checks names, shapes and numbers.
+No memory is allocated for sizes that a header claims: the header must be within its limits, and its tensors must fit
+the disk, before their bytes are accepted. The engine checks names, shapes and numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from jaxengine.scheduler.base.errors import OverloadedError, RequestError
 
 FIELD = "params"
-# Of a header: largest size, and tensors in it. The largest checkpoints have a hundred thousand.
+# Largest size of a header, and largest number of tensors in it. The largest checkpoints have a hundred thousand.
 MAX_HEADER_BYTES, MAX_TENSORS = 16 << 20, 200_000
 # Uploads that one process takes at a time.
 MAX_UPLOADS = 2
@@ -31,11 +31,12 @@ _num_uploads = 0
 
 @contextlib.asynccontextmanager
 async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Context manager that receives a file in pieces and gives its path; the file is removed when the context ends.
+    """Receive a file in pieces into a new file of `folder`, and give its path in an async context. The file is removed
+    when the context ends.
 
-    folder: weight_upload_dir. Raises RequestError if `folder` is None or cannot be written, for a file that is
-    incomplete or not safetensors, and for one that the disk has no room for; OverloadedError if MAX_UPLOADS are under
-    way in this process.
+    folder: weight_upload_dir. Raises RequestError if `folder` is None or cannot be written, if the file is incomplete
+    or not safetensors, and if the disk has no room for it; OverloadedError if MAX_UPLOADS are in progress in this
+    process.
     """
     global _num_uploads
     if folder is None:
@@ -57,7 +58,9 @@ async def uploaded(folder: str | None, pieces: AsyncIterator[bytes]) -> AsyncIte
 
 
 def _created(folder: str) -> tuple[int, str]:
-    """Create an empty file in a folder; return its open descriptor and its path. Raises RequestError if it cannot."""
+    """Create an empty file in a folder. Returns its open descriptor, for the caller to close, and its path. Raises
+    RequestError if the file cannot be created.
+    """
     try:
         return tempfile.mkstemp(prefix="upload-", suffix=".safetensors", dir=folder)
     except OSError as error:
@@ -65,10 +68,10 @@ def _created(folder: str) -> tuple[int, str]:
 
 
 async def _receive(descriptor: int, folder: str, pieces: AsyncIterator[bytes]) -> None:
-    """Write the pieces of a safetensors file to `descriptor`, until there are no more.
+    """Write all pieces of a safetensors file to `descriptor`.
 
     Raises RequestError for an unusable header (`_size_of`), for fewer or more bytes than the header describes, and if
-    they cannot be written. folder: where the file is.
+    the bytes cannot be written. folder: the folder of the file, whose free space is checked.
     """
     block, received, whole = bytearray(), 0, None
     async for piece in pieces:
@@ -88,7 +91,9 @@ async def _receive(descriptor: int, folder: str, pieces: AsyncIterator[bytes]) -
 
 
 def _write(descriptor: int, block: bytearray) -> None:
-    """Write all of a block to a file's descriptor, blocking. Raises RequestError if it cannot, as on a full disk."""
+    """Write a whole block to a file's descriptor, blocking. Raises RequestError if that fails, for example on a full
+    disk.
+    """
     view = memoryview(block)
     try:
         while view:
@@ -98,9 +103,9 @@ def _write(descriptor: int, block: bytearray) -> None:
 
 
 def _size_of(start: bytearray, folder: str) -> int | None:
-    """Return the bytes of the whole file that begins with `start`; None while its header is incomplete.
-
-    Raises RequestError for a header that is too large or unusable, and for a file that `folder` has no room for.
+    """Return the size in bytes of the whole safetensors file that begins with `start`; None while `start` does not yet
+    contain the whole header. Raises RequestError for a header that is too large or unusable, and for a file larger than
+    the free disk space of `folder` less a reserve.
     """
     if len(start) < 8:
         return None
@@ -117,10 +122,9 @@ def _size_of(start: bytearray, folder: str) -> int | None:
 
 
 def _data_bytes(header: bytes) -> int:
-    """Return the bytes of the data that a safetensors header describes: the end of its last tensor, 0 without tensors.
-
-    header: JSON, without the length before it. Raises RequestError for other texts, and for more than MAX_TENSORS
-    tensors.
+    """Return the size in bytes of the data that a safetensors header describes: the largest end of a tensor, 0 without
+    tensors. header: the JSON text, without the length before it. Raises RequestError for a malformed header, and for
+    more than MAX_TENSORS tensors.
     """
     if header.count(b"{") + header.count(b"[") > 3 * MAX_TENSORS + 2 or header.count(b",") > 24 * MAX_TENSORS:
         raise RequestError(f"params describes more than {MAX_TENSORS} tensors", param=FIELD)
@@ -132,8 +136,8 @@ def _data_bytes(header: bytes) -> int:
 
 
 def _end_of(entry: Any) -> int:
-    """Return the end of a tensor's data, in bytes from the first tensor's. entry: of a header. Raises ValueError,
-    TypeError or KeyError for a malformed entry.
+    """Return the end of a tensor's data, in bytes from the beginning of all data. entry: the tensor's value in the
+    header. Raises ValueError, TypeError or KeyError for a malformed entry.
     """
     begin, end = entry["data_offsets"]
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:

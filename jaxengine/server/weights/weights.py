@@ -1,4 +1,4 @@
-"""Pauses, sleep and new weights for operators, over either protocol: calls of an engine's utilities."""
+"""Pauses, sleep and new weights for operators, over HTTP or gRPC: calls of an engine's utilities."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class UpdateOptions(NamedTuple):
     """Options of `LLM.update_weights`.
 
     Attributes:
-      version: of the new weights; None for the present number plus one, or, if it is a text, the number of
-        updates.
-      mode, kv, strict, chunk_bytes: as there.
+      version: version of the new weights; None: the present version plus one if it is a number, otherwise the number
+        of updates.
+      mode, kv, strict, chunk_bytes: see `LLM.update_weights`.
     """
 
     version: str | int | None = None
@@ -31,8 +31,8 @@ class UpdateOptions(NamedTuple):
 
 
 async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -> None:
-    """Pause the engine; returns when the pause is complete. mode: see PauseMode; clear_cache: also drop cached
-    prefixes. Raises RequestError for another mode, and EngineDeadError.
+    """Pause the engine, and return when the pause is complete, which is checked every 10 ms. mode: see PauseMode.
+    clear_cache: then also drop all cached prefixes. Raises RequestError for an unknown mode, and EngineDeadError.
     """
     await engine.utility("pause_engine", mode)
     while not await engine.utility("pause_is_there"):
@@ -42,20 +42,25 @@ async def pause(engine: EngineClient, mode: str, *, clear_cache: bool = False) -
 
 
 async def resume(engine: EngineClient) -> None:
-    """End a pause. Raises RequestError while the engine sleeps, and EngineDeadError."""
+    """End the engine's pause. Raises RequestError while parts of the engine sleep, and EngineDeadError."""
     await engine.utility("resume_engine")
 
 
 async def sleep(engine: EngineClient, level: int, mode: str, tags: list[str] | None, *, keep_kv: bool = False) -> None:
-    """Pause the engine and free device memory; return when that is done. Arguments and errors as of `LLM.sleep`."""
+    """Pause the engine, free device memory, and return when that is done.
+
+    level: 1 frees pages, and weights, which are kept in host memory; 2 frees both without a copy; 0 only pauses. mode:
+    see PauseMode. tags: parts to free, "weights" or "kv_cache"; None for both. keep_kv: first copy cached pages to the
+    host tier. Raises RequestError for arguments that are not allowed, and EngineDeadError.
+    """
     await engine.utility("begin_sleep", level, mode, tags, keep_kv)
     while not await engine.utility("fall_asleep", level, tags, keep_kv):
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def release_kv_cache_memory(engine: EngineClient) -> None:
-    """Free the pages of a paused engine; return when that is done. Raises RequestError if it is not paused, and
-    EngineDeadError.
+    """Free the KV pages of a paused engine on its devices, and return when that is done. Raises RequestError if the
+    engine is not paused, and EngineDeadError.
     """
     await engine.utility("check_paused")
     while not await engine.utility("fall_asleep", 1, ["kv_cache"]):
@@ -63,31 +68,36 @@ async def release_kv_cache_memory(engine: EngineClient) -> None:
 
 
 async def wake_up(engine: EngineClient, tags: Sequence[str] | None) -> list[str]:
-    """Put the freed parts back on the devices; tags as of `LLM.wake_up`, None for all. Returns the parts that still
-    sleep. Raises RequestError for an unknown tag, and for weights of level 2 that were not given anew; EngineDeadError.
+    """Put freed parts back on the devices, and return the parts that still sleep. tags: parts to wake, as in
+    `LLM.wake_up`; None for all. Raises RequestError for an unknown tag, and for weights freed at level 2 that have not
+    been loaded again; EngineDeadError.
     """
     await engine.utility("wake_engine", None if tags is None else list(tags))
     return (await state(engine))["asleep"]
 
 
 async def state(engine: EngineClient) -> dict[str, Any]:
-    """Return `is_paused`, `asleep` (the parts that sleep), and `weight_version`. Raises EngineDeadError."""
+    """Return the engine's `is_paused`, `asleep` (list of the parts that sleep), and `weight_version`. Raises
+    EngineDeadError.
+    """
     return await engine.utility("engine_pause")
 
 
 async def info(engine: EngineClient, *, checksum: bool) -> dict[str, Any]:
-    """Return `weight_version`; with `checksum` also `checksums`, SHA-256 by name of each weight. Raises
-    EngineDeadError.
+    """Return `weight_version` and, if `checksum`, also `checksums`, which maps each weight's name to its SHA-256.
+    Raises EngineDeadError.
     """
     found: dict[str, Any] = {"weight_version": (await state(engine))["weight_version"]}
     return {**found, "checksums": await engine.utility("weight_checksums")} if checksum else found
 
 
 async def update_from_path(engine: EngineClient, path: str, options: UpdateOptions) -> dict[str, Any]:
-    """Replace the weights by those of a folder or file that the engine's process can read; return a WeightUpdate's
-    fields. Requests go on while they are read; for the switch the engine is paused, in addition to any other pause.
+    """Replace the engine's weights by those of a folder or file that the engine's process can read, and return the
+    fields of a WeightUpdate. Requests continue while the file is read. The engine is paused for the switch, in addition
+    to any other pause.
 
-    Raises RequestError, which lists all faults, after which the old weights stay; EngineDeadError.
+    Raises RequestError, which lists all faults, if the new weights are unusable; the old weights then stay. Raises
+    EngineDeadError.
     """
     version, mode, kv, strict, chunk_bytes = options
     check_version(version)
@@ -106,11 +116,11 @@ async def update_from_path(engine: EngineClient, path: str, options: UpdateOptio
 async def update_from_pieces(
     engine: EngineClient, config: ServerConfig, pieces: AsyncIterator[bytes], options: UpdateOptions
 ) -> dict[str, Any]:
-    """Replace the weights by those of a safetensors file that arrives in pieces; return a WeightUpdate's fields. Errors
-    as of `update_from_path`; also RequestError for a file that cannot be kept or is not safetensors, OverloadedError
-    for too many uploads.
+    """Replace the engine's weights by those of a safetensors file that arrives in pieces, and return the fields of a
+    WeightUpdate. The file is stored in weight_upload_dir until the engine has read it.
 
-    The file is kept in weight_upload_dir until it has been read.
+    Raises the errors of `update_from_path`, RequestError also for a file that cannot be stored or is not safetensors,
+    and OverloadedError for too many uploads at once.
     """
     check_version(options.version)
     async with uploaded(config.weight_upload_dir, pieces) as path:

@@ -18,9 +18,11 @@ MAX_VOCABULARY_CHARS = 1 << 22
 def byte_pair_tokenizer(
     vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], splitting: Splitting
 ) -> Tokenizer:
-    """Build a byte-pair tokenizer without special tokens, with a splitting's pre-tokenizer, normalizer and decoder.
+    """Return a byte-pair tokenizer without special tokens, with the pre-tokenizer, normalizer and decoder of
+    `splitting`.
 
-    vocabulary: ids by token, spelt as `splitting` says. merges: pairs of tokens whose union is one, the best first.
+    vocabulary: ids by token; tokens are spelt as bytes or as characters, as splitting.spells_bytes says. merges: pairs
+    of tokens whose concatenation is a token, the best first.
     """
     falls_back = not splitting.spells_bytes
     model = models.BPE(
@@ -44,8 +46,8 @@ def byte_pair_tokenizer(
 
 
 def too_long(tokens: Collection[str]) -> str | None:
-    """Return an error text that gives the allowed lengths if a token, or all of them together, are too long; None
-    otherwise. tokens: all of a vocabulary, at least one.
+    """Return an error text with the allowed lengths if a token, or all tokens together, are too long; None otherwise.
+    tokens: all tokens of a vocabulary, at least one.
     """
     longest, total = max(map(len, tokens)), sum(map(len, tokens))
     if longest <= MAX_TOKEN_CHARS and total <= MAX_VOCABULARY_CHARS:
@@ -55,10 +57,11 @@ def too_long(tokens: Collection[str]) -> str | None:
 
 
 def merges_of_ranks(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the merges of a vocabulary whose best merge is the one with the token of the lowest rank.
+    """Return the merges, the best first, of a vocabulary in which a merge is the better the lower the rank of its
+    result.
 
-    Those are all splits of each token into two others. Among the splits of one token, the one whose parts are older
-    comes first, as it is the one by which the token was made.
+    These are all splits of each token into two others. Among the splits of one token, the one whose parts have the
+    lowest ranks comes first, as the token was made from it.
     """
     cuts = [(ranks[left + right], max(ranks[left], ranks[right]), left, right) for left, right in splits_in_two(ranks)]
     cuts.sort()
@@ -66,8 +69,8 @@ def merges_of_ranks(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def splits_in_two(tokens: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of tokens whose concatenation is a token, token by token in their order, the shortest first part
-    first.
+    """Yield every pair of tokens whose concatenation is a token, in the order of these tokens, and for one token the
+    shortest first part first.
     """
     for token in tokens:
         for cut in range(1, len(token)):
@@ -76,13 +79,13 @@ def splits_in_two(tokens: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def spelt(tokens: Iterable[bytes]) -> list[str]:
-    """Return each run of bytes spelt with one printable character a byte, as GPT-2 does (Radford et al. 2019)."""
+    """Return each run of bytes as a text with one printable character per byte, as in GPT-2 (Radford et al. 2019)."""
     return [token.decode("latin-1").translate(CHAR_OF_BYTE) for token in tokens]
 
 
 def _char_of_byte() -> dict[int, str]:
-    """Return the character that spells each byte: printable Latin-1 characters stand for themselves, and U+0100 and up,
-    in order, for the other bytes.
+    """Return a map from each byte to the character that spells it: printable Latin-1 characters spell themselves, and
+    the other bytes get U+0100 and up, in order.
     """
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
     plain = [byte for byte in range(256) if chr(byte) in alphabet]

@@ -6,11 +6,11 @@ from tokenizers.processors import TemplateProcessing
 
 
 def with_ends(begin: tuple[str, int] | None, end: tuple[str, int] | None, *, pairs: bool = False) -> TemplateProcessing:
-    """Build the post-processing step that puts tokens around a text; None: no token.
-
-    begin, end: name and id. pairs: `end` also stands between two texts, and the second one is of type 1.
+    """Return a post-processor that puts tokens before and after a text. begin, end: (name, id) of the tokens; None for
+    none. pairs: whether a pair of texts gets these tokens too, with `end` also between the texts; otherwise a pair gets
+    none. The second text is of type 1.
     """
-    # A template's own words: names of tokens may have spaces, and $A in a template is the text.
+    # Placeholder names stand for the tokens, whose names may have spaces. $A in a template is the text.
     around = {"BEGIN": begin, "END": end}
     known = [{"id": key, "ids": [one[1]], "tokens": [one[0]]} for key, one in around.items() if one is not None]
     before, after = ("" if one is None else key for key, one in around.items())

@@ -1,7 +1,7 @@
 """SentencePiece vocabularies as tokenizers: byte-pair encoding by scores, and the unigram model.
 
-Texts are prepared as by SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226): characters are mapped, a space
-becomes U+2581, and one is put in front.
+Texts are prepared as in SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226): characters are mapped, a space
+becomes U+2581, and one is put in front of the text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Pieces(NamedTuple):
     """SentencePiece vocabulary, with the preparation of texts.
 
     Attributes:
-      names, scores, types: of each piece, by id; names are distinct.
+      names, scores, types: name, score and type of each piece, by id; names are distinct.
       char_map: SentencePiece's compiled map of characters; empty for none.
-      adds_space: a space is put in front of the text.
-      isolates: user-defined pieces are whole and alone wherever the prepared text has them; else those are tokens that
-        are found in the original text.
-      only_first: the space is not put in front of text after a special token, or before a space.
-      strips: spaces at both ends are removed and runs of spaces become one.
+      adds_space: whether a space is put in front of the text.
+      strips: whether spaces at both ends are removed and runs of spaces become one.
+      only_first: whether adds_space leaves out text after a special token, and text that begins with a space.
+      isolates: whether user-defined pieces are separate tokens wherever the prepared text contains them; otherwise
+        they are tokens found in the original text.
     """
 
     names: Sequence[str]
@@ -41,15 +41,16 @@ class Pieces(NamedTuple):
     isolates: bool = False
 
     def with_types(self, *types: int) -> list[int]:
-        """Return the ids of the pieces of these types."""
+        """Return the ascending ids of the pieces that have one of these types."""
         return _of(self.types, *types)
 
 
 def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
-    """Build a byte-pair tokenizer whose unknown characters are bytes, or the unknown token without them.
+    """Return a byte-pair tokenizer. Unknown characters become byte tokens, or the unknown token if there are no byte
+    tokens.
 
-    SentencePiece merges the neighbours whose union has the best score; the equivalent merges are all splits of each
-    piece, sorted by score.
+    SentencePiece merges the neighbours whose concatenation has the best score. The equivalent list of merges has all
+    splits of each piece, sorted by score.
     """
     mergeable = (NORMAL, UNUSED) if pieces.isolates else (NORMAL, USER_DEFINED, UNUSED)
     known = {pieces.names[at]: at for at in pieces.with_types(*mergeable)}
@@ -77,7 +78,9 @@ def byte_pair_pieces(pieces: Pieces) -> Tokenizer:
 
 
 def unigram_pieces(pieces: Pieces) -> Tokenizer:
-    """Build a unigram tokenizer: the pieces whose scores have the largest sum. `pieces` must have an unknown one."""
+    """Return a unigram tokenizer, which splits a text into the pieces with the largest sum of scores. `pieces` must
+    contain an unknown piece.
+    """
     unknown = pieces.with_types(UNKNOWN)[0]
     has_bytes = bool(pieces.with_types(BYTE))
     scored = [(name, float(score)) for name, score in zip(pieces.names, pieces.scores, strict=True)]
@@ -94,9 +97,8 @@ def unigram_pieces(pieces: Pieces) -> Tokenizer:
 
 
 def add_marked_tokens(tokenizer: Tokenizer, names: Sequence[str], types: Sequence[int]) -> None:
-    """Make control and unknown tokens special, and have user-defined ones found in texts before anything else.
-
-    Changes `tokenizer` in place. names, types: of all pieces, by id.
+    """Make control and unknown pieces special tokens of `tokenizer`, and user-defined pieces tokens that are found in
+    texts before anything else. Changes `tokenizer` in place. names, types: names and types of all pieces, by id.
     """
     special = [AddedToken(names[at], special=True, normalized=False) for at in _of(types, CONTROL, UNKNOWN)]
     tokenizer.add_special_tokens(special)
@@ -105,17 +107,17 @@ def add_marked_tokens(tokenizer: Tokenizer, names: Sequence[str], types: Sequenc
 
 
 def _splits_written_bytes() -> Any:
-    """Return the step that makes the text "<0x0A>" be read as characters, where the byte's token would be found by its
-    name.
+    """Return a pre-tokenizer that splits the text "<0x0A>" after its "<", so that it is read as characters and does not
+    match the byte token of that name.
     """
     return pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
 
 
 def _longest_of(texts: Sequence[str]) -> str:
-    """Return a regular expression that matches the longest of these texts (none of them empty) that begins at a
-    position.
+    """Return a regular expression that matches the longest of the texts that begins at a position. texts: not empty
+    ones.
 
-    It branches by characters: with thousands of texts one after the other, each position would take as many steps.
+    The expression is a trie: an alternation of thousands of texts would take as many steps at each position.
     """
     root: dict[str, Any] = {}
     for text in texts:
@@ -135,13 +137,13 @@ def _longest_of(texts: Sequence[str]) -> str:
 
 
 def _of(types: Sequence[int], *wanted: int) -> list[int]:
-    """Return the indices in `types` of those wanted, ascending."""
+    """Return the indices, ascending, at which `types` has one of the wanted values."""
     return [at for at, kind in enumerate(types) if kind in wanted]
 
 
 def _with_texts(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
-    """Give a tokenizer the normaliser and the decoder of its vocabulary and, where it takes whole pieces, a
-    pre-tokenizer; in place, and return it.
+    """Set the tokenizer's normalizer and decoder for the vocabulary, and, where needed, extend its pre-tokenizer.
+    Changes `tokenizer` in place and returns it.
     """
     steps: list[Any] = [normalizers.Precompiled(pieces.char_map)] if pieces.char_map else []
     if pieces.strips:

@@ -16,17 +16,17 @@ from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.vocabularies.byte_pairs import MAX_TOKENS, too_long
 from jaxengine.tokens.vocabularies.pieces import NORMAL, UNKNOWN, Pieces
 
-# Wire types of protocol buffers, and the bytes of those that have a fixed size.
+# Wire types of protocol buffers, and the sizes in bytes of wire types with a fixed size.
 VARINT, LENGTH = 0, 2
 FIXED = {1: 8, 5: 4}
 MAX_VARINT_BYTES = 10
-# Fields by message. Model: pieces, the trainer's settings, the normaliser's.
+# Numbers of fields, by message. The first line is the model's: pieces, settings of the trainer and of the normalizer.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 PIECE, SCORE, TYPE = 1, 2, 3
 MODEL_TYPE, WHITESPACE_AS_SUFFIX, FIRST_ID = 3, 24, 40
 CHAR_MAP, DUMMY_PREFIX, EXTRA_WHITESPACES, ESCAPE_WHITESPACES = 2, 3, 4, 5
 UNIGRAM, BPE = 1, 2
-# Roles of ids from field FIRST_ID on, and the ids of a file that gives none; -1 is no token.
+# Roles of the ids in fields FIRST_ID and up -> ids in a file that gives none; -1 is no token.
 ROLES = {"unk": 0, "bos": 1, "eos": 2, "pad": -1}
 
 
@@ -35,8 +35,8 @@ class SentencePieceModel(NamedTuple):
 
     Attributes:
       pieces: the vocabulary.
-      is_unigram: it is a unigram model, else BPE.
-      tokens: special tokens by role: unk_token, bos_token, eos_token, pad_token, as far as there are.
+      is_unigram: whether it is a unigram model; otherwise it is BPE.
+      tokens: texts of existing special tokens by role: unk_token, bos_token, eos_token, pad_token.
     """
 
     pieces: Pieces
@@ -45,10 +45,10 @@ class SentencePieceModel(NamedTuple):
 
 
 def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
-    """Read a tokenizer.model file. source: its bytes; path: for errors.
+    """Return the content of a tokenizer.model file. source: the file's bytes. path: path for errors.
 
-    Raises ModelFileError for another file, and for a model that is neither unigram nor BPE, or that marks where words
-    end, or not where they begin.
+    Raises ModelFileError if the bytes are not such a file, and for a model that is neither unigram nor BPE, or that
+    does not mark where words begin, or marks where they end.
     """
     names: list[str] = []
     scores: list[float] = []
@@ -90,8 +90,8 @@ def read_sentencepiece(source: bytes, path: Path) -> SentencePieceModel:
 
 
 def _fields(source: bytes, path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number of the field, value) for each field of a message (`source`): an int for a varint, bytes for the
-    others. path: for errors. Raises ModelFileError for damaged messages and groups.
+    """Yield (field number, value) for each field of the message in `source`: an int for a varint, bytes for other wire
+    types. path: path for errors. Raises ModelFileError for a damaged message or a group.
     """
     at = 0
     while at < len(source):
@@ -113,10 +113,9 @@ def _fields(source: bytes, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(source: bytes, at: int, path: Path) -> tuple[int, int]:
-    """Read the varint at byte `at`: seven bits of each byte, the lowest first, while the eighth is set; return (number,
-    where it ends).
-
-    Raises ModelFileError, naming `path`, if it does not end within MAX_VARINT_BYTES and the source.
+    """Return (number, offset of the next byte) for the varint at byte `at`. Each byte has seven bits of the number, the
+    lowest first; the eighth bit is set except in the last byte. Raises ModelFileError, naming `path`, if the varint
+    does not end within MAX_VARINT_BYTES and within the source.
     """
     value = 0
     for shift, byte in enumerate(source[at : at + MAX_VARINT_BYTES]):
@@ -127,14 +126,16 @@ def _varint(source: bytes, at: int, path: Path) -> tuple[int, int]:
 
 
 def _signed(value: Any) -> int:
-    """Return a varint of 64 bits as the int32 that it stands for; -1, no token, for what is no varint."""
+    """Return a varint, read as an unsigned 64-bit number, as the signed number that it encodes; -1, which means no
+    token, for a value that is not an int.
+    """
     if not isinstance(value, int):
         return -1
     return value - (1 << 64) if value >> 63 else value
 
 
 def _text(value: Any, path: Path) -> str:
-    """Return a piece's bytes (`value`) as text. Raises ModelFileError for what is not bytes in UTF-8."""
+    """Return a piece's bytes, decoded from UTF-8. Raises ModelFileError if the value is not bytes in UTF-8."""
     try:
         return value.decode()
     except (AttributeError, UnicodeDecodeError):
@@ -142,8 +143,8 @@ def _text(value: Any, path: Path) -> str:
 
 
 def _score(value: Any, path: Path) -> float:
-    """Return the little-endian float32 in 4 bytes (`value`). Raises ModelFileError for other values, and if it is not
-    finite.
+    """Return the float that 4 bytes encode as little-endian float32. Raises ModelFileError if the value is not 4 bytes,
+    or the float is not finite.
     """
     score = struct.unpack("<f", value)[0] if isinstance(value, bytes) and len(value) == 4 else math.nan
     if not math.isfinite(score):

@@ -1,11 +1,12 @@
-"""Names that GGUF files give to the splitting of texts before byte-pair encoding, and what they mean.
+"""Names that GGUF files give to the splitting of texts before byte-pair encoding, and the splitting that each name
+means.
 
-A GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) by a word of llama.cpp, whose implementation is code
+A GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) by a name of llama.cpp, whose implementation is code
 (src/llama-vocab.cpp, convert_hf_to_gguf_update.py). A row here has the regular expressions of the tokenizer.json that
-the word stands for. They are those with which the models were trained; llama.cpp's differ where its regular expressions
-cannot say the same: it takes only ASCII letters as upper or lower case (gpt-4o, tekken and their like) and knows no
-marks there, composes no accents (Qwen, Command R, OLMo), and keeps runs of digits together that the tokenizer.json
-takes apart (DeepSeek LLM, Falcon). Where no tokenizer.json is known to differ, a row follows llama.cpp.
+the name stands for, with which the models were trained. llama.cpp's differ where its regular expressions are less
+expressive: it takes only ASCII letters as upper or lower case (gpt-4o, tekken and similar) and supports no marks there,
+composes no accents (Qwen, Command R, OLMo), and keeps runs of digits together that the tokenizer.json splits (DeepSeek
+LLM, Falcon). Where no tokenizer.json is known to differ, a row follows llama.cpp.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _either(*patterns: str) -> str:
+    """Return a regular expression that matches any of the patterns, the first ones preferred."""
     return "|".join(patterns)
 
 
 def _cased(suffix: str, upper: str = f"[{_UPPER}]", lower: str = f"[{_LOWER}]") -> str:
-    """Return an expression for words that end where a small letter meets a capital one. suffix: what may follow; upper,
-    lower: expressions for one letter of each case.
+    """Return a regular expression for words that end where a small letter is followed by a capital one. suffix:
+    expression for what may follow a word. upper, lower: expressions for one letter of each case.
     """
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{upper}*{lower}+{suffix}|{start}{upper}+{lower}*{suffix}"
@@ -93,13 +95,13 @@ class Splitting(NamedTuple):
     """Splitting of a text before byte-pair encoding.
 
     Attributes:
-      patterns: each in turn splits every piece into its matches and what lies between; BYTES stands for a step of its
-        own.
-      composes: texts are composed (NFC) first.
-      ignore_merges: a piece that is a token becomes it, whatever the merges.
-      adds_bos: texts begin with BOS unless the file says otherwise.
-      spells_bytes: pieces are spelt as bytes; else they keep their characters, with spaces as U+2581 and bytes as
-        tokens like <0x0A>.
+      patterns: regular expressions, applied in order; each splits every piece into its matches and the text between
+        them. BYTES stands for the step that spells pieces as bytes.
+      composes: whether texts are first composed (NFC).
+      ignore_merges: whether a piece that is a token becomes this token regardless of the merges.
+      adds_bos: whether texts begin with BOS unless the file says otherwise.
+      spells_bytes: whether pieces are spelt as bytes; otherwise they keep their characters, with spaces as U+2581 and
+        unknown bytes as tokens like <0x0A>.
     """
 
     patterns: tuple[str, ...]
@@ -109,19 +111,21 @@ class Splitting(NamedTuple):
     spells_bytes: bool = True
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return the splitting as a component of a tokenizer."""
+        """Return a pre-tokenizer that performs this splitting."""
         return pre_tokenizers.Sequence(list(self._steps()))
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Return the normalisation of a text before it is split: spaces to U+2581 unless spells_bytes, else NFC if
-        `composes`; None without.
+        """Return the normalizer of texts before they are split: spaces to U+2581 unless spells_bytes, otherwise NFC if
+        `composes`, otherwise None.
         """
         if not self.spells_bytes:
             return normalizers.Replace(" ", "\u2581")
         return normalizers.NFC() if self.composes else None
 
     def _steps(self) -> Iterator[Any]:
-        """Yield the pre-tokenizers in order; one that spells bytes comes last unless `patterns` places it."""
+        """Yield the pre-tokenizers in order. With spells_bytes, the one that spells bytes stands where `patterns` has
+        BYTES, otherwise last.
+        """
         spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         for pattern in self.patterns:
             yield spell if pattern == BYTES else pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -140,7 +144,7 @@ _ROWS: dict[str, Splitting] = {
     ),
     "dbrx smaug-bpe glm4 chatglm-bpe": Splitting((LLAMA3,)),
     "qwen2 deepseek-r1-qwen f2llmv2 hunyuan": Splitting((QWEN2,), composes=True),
-    # Ling's tokenizers (bailingmoe) have it in other words.
+    # Ling's tokenizers (bailingmoe) have an equivalent expression.
     "kormo megrez stablelm2 solar-open grok-2 bailingmoe bailingmoe2 llada-moe": Splitting((QWEN2,)),
     "qwen35": Splitting((QWEN35,), composes=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": Splitting((GPT4O,)),
@@ -203,7 +207,7 @@ _ROWS: dict[str, Splitting] = {
         (r"[^\n]+|[\n]+",), ignore_merges=True, adds_bos=True, spells_bytes=False
     ),
     "sarvam-moe": Splitting((r"[^\n]+|[\n]+",), ignore_merges=True, spells_bytes=False),
-    # Of files that name none.
+    # Used for files that name no pre-tokenizer.
     "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 # By name.

@@ -1,7 +1,7 @@
-"""Vocabularies of tiktoken: a line for each token, its bytes in base64 and its rank, which is its id.
+"""Vocabularies of tiktoken: a line for each token, with its bytes in base64 and its rank, which is its id.
 
-The file says neither how texts are split nor which special tokens there are. The code of the models' repositories does,
-which is not run; a row here has what it says.
+The file contains neither the splitting of texts nor the special tokens. These are in the code of the models'
+repositories, which is not run, so a row here contains them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Ranks(NamedTuple):
     Attributes:
       file: name of the file of ranks.
       splitting: name of the splitting, a key of SPLITTINGS.
-      special: special tokens after the ranks, in order. Names in tokenizer_config.json (`added_tokens_decoder`) win.
+      special: special tokens after the ranks, in order. Names in tokenizer_config.json (`added_tokens_decoder`) take
+        precedence.
       more: least number of special tokens.
-      unnamed: name of one without a name, by its id or, if `counts`, by its index among those.
+      unnamed: format of the name of special tokens without one, with their id or, if `counts`, a running number.
       tokens: special tokens by role, unless the folder names others.
-      adds_bos: texts begin with the beginning-of-text token.
+      adds_bos: whether texts begin with the beginning-of-text token.
     """
 
     file: str
@@ -58,7 +59,7 @@ QWEN = Ranks(
     counts=True,
     tokens={"eos_token": "<|endoftext|>"},
 )
-# Meta's own files, whose name is that of SentencePiece's.
+# Meta's original files, which have the same name as SentencePiece's.
 LLAMA3 = Ranks(
     "tokenizer.model",
     "llama-bpe",
@@ -76,16 +77,17 @@ LLAMA3 = Ranks(
 
 
 def is_tiktoken(source: bytes) -> bool:
-    """Whether the content of a file (`source`) is tiktoken's: its first line is a token and a rank."""
+    """Whether a file's content (`source`) is in tiktoken's format: its first line has a token in base64 and a rank."""
     return _LINE.fullmatch(source[: source.find(b"\n")].rstrip()) is not None
 
 
 def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str | None, path: Path) -> Tokenizer:
-    """Build the tokenizer of a file of ranks, with its special tokens.
+    """Return the tokenizer of a file of ranks, with its special tokens.
 
     source: content of the file at `path`. named: special tokens by id, as the folder names them. bos: text of the
-    beginning-of-text token, used if `row.adds_bos`. Raises ModelFileError for a file with other lines, and for ranks
-    that are not the numbers from 0 on, and too many or too long tokens.
+    beginning-of-text token, which is put before texts if `row.adds_bos` and it is a special token. Raises
+    ModelFileError for malformed lines, for ranks that are not the numbers from 0 on, and for too many or too long
+    tokens.
     """
     tokens = spelt(_tokens(source, path))
     if (problem := too_long(tokens)) is not None:
@@ -101,8 +103,8 @@ def read_tiktoken(source: bytes, row: Ranks, named: Mapping[int, str], bos: str 
 
 
 def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
-    """Return the tokens in a file's content (`source`), as bytes, by rank. Raises ModelFileError unless the content has
-    256 to MAX_TOKENS lines, with distinct tokens and the ranks from 0 on.
+    """Return the tokens in a file's content (`source`), as bytes, by rank. Raises ModelFileError unless there are 256
+    to MAX_TOKENS lines with distinct tokens and the ranks from 0 on.
     """
     lines = source.split()
     size = len(lines) // 2
@@ -119,8 +121,8 @@ def _tokens(source: bytes, path: Path) -> Sequence[bytes]:
 
 
 def _special(row: Ranks, named: Mapping[int, str], first: int, path: Path) -> list[str]:
-    """Return the special tokens in order, from the id `first` on. named: special tokens by id, which win over those of
-    `row`. Raises ModelFileError for more than MAX_SPECIAL.
+    """Return the special tokens in the order of their ids, which begin at `first`. named: special tokens by id, which
+    take precedence over those of `row`. Raises ModelFileError for more than MAX_SPECIAL.
     """
     known = dict(enumerate(row.special, first)) | {at: name for at, name in named.items() if at >= first}
     size = max(row.more, max(known, default=first) + 1 - first)

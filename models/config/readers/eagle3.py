@@ -1,4 +1,4 @@
-"""Configuration of an EAGLE-3 head: one Llama layer that reads the hidden states of another model."""
+"""Configuration of an EAGLE-3 head: one Llama layer that reads hidden states of another model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxengine.models.config.fields import MAX_LAYERS, ConfigFields, ModelConfig
 from jaxengine.models.config.model_config import ModelConfig
 from jaxengine.models.config.readers.hf import hf_architecture
 
-# Architectures of heads as named by their authors, SpecForge and vLLM; the first is that of the target.
+# Architectures of heads as named by their authors, SpecForge and vLLM. The first is also the target's.
 ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS = "speculators_model_type"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -21,11 +21,11 @@ class Eagle3Config(ModelConfig):
     """ModelConfig of the head's one layer, with the fields of EAGLE-3.
 
     Attributes:
-      draft_vocab_size: number of tokens that it may draft, a part of the vocabulary.
+      draft_vocab_size: number of tokens that the head may draft, at most the vocabulary's.
       target_size: size of a hidden state of the target model.
-      streams: hidden states of the target that it reads, each given by the number of layers before it; ascending.
-      norm_before_residual: the residual of its attention is the normed input.
-      own_embedding: it has embeddings of its own; else it uses the target's.
+      streams: hidden states of the target that the head reads, each given by the number of layers before it.
+      norm_before_residual: whether the residual of its attention is the normed input.
+      own_embedding: whether it has its own embeddings; otherwise it uses the target's.
     """
 
     draft_vocab_size: int = 0
@@ -36,9 +36,9 @@ class Eagle3Config(ModelConfig):
 
 
 def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
-    """Return the fields of a head's config.json in one mapping; those of the library speculators nest the layer's.
-
-    Raises ModelConfigError for what is no EAGLE-3 head of one layer, or has features that are not supported.
+    """Return the fields of a head's config.json in one mapping. In files of the library speculators, the nested fields
+    of the layer are moved up. Raises ModelConfigError unless it is an EAGLE-3 head of one layer without unsupported
+    features.
     """
     fields = ConfigFields(raw)
     kind = fields.text(SPECULATORS, None)
@@ -58,12 +58,12 @@ def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig) -> Eagle3Config:
-    """Build the Eagle3Config of these fields.
+    """Return the Eagle3Config of these fields.
 
     Args:
-      fields: result of `head_fields`.
-      layer: fields of its layer, as keyword arguments of ModelConfig.
-      model: the target, whose hidden states it reads.
+    fields: result of `head_fields`.
+    layer: fields of the head's layer, as keyword arguments of ModelConfig.
+    model: the target model, whose hidden states the head reads.
 
     Raises ModelConfigError for a field that is missing, of a wrong type or out of its limits, and for a draft
     vocabulary larger than the vocabulary.
@@ -84,14 +84,12 @@ def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig
 
 
 def _streams(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """Read Eagle3Config.streams: the listed ones, else those that heads are trained on by default, (2, L // 2, L - 3)
-    of L layers.
+    """Return Eagle3Config.streams: the listed ones, or, without a list, (2, L // 2, L - 3) for L layers, on which heads
+    are trained by default.
 
-    num_layers: layers of the target model. Raises ModelConfigError for anything but a list of whole numbers >= 0, and
-    where use_aux_hidden_state is false.
-
-    Lists are of two kinds. Some count the layers before a hidden state, others name the layer that produced it,
-    from 0 on; the latter begin with 1, where the former begin with 2.
+    Some files count the layers before a hidden state; others give the number, from 0, of the layer that produced it.
+    Lists of the latter kind begin with 1 and are increased by one. num_layers: layers of the target model. Raises
+    ModelConfigError for a value that is not a list of whole numbers >= 0, and if use_aux_hidden_state is false.
     """
     inner = ConfigFields(fields.mapping("eagle_config") or {})
     inner.require(use_aux_hidden_state=True)

@@ -1,6 +1,6 @@
 """GGUF metadata to the fields of a ModelConfig.
 
-Owns the key names of the GGUF specification (ggml/docs/gguf.md). Tensors are read in models/weights/gguf/file.py.
+Contains the key names of the GGUF specification (ggml/docs/gguf.md). Tensors are read in models/weights/gguf/file.py.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ EXPERT_SIZE = "expert_feed_forward_length"
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
-    """Read llama.cpp's name of the model's architecture. Raises ModelConfigError if there is none, or no string."""
+    """Return llama.cpp's name of the model's architecture. Raises ModelConfigError if it is missing or not a string."""
     return ConfigFields(metadata).text("general.architecture")
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> str:
-    """Return the name of the family that reads a file, as in CausalLM.gguf_architecture. Raises ModelConfigError.
-
-    Files of Mixtral call themselves llama, and those of DeepSeek V3 deepseek2.
+    """Return the name of the family that reads a file, as in CausalLM.gguf_architecture. It is the architecture, except
+    that files of Mixtral name the architecture llama, and those of DeepSeek V3 deepseek2. Raises ModelConfigError if
+    the architecture is missing.
     """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
@@ -43,8 +43,8 @@ def gguf_family(metadata: Mapping[str, Any]) -> str:
 
 
 class RopeFactors(NamedTuple):
-    """Rope scaling that a file stores in tensors, a divisor for each rotated pair: `factors` of `rope_freqs`, or
-    `short` of `rope_factors_short` and `long` of `rope_factors_long`; empty without the tensor.
+    """Rope scaling that a file stores in tensors, with one divisor for each rotated pair. `factors` is the tensor
+    `rope_freqs`; `short` and `long` are `rope_factors_short` and `rope_factors_long`; each is empty without its tensor.
     """
 
     factors: tuple[float, ...] = ()
@@ -53,11 +53,11 @@ class RopeFactors(NamedTuple):
 
 
 class GGUFConfig(NamedTuple):
-    """All data of a GGUF file that determine its model.
+    """Data of a GGUF file that determine its model's configuration.
 
     Attributes:
       metadata: the file's key-values.
-      tie_word_embeddings: the file lacks an output head.
+      tie_word_embeddings: whether the file lacks an output head.
       rope_factors: content of its tensors that scale rope.
     """
 
@@ -67,8 +67,7 @@ class GGUFConfig(NamedTuple):
 
     @property
     def fields(self) -> ConfigFields:
-        """Return the metadata of the architecture itself: `llama.block_count` is the field `block_count`.
-
+        """Fields of the metadata that belong to the architecture: `llama.block_count` is the field `block_count`.
         Raises ModelConfigError if the metadata name no architecture.
         """
         return ConfigFields(self.metadata, f"{gguf_architecture(self.metadata)}.")
@@ -84,18 +83,19 @@ def gguf_fields(
     yarn: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """Read the fields that families share from a GGUF file: keyword arguments of ModelConfig, without the architecture.
+    """Return the fields that families share from a GGUF file, as keyword arguments of ModelConfig, without the
+    architecture. All layers are alike.
 
     Args:
-      partial_rotary: whether the family may rotate a part of each head only.
-      interleaved: see Rope.
-      experts: config of a family with experts.
-      eps: name of the field with the epsilon of norms.
-      yarn: YaRN settings that the family has and files lack, named as in a config.json. With an attention_factor
-        the family reads yarn_log_multiplier itself.
-      attention: further fields of every layer's LayerAttention.
+    partial_rotary: whether the family supports rotating a part of each head only.
+    interleaved: see Rope.
+    experts: config of a family with experts; None for a family without.
+    eps: name of the field with the epsilon of norms.
+    yarn: YaRN settings of the family that files lack, named as in a config.json. With an attention_factor among them
+      the family reads yarn_log_multiplier itself.
+    attention: further fields of every layer's LayerAttention.
 
-    Raises ModelConfigError for a field that is missing, wrong or not supported, as experts are without `experts`.
+    Raises ModelConfigError for a field that is missing, wrong or not supported, such as experts if `experts` is None.
     """
     metadata, fields = gguf.metadata, gguf.fields
     general = ConfigFields(metadata)
@@ -134,7 +134,7 @@ def gguf_fields(
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return a GGUF value as an array; one of None for lists of unequal lengths, which are no array."""
+    """Return a GGUF value as an array. For nested lists of unequal lengths, return an array that contains only None."""
     try:
         return np.asarray(value)
     except ValueError:
@@ -142,8 +142,8 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
-    """Return whether each layer has the window: as `attention.sliding_window_pattern` lists, else all but every
-    `full_every`-th. Raises ModelConfigError unless the list has a boolean for each layer.
+    """Return whether each layer has the sliding window, as `attention.sliding_window_pattern` lists; without the list,
+    all but every `full_every`-th layer. Raises ModelConfigError unless the list has a boolean for each layer.
     """
     num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
     listed = fields.value(name, None)
@@ -158,10 +158,8 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
 def gguf_experts(
     fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length", **more: Any
 ) -> ExpertsConfig:
-    """Read the experts of every layer. size: the field with their feed-forward size; more: fields that the family
-    fixes.
-
-    Raises ModelConfigError for a field that is missing or wrong.
+    """Return the ExpertsConfig of a file. size: name of the field with the experts' feed-forward size. more: fields of
+    ExpertsConfig that the family fixes. Raises ModelConfigError for a field that is missing or wrong.
     """
     return ExpertsConfig(
         num_experts=fields.integer("expert_count"),
@@ -173,9 +171,9 @@ def gguf_experts(
 
 
 def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsConfig:
-    """Read experts as in DeepSeek: after dense layers, in groups, with a shared MLP. Raises ModelConfigError.
-
-    scoring_func: "sigmoid" comes with a correction bias.
+    """Return the ExpertsConfig of a file with experts as in DeepSeek: after dense layers, in groups, with a shared MLP.
+    scoring_func: "softmax", or "sigmoid", which comes with a correction bias. Raises ModelConfigError for a field that
+    is missing or wrong, or for another scoring function.
     """
     number = {"softmax": SOFTMAX, "sigmoid": SIGMOID}[scoring_func]
     if fields.integer("expert_gating_func", number) != number:
@@ -196,10 +194,8 @@ def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsCo
 
 
 def _ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Read all tokens that end an answer. A chat model may end its turn with a token of its own.
-
-    Each comes once; a chat model's only if it is below vocab_size. Raises ModelConfigError for ids that are no integers
-    >= 0.
+    """Return all tokens that end an answer, without repetitions: the listed ones, and named tokens with which chat
+    models end their turns, if they are below vocab_size. Raises ModelConfigError for ids that are not integers >= 0.
     """
     general = ConfigFields({**metadata, EOS_LIST: listed_ends(metadata)})
     ids = [number for key in (*END_KEYS, EOS_LIST) for number in general.token_ids(key)]
@@ -208,7 +204,9 @@ def _ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def _vocab_size(general: ConfigFields) -> int:
-    """Return the number of tokens in the file's tokenizer. Raises ModelConfigError without a list of them."""
+    """Return the number of tokens in the file's tokenizer. Raises ModelConfigError if the metadata has no list of
+    tokens.
+    """
     tokens = general.value("tokenizer.ggml.tokens", None)
     if tokens is None or isinstance(tokens, (str, int, float)):
         raise ModelConfigError("the GGUF metadata gives neither a vocab_size nor tokenizer.ggml.tokens")
@@ -216,8 +214,8 @@ def _vocab_size(general: ConfigFields) -> int:
 
 
 def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
-    """Read the elements of a head, hidden_size / num_heads where the file does not say. Raises ModelConfigError, also
-    for values of another size than keys.
+    """Return the elements of a head, hidden_size / num_heads if the file does not give them. Raises ModelConfigError if
+    that is not a whole number, and if values and keys differ in size.
     """
     head_dim = fields.integer("attention.key_length", None)
     if head_dim is None:
@@ -233,7 +231,9 @@ def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
 
 
 def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> int:
-    """Read the rotated elements of a head, by default all. Raises ModelConfigError for fewer unless partial_rotary."""
+    """Return the number of rotated elements of a head, by default all. Raises ModelConfigError for more than head_dim,
+    and for fewer unless partial_rotary.
+    """
     rotary_dim = fields.integer("rope.dimension_count", head_dim)
     if rotary_dim > head_dim or (rotary_dim < head_dim and not partial_rotary):
         raise fields.fail("rope.dimension_count", f"{'at most ' * partial_rotary}the head dimension {head_dim}")
@@ -241,10 +241,11 @@ def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> in
 
 
 def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
-    """Read (kind of rope scaling, its factor): "none" for a file without it, None for one without a factor.
+    """Return (kind of rope scaling, its factor): the kind is "none" for a file without scaling, the factor None if the
+    file gives none.
 
-    As in llama.cpp a factor without a kind is linear, `rope.scale_linear` is its old name, and 0 means none. Raises
-    ModelConfigError for a kind that is no string or a factor that is no number >= 0.
+    As in llama.cpp, a factor without a kind is linear, `rope.scale_linear` is its older name, and a factor of 0 means
+    none. Raises ModelConfigError for a kind that is not a string or a factor that is not a number >= 0.
     """
     names = ("rope.scaling.factor", "rope.scale_linear")
     name = next((name for name in names if fields.has(name)), names[0])
@@ -256,10 +257,10 @@ def _scaling_kind(fields: ConfigFields) -> tuple[str, float | None]:
 def _rope_scaling(
     fields: ConfigFields, max_positions: int, tensors: RopeFactors, yarn: Mapping[str, Any]
 ) -> RopeScaling | None:
-    """Read the scaling of rope from metadata and the file's tensors of factors; None for plain rope.
+    """Return the scaling of rope from metadata and the file's tensors of factors; None for plain rope.
 
-    max_positions: default of the original context. yarn: as of `gguf_fields`. Raises ModelConfigError, also for a
-    scaling that metadata and tensors state differently.
+    max_positions: default of the original context length. yarn: see `gguf_fields`. Raises ModelConfigError for a wrong
+    or unsupported scaling, and if metadata and tensors contradict each other.
     """
     kind, factor = _scaling_kind(fields)
     if tensors.long or tensors.short:
@@ -304,9 +305,8 @@ def _rope_scaling(
 
 
 def _sliding_window(fields: ConfigFields, max_positions: int) -> int | None:
-    """Read the window; None if there is none, or if no sequence of max_positions tokens is longer.
-
-    Raises ModelConfigError for what is no integer >= 0.
+    """Return the sliding window; None if there is none, or if it is at least max_positions. Raises ModelConfigError for
+    a value that is not an integer >= 0.
     """
     window = fields.integer("attention.sliding_window", 0, minimum=0)
     return None if window == 0 or window >= max_positions else window

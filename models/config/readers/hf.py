@@ -1,6 +1,6 @@
 """config.json of a Hugging Face checkpoint to the fields of a ModelConfig.
 
-Owns the fields that all families share. Only data is read: `auto_map` and every other pointer to code is ignored.
+Reads the fields that all families share. Only data is read: `auto_map` and every other pointer to code is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxengine.models.params.files import read_object
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-# ModelOpt's file of quantization settings, read where config.json has none.
+# ModelOpt's file of quantization settings, read if config.json has none.
 QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,10 +29,8 @@ LAYER_CONFIG = "per_layer_config"
 
 
 def read_config_json(folder: Path | str) -> dict[str, Any]:
-    """Parse the config.json of a checkpoint folder, with quantization settings from hf_quant_config.json next to it if
-    it has none.
-
-    Raises ModelFileError when it is absent or not a JSON object.
+    """Return the content of a checkpoint folder's config.json. If it has no quantization settings, those of
+    hf_quant_config.json in the same folder are added. Raises ModelFileError if the file is absent or not a JSON object.
     """
     raw = read_object(folder, CONFIG_FILE)
     if raw is None:
@@ -43,25 +41,23 @@ def read_config_json(folder: Path | str) -> dict[str, Any]:
 
 
 def with_one_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that describes rope once: `rope_scaling` next to `rope_parameters` is merged into
-    `rope_parameters`, as transformers 5 does.
+    """Return a copy of a config.json that describes rope once: if both `rope_scaling` and `rope_parameters` are
+    present, the former replaces the latter, as in transformers 5.
 
-    Such a file results from applying the YaRN recipe of model cards in a folder that transformers 5 wrote.
-    `rope_scaling` replaces `rope_parameters`; a warning is logged if their `rope_theta` is lost by that. If they have a
-    mapping for each kind of layers, `rope_scaling` is merged into the one for FULL layers; that of a ModernBERT stays.
-    Nested configurations, such as text_config, are treated alike.
-
-    Raises ModelConfigError if one of both is not a mapping.
+    Such files result from applying the YaRN recipe of model cards in a folder that transformers 5 wrote. A warning is
+    logged if a `rope_theta` in rope_parameters is lost. If rope_parameters has a mapping for each kind of layers,
+    rope_scaling is merged into the one for FULL layers, except for ModernBERT, whose file is left unchanged. Nested
+    configurations, such as text_config, are treated in the same way. Raises ModelConfigError if either field is not a
+    mapping.
     """
     inner = {name: value for name, value in raw.items() if name.endswith("_config") and isinstance(value, Mapping)}
     return _merge_ropes(raw) | {name: _merge_ropes(value) for name, value in inner.items()}
 
 
 def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `rope_scaling` of one mapping of fields into its `rope_parameters`, as `with_one_rope` says; mappings
-    within it stay.
-
-    Logs a warning if a rope_theta is lost. Raises ModelConfigError if one of both is not a mapping.
+    """Return a copy of one mapping of fields with `rope_scaling` merged into `rope_parameters` as `with_one_rope`
+    describes, without treating nested mappings. Logs a warning if a rope_theta is lost. Raises ModelConfigError if
+    either field is not a mapping.
     """
     fields, merged = ConfigFields(raw), dict(raw)
     if not fields.has("rope_parameters") or not fields.has("rope_scaling"):
@@ -86,7 +82,7 @@ def _merge_ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _XLM = "XLMRoberta"
-# Of classes with several kinds of text models, by the text's model_type: the class with these layers.
+# (Class that takes several kinds of text models, model_type of the text) -> class with these layers.
 _BY_TEXT = {
     ("Glm46VForConditionalGeneration", "glm4v_moe_text"): "Glm4vMoeForConditionalGeneration",
     ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForConditionalGeneration",
@@ -95,10 +91,11 @@ _BY_TEXT = {
 
 
 def hf_architecture(fields: ConfigFields) -> str:
-    """Read `architectures`, a list of one class name, and return the name. If it begins with XLMRoberta and
-    `position_embedding_type` is "rotary", as jinaai/jina-embeddings-v3 is published, JinaEmbeddingsV3 takes the place
-    of that beginning. A class that takes several kinds of text models may be another by its `text_config`. Raises
-    ModelConfigError for anything but such a list.
+    """Return the class name in `architectures`, which must be a list of one.
+
+    If it begins with XLMRoberta and `position_embedding_type` is "rotary", as in jinaai/jina-embeddings-v3, that
+    beginning is replaced by JinaEmbeddingsV3. For a class that takes several kinds of text models, the result depends
+    on text_config's model_type (_BY_TEXT). Raises ModelConfigError for any other value.
     """
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -111,7 +108,7 @@ def hf_architecture(fields: ConfigFields) -> str:
 
 
 class Activation(NamedTuple):
-    """Name of the field with a model's activation, and the values that mean the family's own."""
+    """Name of the field with a model's activation, and the values that stand for the family's activation."""
 
     field: str
     values: tuple[str, ...]
@@ -133,21 +130,22 @@ def hf_fields(
     eps: str = "rms_norm_eps",
     **attention: Any,
 ) -> dict[str, Any]:
-    """Read the fields that families share from a config.json: keyword arguments of ModelConfig, without the
+    """Return the fields that families share from a config.json, as keyword arguments of ModelConfig, without the
     architecture.
 
     Args:
-      windows: window of each layer, or one for all; None for a layer that sees all keys.
-      ropes: rope of each layer, with None for a layer without; None in place of the list for the file's in all layers.
-      head_dim: default for a file without it; None for hidden_size / num_attention_heads.
-      activation: the only one that the family has; another is an error.
-      partial_rotary: whether the family may rotate a part of each head only.
-      tied: default of tie_word_embeddings.
-      eps: name of the field with the epsilon of norms.
-      attention: further fields of every layer's LayerAttention.
+    windows: window of each layer, or one for all; None for a layer that attends to all keys.
+    ropes: rope of each layer, with None for a layer without rope. None in place of the list: the file's rope in all
+      layers.
+    head_dim: default for a file without it; None for hidden_size / num_attention_heads.
+    activation: the only activation that the family supports.
+    partial_rotary: whether the family supports rotating a part of each head only.
+    tied: default of tie_word_embeddings.
+    eps: name of the field with the epsilon of norms.
+    attention: further fields of every layer's LayerAttention.
 
-    Raises ModelConfigError for a field that is missing, wrong or not supported; ValueError for windows or ropes that
-    are not one for each layer.
+    Raises ModelConfigError for a field that is missing, wrong or not supported; ValueError if windows or ropes do not
+    have one entry for each layer.
     """
     if fields.text(activation.field, activation.values[0]) not in activation.values:
         raise fields.fail(activation.field, repr(activation.values[0]))
@@ -184,10 +182,11 @@ def hf_fields(
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
     """Return the fields of the language model in a multimodal configuration: `text_config`, with quantization_config,
-    bos_token_id, eos_token_id and tie_word_embeddings taken from outside of it.
+    bos_token_id, eos_token_id and tie_word_embeddings taken from the outer configuration if they are present there.
 
-    `tie_word_embeddings` outside counts only if text_config leaves it out: transformers 5 writes the default of the
-    wrapper's class there. Raises ModelConfigError, also for rope that is scaled outside of text_config.
+    tie_word_embeddings is taken from outside only if text_config lacks it, since transformers 5 writes the default of
+    the wrapper's class there. Raises ModelConfigError if text_config is not a mapping, or if rope is scaled differently
+    outside of it.
     """
     text = fields.mapping("text_config")
     if text is None:
@@ -200,7 +199,9 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
-    """Raise ModelConfigError if rope is scaled outside of text_config, where nothing reads it, and not so inside."""
+    """Raise ModelConfigError if rope is scaled outside of text_config, where it is not read, and not in the same way
+    inside.
+    """
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for name in ("rope_parameters", "rope_scaling"):
         outer = ConfigFields(fields.mapping(name) or {})
@@ -211,10 +212,8 @@ def _check_outer_rope(fields: ConfigFields, text: Mapping[str, Any]) -> None:
 
 
 def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
-    """Read `head_dim`; where it is absent the default, and without that, or where it is null, hidden_size /
-    num_attention_heads.
-
-    Raises ModelConfigError, also where that is no whole number.
+    """Return `head_dim`. If it is absent, return `default`; without a default, or if it is null, hidden_size /
+    num_attention_heads. Raises ModelConfigError for an invalid value, and if the quotient is not a whole number.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if "head_dim" in fields.raw:  # null is no default
@@ -228,9 +227,8 @@ def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
 
 
 def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
-    """Return FULL or SLIDING for each layer: as `layer_types` lists them, else every `full_every`-th layer is FULL.
-
-    Raises ModelConfigError for a list with other kinds or of another length.
+    """Return FULL or SLIDING for each layer, as `layer_types` lists them; without the list every `full_every`-th layer
+    is FULL. Raises ModelConfigError for a list with other kinds or of another length.
     """
     num_layers = fields.integer("num_hidden_layers")
     kinds = fields.value("layer_types", None)
@@ -242,9 +240,8 @@ def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
 
 
 def listed_dense(fields: ConfigFields) -> tuple[int, ...] | None:
-    """Return the numbers of the layers that `mlp_layer_types` lists as dense, the others being sparse; None without it.
-
-    Raises ModelConfigError for a list with other kinds or of another length.
+    """Return the indices of the layers that `mlp_layer_types` lists as dense (the others are sparse); None if the field
+    is absent. Raises ModelConfigError for a list with other kinds or of another length.
     """
     kinds, num_layers = fields.value("mlp_layer_types", None), fields.integer("num_hidden_layers")
     if kinds is None:
@@ -255,17 +252,18 @@ def listed_dense(fields: ConfigFields) -> tuple[int, ...] | None:
 
 
 def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer, given its kind: `window` for SLIDING ones, None for the others."""
+    """Return the window of each layer by its kind: `window` for SLIDING layers, None for others."""
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def ropes_by_kind(
     fields: ConfigFields, head_dim: int, kinds: Sequence[str], *, sliding_theta: str = "rope_theta", **options: Any
 ) -> tuple[Rope, ...]:
-    """Read the rope of each layer of these kinds, FULL or SLIDING. options: as for read_rope. Raises ModelConfigError.
+    """Return the rope of each layer. kinds: the kind of each layer, FULL or SLIDING. options: options of read_rope.
+    Raises ModelConfigError for a field that is missing or wrong.
 
-    transformers 5 writes a mapping for each kind into `rope_parameters`; transformers 4 `rope_theta` and `rope_scaling`
-    for FULL layers, and the field `sliding_theta` for SLIDING ones, which are not scaled.
+    transformers 5 writes a mapping for each kind into `rope_parameters`. transformers 4 writes `rope_theta` and
+    `rope_scaling` for FULL layers, and the field named by `sliding_theta` for SLIDING ones, which are not scaled.
     """
     parameters, by_kind = fields.mapping("rope_parameters"), {}
     for kind in dict.fromkeys(kinds):
@@ -281,23 +279,24 @@ def ropes_by_kind(
 
 
 def require_rope(fields: ConfigFields) -> None:
-    """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`, in a family whose class in
-    transformers has a scaling of its own: its versions differ in what then becomes of `rope_theta`.
+    """Raise ModelConfigError for a file without `rope_parameters` and `rope_scaling`. For families whose class in
+    transformers has a default scaling, because versions of transformers differ in the `rope_theta` that such files get.
     """
     if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
         raise fields.fail("rope_parameters", "a mapping")
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:
-    """Read a model's Rope from its config.json. The default of `rope_theta` is 10000. Raises ModelConfigError, also for
-    a mapping per layer type.
+    """Return a model's Rope from its config.json. `rope_theta` defaults to 10000.
 
     transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`.
 
     Args:
-      head_dim: elements of a head.
-      partial_rotary: partial_rotary_factor may be less than 1; otherwise that is an error.
-      interleaved: see Rope.
+    head_dim: elements of a head.
+    partial_rotary: whether partial_rotary_factor may be less than 1.
+    interleaved: see Rope.
+
+    Raises ModelConfigError for wrong or unsupported fields, and for a mapping per layer type.
     """
     max_positions = fields.integer("max_position_embeddings")
     rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}

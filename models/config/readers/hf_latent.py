@@ -13,14 +13,16 @@ from jaxengine.models.config.rope import read_mscale
 
 
 def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **options: Any) -> dict[str, Any]:
-    """Read `hf_fields` of a model with multi-head latent attention: each layer has a Latent, one kv head and a softmax
-    scale with the square of YaRN's mscale.
+    """Return keyword arguments of ModelConfig, without the architecture, from the config.json of a model with
+    multi-head latent attention: those of `hf_fields`, with a Latent in each layer, one KV head, and a softmax scale
+    that includes the square of YaRN's mscale.
 
     Args:
-      interleaved: see Rope.
-      options: as for hf_fields.
+    interleaved: see Rope.
+    options: options of hf_fields.
 
-    Raises ModelConfigError, also for a num_key_value_heads that is not num_attention_heads.
+    Raises ModelConfigError for a field that is missing, wrong or not supported, and for a num_key_value_heads that
+    differs from num_attention_heads.
     """
     num_heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
     if fields.integer("num_key_value_heads", num_heads) != num_heads:
@@ -46,10 +48,8 @@ def hf_latent_fields(fields: ConfigFields, *, interleaved: bool = True, **option
 
 def _mscale(fields: ConfigFields) -> float:
     """Return YaRN's factor (Peng et al. 2023, arXiv:2309.00071) of entire queries and keys; 1 without `mscale_all_dim`
-    or scaling.
-
-    Rope's tables, which contain `mscale / mscale_all_dim`, multiply only the rotated parts. Raises ModelConfigError for
-    fields of a wrong type.
+    or scaling. Rope's tables, which contain `mscale / mscale_all_dim`, multiply only the rotated parts. Raises
+    ModelConfigError for fields of a wrong type.
     """
     rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
     weight = read_mscale(rope, "mscale_all_dim")

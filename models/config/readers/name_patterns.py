@@ -1,8 +1,9 @@
 """Regular expressions of configuration files for names of modules, matched in bounded time.
 
-Python's `re` backtracks, so an expression of a file could occupy it for ever ("(a+)+$"). Here an expression maps the
-set of positions in a name where a match may begin to the set of those where it may end. A set is an integer with a bit
-per position, so all ways to match advance at once. Lookarounds are such maps, too, of the name or of its mirror image.
+Python's `re` backtracks, so an expression in a file could take unbounded time ("(a+)+$"). Here each part of an
+expression maps the set of positions at which a match may begin to the set of those at which it may end. A set is an
+integer with a bit per position, so all ways to match advance at once. Lookaheads are evaluated in the same way on the
+name's mirror image.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ _UNSUPPORTED = "a regular expression without backreferences, conditions, atomic 
 
 
 class PatternError(ValueError):
-    """Error of an expression that is refused; the text says what is allowed."""
+    """Error of an expression that is refused. The text says what is allowed."""
 
 
 class Effort:
-    """Steps that matching the expressions of one file may still take."""
+    """Number of steps that matching the expressions of one file may still take."""
 
     def __init__(self, steps: int = MAX_STEPS):
         self._limit = self._left = steps
 
     def spend(self) -> None:
-        """Count a step. Raises PatternError if none was left."""
+        """Count a step. Raises PatternError if no step was left."""
         self._left -= 1
         if self._left < 0:
             raise PatternError(f"regular expressions that match this model's names in {self._limit:,} steps")
 
 
 class NamePattern:
-    """A regular expression with the syntax and meaning of Python's `re`, without what needs backtracking.
-
-    Raises PatternError for an invalid, unsupported or long one.
+    """Regular expression with the syntax and meaning of Python's `re`, without features that need backtracking. Raises
+    PatternError for an invalid, unsupported or too long expression.
     """
 
     def __init__(self, source: str):
+        """Parse the expression `source`. Raises PatternError if it is not a text, too long, invalid or unsupported."""
         if not isinstance(source, str) or len(source) > MAX_EXPRESSION:
             raise PatternError(f"a regular expression of at most {MAX_EXPRESSION} characters")
         try:
@@ -58,27 +59,27 @@ class NamePattern:
         self._root = _Parser(source).parse()
 
     def fullmatch(self, name: str, effort: Effort) -> bool:
-        """Whether the expression matches the whole name. Spends steps of `effort`; raises PatternError where they do
-        not suffice.
+        """Return whether the expression matches the whole name. Spends steps of `effort`. Raises PatternError if they
+        do not suffice.
         """
         return bool(self._root.ends(1, _Text(name, effort)) >> len(name))
 
     def match(self, name: str, effort: Effort) -> bool:
-        """Whether the expression matches a beginning of the name. Spends steps of `effort`; raises PatternError where
-        they do not suffice.
+        """Return whether the expression matches a beginning of the name. Spends steps of `effort`. Raises PatternError
+        if they do not suffice.
         """
         return self._root.ends(1, _Text(name, effort)) != 0
 
 
 @dataclass(eq=False)
 class _Text:
-    """A name, or its mirror image, to be matched.
+    """Name, or mirror image of a name, to be matched.
 
     Attributes:
       name: the text itself.
       effort: steps that matching may still take.
-      origin: the name that this is the mirror image of; None for a name itself.
-      where: for zero-width parts of the expression, the positions of a name at which they hold, as far as computed.
+      origin: the name of which this is the mirror image; None for a name itself.
+      where: cache of the sets of positions of a name at which zero-width parts of the expression hold.
     """
 
     name: str
@@ -93,24 +94,24 @@ class _Text:
 
     @cached_property
     def mirror(self) -> _Text:
-        """Return the mirror image of this text, made once."""
+        """Mirror image of this text; for a mirror image, the original."""
         return self.origin or _Text(self.name[::-1], self.effort, self)
 
     @property
     def everywhere(self) -> int:
-        """Return the set of all positions, the one after the last character included."""
+        """Set of all positions, including the one after the last character."""
         return (2 << len(self.name)) - 1
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Return, for each character in the name, the set of positions before its occurrences."""
+        """Map from each character in the name to the set of positions before its occurrences."""
         found: dict[str, int] = {}
         for index, char in enumerate(self.name):
             found[char] = found.get(char, 0) | 1 << index
         return found
 
     def flip(self, positions: int) -> int:
-        """Convert a set of positions to those in the mirror image."""
+        """Return the positions in the mirror image that correspond to a set of positions in this text."""
         return int(f"{positions:0{len(self.name) + 1}b}"[::-1], 2)
 
 
@@ -118,28 +119,30 @@ class _Node:
     """Part of an expression."""
 
     def ends(self, starts: int, text: _Text) -> int:
-        """Return the set of positions where the part may end if it begins at one of `starts`. Sets are integers, a bit
-        for each position.
-
-        Spends a step of text.effort for each part tried; raises PatternError after the last.
+        """Return the set of positions at which this part may end if it begins at one of `starts`. Sets are integers
+        with a bit for each position. Spends a step of text.effort for each part tried. Raises PatternError if no step
+        is left.
         """
         raise NotImplementedError
 
 
 class _One(_Node):
-    """Part that matches one character: a literal, a class, an escape or a dot. `re` judges each character by itself."""
+    """Part that matches one character: a literal, a class, an escape or a dot. Each character is tested by `re`, and
+    the result cached.
+    """
 
     def __init__(self, source: str, flags: int):
         self._pattern = re.compile(source, flags)
         self._known: dict[str, bool] = {}
 
     def _takes(self, char: str) -> bool:
+        """Return whether the part matches this character."""
         if (known := self._known.get(char)) is None:
             known = self._known[char] = self._pattern.fullmatch(char) is not None
         return known
 
     def before(self, text: _Text) -> int:
-        """Return the set of positions before a character that it matches."""
+        """Return the set of positions before each character of the text that this part matches."""
         return sum(where for char, where in text.positions.items() if self._takes(char))
 
     def ends(self, starts: int, text: _Text) -> int:
@@ -148,7 +151,7 @@ class _One(_Node):
 
 
 class _Sequence(_Node):
-    """Parts that match one after the other, in the text's direction."""
+    """Parts that match one after the other. In a mirror image they match in reverse order."""
 
     def __init__(self, parts: list[_Node]):
         self._parts = parts
@@ -163,7 +166,7 @@ class _Sequence(_Node):
 
 
 class _Choice(_Node):
-    """Alternatives, of which one matches."""
+    """Alternatives, any of which may match."""
 
     def __init__(self, options: list[_Node]):
         self._options = options
@@ -177,20 +180,23 @@ class _Choice(_Node):
 
 
 class _Repeat(_Node):
-    """Part that matches from `least` to `most` times; None for any number."""
+    """Part that matches from `least` to `most` times, both included; None for any number."""
 
     def __init__(self, body: _Node, least: int, most: int | None):
         self._body, self._least, self._more = body, least, None if most is None else most - least
 
     def ends(self, starts: int, text: _Text) -> int:
+        """Return the set of positions at which `least` to `most` repetitions may end if they begin at one of `starts`.
+        Spends a step for each repetition tried. Raises PatternError if no step is left.
+        """
         text.effort.spend()
-        # A repetition that goes on for longer than the name stays somewhere, and can stay there for ever.
+        # A repetition longer than the name includes empty matches, which can be repeated without end.
         for _ in range(min(self._least, len(text.name) + 1)):
             if not starts:
                 return 0
             starts = self._body.ends(starts, text)
         if self._more is None and isinstance(self._body, _One):
-            # The carry of a sum runs through each run of such characters.
+            # The carry of the addition propagates through each run of such characters.
             run = self._body.before(text)
             return (((starts & run) + run) ^ run) | starts
         found = new = starts
@@ -206,6 +212,9 @@ class _Zero(_Node):
     """Zero-width part, such as an anchor, which holds at some positions of a name."""
 
     def ends(self, starts: int, text: _Text) -> int:
+        """Return those of `starts` at which the part holds. The set of such positions is computed once for each name.
+        Spends a step. Raises PatternError if no step is left.
+        """
         text.effort.spend()
         forward = text.origin or text
         if (where := forward.where.get(self)) is None:
@@ -213,14 +222,14 @@ class _Zero(_Node):
         return starts & (text.flip(where) if text.backward else where)
 
     def holds(self, text: _Text) -> int:
-        """Return the set of positions, of a name that is no mirror image, at which it holds. Raises PatternError if
+        """Return the set of positions of a name, not a mirror image, at which this part holds. Raises PatternError if
         effort runs out.
         """
         raise NotImplementedError
 
 
 class _Anchor(_Zero):
-    """Anchor or word boundary, judged by `re` at each position."""
+    """Anchor or word boundary, tested by `re` at each position."""
 
     def __init__(self, source: str, flags: int):
         self._pattern = re.compile(source, flags)
@@ -230,7 +239,7 @@ class _Anchor(_Zero):
 
 
 class _Look(_Zero):
-    """Lookahead, or lookbehind (`behind`), that `body` matches there or, if `negative`, does not."""
+    """Lookahead, or lookbehind if `behind`, which holds where `body` matches or, if `negative`, does not match."""
 
     def __init__(self, body: _Node, *, behind: bool, negative: bool):
         self._body, self._behind, self._negative = body, behind, negative
@@ -250,12 +259,12 @@ class _Parser:
         self._source, self._at, self._depth = source, 0, 0
 
     def parse(self) -> _Node:
-        """Return the tree of the whole expression. Raises PatternError for what is not supported."""
+        """Return the syntax tree of the whole expression. Raises PatternError for unsupported syntax."""
         return self._choice(0)
 
     def _choice(self, flags: int) -> _Node:
-        """Parse alternatives up to the end or an unmatched ")", which is not taken. flags: of `re`. Raises PatternError
-        for what is not supported, and for groups nested too deep.
+        """Parse alternatives up to the end or an unmatched ")", which is not consumed, and return their tree. flags:
+        flags of `re`. Raises PatternError for unsupported syntax, and for groups nested too deeply.
         """
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -275,14 +284,16 @@ class _Parser:
         return _Sequence(options[0]) if len(options) == 1 else _Choice([_Sequence(each) for each in options])
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Match a pattern at the parser's place and go on after it; None, and no move, if it does not match."""
+        """Match a pattern at the parser's position, advance past the match and return it. If the pattern does not
+        match, return None and stay.
+        """
         if found := pattern.match(self._source, self._at):
             self._at = found.end()
         return found
 
     def _single(self, flags: int) -> _Node:
-        """Parse a character, a class or an anchor, and go on after it. flags: of `re`. Raises PatternError for a
-        backreference.
+        """Parse a character, a class or an anchor, advance past it, and return its node. flags: flags of `re`. Raises
+        PatternError for a backreference.
         """
         found = self._take(_ESCAPE) or self._take(_CLASS)
         source = found[0] if found else self._source[self._at]
@@ -294,10 +305,8 @@ class _Parser:
         return _One(source if found or source == "." else re.escape(source), flags)
 
     def _group(self, flags: int) -> tuple[_Node | None, int]:
-        """Parse a group, and go on after it. Returns it, None for a comment or flags, and the flags that hold after it.
-        flags: those of `re` that hold before it.
-
-        Raises PatternError for a kind that is not supported.
+        """Parse a group and advance past it. Returns its node (None for a comment or flags) and the flags that hold
+        after it. flags: flags of `re` that hold before it. Raises PatternError for an unsupported kind of group.
         """
         found = self._take(_GROUP)
         assert found is not None
@@ -316,8 +325,8 @@ class _Parser:
         return body, flags
 
     def _quantified(self, part: _Node) -> _Node:
-        """Parse a quantifier, if there is one, and return the part repeated so; without one, the part itself. Raises
-        PatternError for a possessive one.
+        """Parse a quantifier, if there is one at the parser's position, and return a node that repeats `part`
+        accordingly; without one, `part`. Raises PatternError for a possessive quantifier.
         """
         if (found := self._take(_QUANTIFIER)) is None:
             return part
@@ -331,6 +340,8 @@ class _Parser:
 
 
 def _flags(letters: str | None) -> int:
-    """Return the flags of `re` for these letters; 0 for None. "u" is the default, and `re` refuses "L"."""
+    """Return the flags of `re` for these letters; 0 for None. Other letters are ignored: "u" is the default, and `re`
+    has refused "L".
+    """
     known = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL}
     return sum(known.get(letter, 0) for letter in {*(letters or "")})

@@ -12,12 +12,12 @@ from jaxengine.models.config.readers.hf import FULL
 
 _MAPPINGS = ("rope_parameters", "rope_scaling")
 _ROPE, _LENGTH, _ORIGINAL = (*_MAPPINGS, "rope_theta"), "max_position_embeddings", "original_max_position_embeddings"
-# What a rope keeps that is scaled anew.
+# Fields that a rope keeps when it gets a new scaling.
 _KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _KINDS = ("rope_type", "type")
 _TEXT, _LAYERS = "text_config", "num_hidden_layers"
 _NUMBERS = (int, float, np.number)
-# Metadata of a GGUF file after its architecture's name, by the names of a config.json.
+# Name in config.json -> GGUF key after the architecture's name.
 _GGUF = {_LENGTH: "context_length", "rope_theta": "rope.freq_base"}
 _GGUF_SCALING = {
     "factor": "rope.scaling.factor",
@@ -28,7 +28,7 @@ _GGUF_SCALING = {
 
 
 class UnreadError(ValueError):
-    """Error of a field of hf_overrides that has no effect on the model; the text says why, `name` is the field."""
+    """Error of a field of hf_overrides that has no effect on the model. The text says why; `name` is the field."""
 
     def __init__(self, name: str, why: str):
         super().__init__(why)
@@ -36,14 +36,14 @@ class UnreadError(ValueError):
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with other fields.
+    """Return a copy of a config.json with overridden fields.
 
-    A configuration inside (`text_config`, `vision_config`) is changed field by field, any other mapping as a whole.
-    Fields of the language model count in `text_config` where there is one. A new scaling of rope keeps the base and
-    the sections of the old one; unless overrides say it, the context length becomes the one that yarn or linear
-    scaling stretches it to. So does yarn of the file itself, as model cards recommend to edit it, if that is longer.
-
-    Raises ModelConfigError for a rope that is no mapping, or that overrides give twice.
+    A nested configuration (`text_config`, `vision_config`) is changed field by field, any other mapping is replaced.
+    Fields of the language model are set in `text_config` if there is one. A new scaling of rope keeps the base and the
+    sections of the old one. Unless overrides set the context length, it becomes the one to which yarn or linear scaling
+    stretches it. The same holds for a yarn scaling in the file itself that gives its original length, as model cards
+    recommend, if the result is longer. Raises ModelConfigError for a rope that is not a mapping, or that overrides give
+    twice.
     """
     merged, inner = _merged(raw, overrides), overrides.get(_TEXT)
     if _LENGTH in overrides or isinstance(inner, Mapping) and _LENGTH in inner:
@@ -53,8 +53,9 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _as_long(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with the context length of a yarn that says its original one, if that is longer than their
-    own. Linear scaling does not tell: some files have its length already, some do not.
+    """Return a copy of the fields with the context length to which a yarn scaling that gives its original length
+    stretches it, if that is longer than the present one. Linear scaling is not applied, because some files have its
+    length already and some do not.
     """
     rope = next((fields[name] for name in reversed(_MAPPINGS) if isinstance(fields.get(name), Mapping)), {})
     own = rope[FULL] if isinstance(rope.get(FULL), Mapping) else rope
@@ -66,8 +67,9 @@ def _as_long(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with other fields, as `overridden` does, with the context length that new scalings of rope
-    give. Raises ModelConfigError as it does.
+    """Return a copy of a config.json with overridden fields, as `overridden` describes, including the context length of
+    new rope scalings but not of the file's own. Raises ModelConfigError for a rope that is not a mapping, or that
+    overrides give twice.
     """
     merged, text = dict(raw), raw.get(_TEXT)
     outer, inner = dict[str, Any](), dict[str, Any]()
@@ -90,8 +92,8 @@ def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any]) -> None:
     """Raise UnreadError for an overridden field that `read`, which reads a config.json, ignores.
 
-    Each field is replaced by a value that no reader accepts: a reader that looks at it fails, or returns something
-    else. Errors of `read` about the overrides themselves pass through.
+    Each field is replaced by a value that no reader accepts; a reader that uses the field fails, or returns another
+    result. Errors of `read` about the overrides themselves pass through.
     """
     expected = read(overridden(raw, overrides))
     for name, probe in _probes(raw, overrides):
@@ -104,20 +106,18 @@ def check_read(raw: Mapping[str, Any], overrides: Mapping[str, Any], read: Calla
 
 
 def _is_inside(raw: Mapping[str, Any], name: str, value: Any) -> bool:
-    """Whether an override is a nested configuration that changes one of the file's."""
+    """Whether an override is a nested configuration that changes a nested configuration of the file."""
     return _is_inner(name, value) and isinstance(raw.get(name), Mapping)
 
 
 def _is_inner(name: str, value: Any) -> bool:
-    """Whether a field is a nested configuration, such as text_config; quantization_config is none."""
+    """Whether a field is a nested configuration, such as text_config. quantization_config does not count as one."""
     return name.endswith("_config") and name != "quantization_config" and isinstance(value, Mapping)
 
 
 def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted name of each new field, and the overrides with an invalid value of it.
-
-    Fields that have the file's own value are left out. Those of nested configurations and of rope mappings come one by
-    one.
+    """Yield, for each overridden field, its dotted name and the overrides with an invalid value of that field. Fields
+    that equal the file's own are left out. Fields of nested configurations and of rope mappings are yielded one by one.
     """
     for name, value in overrides.items():
         if _is_inner(name, value):
@@ -133,10 +133,9 @@ def _probes(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tu
 
 
 def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of one mapping of a config.json with `changes` applied; rope fields keep the mapping's
-    spelling.
-
-    Raises ModelConfigError for a rope that is no mapping, or that is given twice.
+    """Return a copy of one mapping of a config.json with `changes` applied. Rope fields keep the spelling of the
+    mapping (rope_parameters or rope_scaling), and the context length follows a new scaling. Raises ModelConfigError for
+    a rope that is not a mapping, or that is given twice.
     """
     merged = {**_shortened(fields, changes), **{name: value for name, value in changes.items() if name not in _ROPE}}
     if not changes.keys() & {*_ROPE}:
@@ -157,18 +156,20 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
             raise ModelConfigError(f"rope_theta is {theta!r}, and {new['rope_theta']!r} in {asked[0]}; give it once")
         rope = _with(rope, {"rope_theta": theta})
     if _ORIGINAL in new and _ORIGINAL in merged:
-        merged[_ORIGINAL] = new[_ORIGINAL]  # where it goes before the mapping's
+        merged[_ORIGINAL] = new[_ORIGINAL]  # outside of the mapping, where it takes precedence
     own = new[FULL] if isinstance(new.get(FULL), Mapping) else new
     longest = _stretched(own, merged) if _LENGTH not in changes else None
     if longest is not None:
         if not {_ORIGINAL} & {*own, *merged} and longest != merged[_LENGTH]:
-            rope = _with(rope, {_ORIGINAL: merged[_LENGTH]})  # the default, which is now longer
+            rope = _with(rope, {_ORIGINAL: merged[_LENGTH]})  # explicit, since the default is the context length
         merged[_LENGTH] = longest
     return merged | ({name: rope} if rope else {})
 
 
 def _shortened(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy fields, and cut lists with an entry per layer (layer_types, no_rope_layers) where changes leave fewer."""
+    """Return a copy of the fields in which lists with an entry per layer (layer_types, no_rope_layers) are cut if
+    `changes` reduce the number of layers.
+    """
     before, after = fields.get(_LAYERS), changes.get(_LAYERS)
     if type(before) is not int or type(after) is not int or not 0 < after < before:
         return dict(fields)
@@ -184,8 +185,8 @@ def _by_kind(rope: Mapping[str, Any]) -> bool:
 
 
 def _rescaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope mapping `new` with the fields _KEPT of `old` that it lacks. Where either has a mapping for each
-    kind of layers, kinds are treated one by one, and a mapping without kinds counts for FULL layers.
+    """Return the rope mapping `new` with the fields _KEPT of `old` that it lacks. If either has a mapping for each kind
+    of layers, kinds are treated separately, and a mapping without kinds is for FULL layers.
     """
     if _by_kind(new):
         kinds = {kind: value for kind, value in new.items() if isinstance(value, Mapping)}
@@ -197,8 +198,8 @@ def _rescaled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rope mapping with these fields set, for FULL layers if it has one for each kind; an empty one stays
-    empty.
+    """Return a copy of a rope mapping with these fields set, in the mapping for FULL layers if there is one. An empty
+    mapping stays empty.
     """
     if isinstance(full := rope.get(FULL), Mapping):
         return {**rope, FULL: {**full, **fields}}
@@ -206,8 +207,9 @@ def _with(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
-    """Return the context length with a rope scaling, as vLLM derives max_model_len; None if it stays, also where the
-    length or the factor is not one that a model may have: who reads the fields says so.
+    """Return the context length to which a rope scaling of type yarn or linear stretches the model, as vLLM derives
+    max_model_len. Returns None for other types, and if the length or the factor is invalid, which is reported when the
+    fields are read.
     """
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), fields.get(_LENGTH)
     if kind == "yarn":
@@ -218,9 +220,8 @@ def _stretched(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None
 
 
 def overridden_metadata(metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return GGUF metadata with another rope or context length.
-
-    Raises UnreadError for other fields, ModelConfigError for a rope that is no mapping or is given twice.
+    """Return a copy of GGUF metadata with an overridden rope or context length. Raises UnreadError for other fields,
+    ModelConfigError for a rope that is not a mapping or is given twice.
     """
     prefix, changed = f"{metadata.get('general.architecture')}.", dict(metadata)
     for name in overrides:
