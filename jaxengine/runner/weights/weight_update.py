@@ -1,6 +1,7 @@
-"""New weights for a running engine: read, checked and placed in addition to the old ones, then put in their place.
+"""Weight updates of a running engine: new weights are read, checked and placed in addition to the old ones, then
+replace them.
 
-Nothing of the engine changes before `put`, so faulty new weights leave the old ones at work.
+Nothing in the engine changes before `NewWeights.put`, so faulty new weights leave the old ones in use.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _Read = TypeVar("_Read")
 
 
 class _Stage(NamedTuple):
-    """Model, or stage of one, that gets new weights."""
+    """Model, or pipeline stage of one, that receives new weights."""
 
     model: Any  # abstract
     mesh: Any  # of its devices
@@ -67,8 +68,8 @@ class NewWeights:
     """New arrays on the devices, ready to replace an engine's weights.
 
     Attributes:
-      seconds: time to read and place them.
-      are_of_draft: whether they are a draft model's.
+        seconds: time in seconds to read and place them.
+        are_of_draft: whether they are a draft model's.
     """
 
     def __init__(
@@ -80,27 +81,27 @@ class NewWeights:
         are_of_draft: bool = False,
         spread: Spread | None = None,
     ):
-        """Hold the new arrays. stages: those that get them. found: for each stage, the new arrays by index among its
-        leaves, with their sharding and layout.
+        """Store the new arrays; changes no stage.
 
-        spread: the other processes' parts; None without any.
+        stages: those that receive the arrays. found: for each stage, the new arrays by index among its leaves, with the
+        leaf's sharding and layout. spread: orders for the other processes' parts; None for a single process.
         """
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
         self._spread = spread
 
     @property
     def num_leaves(self) -> int:
-        """Return the number of arrays, over all stages."""
+        """Number of new arrays, over all stages."""
         return sum(map(len, self._found))
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the arrays in bytes, on all devices of this process."""
+        """Size of the new arrays in bytes, summed over all devices of this process."""
         arrays = [each for new in self._found for each in new.values()]
         return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
     def put(self) -> None:
-        """Replace the old weights by these arrays, in all processes, from the next step on."""
+        """Replace the old weights by these arrays in all processes, from the next step on."""
         if self._spread is None:
             self._put_here()
         else:
@@ -114,7 +115,7 @@ class NewWeights:
 
 
 class ReadOptions(NamedTuple):
-    """Options of `read_weights` that say how to read, under its argument names and with their meanings."""
+    """Options of `read_weights` with the same names and meanings, except `stop`."""
 
     mapping: Mapping[str, Renamed] | None = None
     strict: bool = True
@@ -134,24 +135,25 @@ def read_weights(
     chunk_bytes: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> NewWeights:
-    """Read new weights for all stages and place them on their devices, in addition to the old ones.
+    """Read new weights for all stages and place them on their devices, in addition to the old ones. The engine uses its
+    old weights until the result's `put` is called.
 
     Args:
-      params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a mapping
-        or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
-      mapping: from the names of `params` to Hugging Face names, for tensors by name. Names that it lacks are kept.
-      strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
-      donate: jax arrays of `params` are deleted as soon as they have been read, even if later ones are faulty.
-      target: whose weights; "draft" for a draft model, an MTP layer or an EAGLE-3 head.
-      chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
-      stop: called before each tensor of a safetensors folder; True ends the reading with WeightUpdateError.
+        params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a
+        mapping or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
+        mapping: from the names of `params` to Hugging Face names, for tensors by name. A name that it lacks stays.
+        strict: whether every weight must be given. Otherwise a weight of which no tensor is given stays as it is.
+        donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
+        target: "model", or "draft" for the weights of a draft model, an MTP layer or an EAGLE-3 head.
+        chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
+        stop: called before each tensor of a folder with safetensors or of a GGUF file; True ends the reading with
+        WeightUpdateError.
 
-    In an engine of several processes each reads its parts, of its own folder of this path, or of the tensors that this
-    process sends; none has new weights unless all have.
-
-    Matrices that were quantised at loading are quantised again in the same way. Raises WeightUpdateError for whatever
-    does not fit, in any process; RequestError for target "draft" without draft weights, for chunk_bytes and mapping;
-    ClusterError. Errors of functions in `mapping` are raised. The engine keeps its old weights until `put` in any case.
+    In an engine of several processes each process reads its parts, from the folder of this path on its own machine, or
+    from the tensors that this process sends. Either all processes have new weights or none has. Matrices that were
+    quantised at loading are quantised again in the same way. Raises WeightUpdateError for weights that do not fit, in
+    any process; RequestError for target "draft" without draft weights, and for invalid chunk_bytes or mapping;
+    ClusterError if a process is lost. Errors of functions in `mapping` are raised.
     """
     check_chunk_bytes(chunk_bytes)
     check_mapping(mapping)
@@ -186,9 +188,12 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights. Arguments, result, WeightUpdateError, RequestError: as `read_weights`.
+    """Read this process's parts of new weights, and place them on its devices. Nothing of the engine changes.
 
-    spread: sends tensors by name to the other processes as they are read; None for one process.
+    params, options, stop: the arguments of `read_weights`. spread: sends tensors by name to the other processes as they
+    are read; None for a single process. Raises WeightUpdateError for weights that do not fit, if no tensor is of this
+    model, and if the engine sleeps and not all its weights are given; RequestError for target "draft" without draft
+    weights.
     """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options
@@ -229,10 +234,10 @@ def read_here(
 
 
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
-    """Read an adapter's tensors, under PEFT's names, by calling `read` with a source of them; return its result.
+    """Call `read` with a source of an adapter's tensors under PEFT's names, and return its result.
 
-    params: a mapping or pairs of names and arrays. Raises WeightUpdateError with all faults, including the
-    ModelFileError of `read`; other errors of `read` are raised.
+    params: a mapping or pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a
+    ModelFileError that `read` raises. Other errors of `read` pass through.
     """
     tensors, faults = _collected(renamed(_pairs(params), {}))
     try:
@@ -246,8 +251,8 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 
 
 def checksums(runner: ModelRunner) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each weight's bytes by name, as of a whole C-contiguous array; adapters are left
-    out.
+    """Return the SHA-256, in hex, of each weight by name, computed over the bytes of the whole C-contiguous array.
+    Adapters are left out.
 
     Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights are not on the
     devices, ClusterError if a process is lost.
@@ -262,9 +267,11 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
-    """Return the part of `checksums` for one stage's weights, with layers numbered over all stages.
+    """Return the SHA-256, in hex, of each weight of one stage by name, without adapters. Layer numbers in names count
+    over all stages.
 
-    fetch: returns a whole array by its index in stage.params; None for a stage that is all on devices of this process.
+    fetch: returns a whole host array by its index in stage.params; None if all of the stage is on devices of this
+    process.
     """
     model, found = stage.programs.model, {}
     layers = model.stage.layers
@@ -278,7 +285,9 @@ def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | Non
 
 
 def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
-    """Return the model's stages, or the one with its draft's weights. Raises RequestError for a draft without any."""
+    """Return the model's stages, or for target "draft" a single one: the draft model or head. Raises RequestError for
+    "draft" if the engine has no draft weights.
+    """
     if target == "model":
         return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
     chosen = runner.config.speculative_config
@@ -291,7 +300,7 @@ def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
 
 
 def _pairs(params: Any) -> Iterable[Any]:
-    """Return the items of a mapping, or an iterable as it is. Raises WeightUpdateError for anything else."""
+    """Return the items of a mapping, or any other iterable unchanged. Raises WeightUpdateError for other objects."""
     if not isinstance(params, Mapping | Iterable):
         raise WeightUpdateError(
             f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
@@ -321,8 +330,11 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
-    head, or None. Raises ModelFileError, and WeightUpdateError if stopped or for numbers that are not finite.
+    """Return each stage's new arrays by leaf index, read from a folder with safetensors or from a GGUF file. Waits for
+    them.
+
+    head: selection of a draft head's tensors; None for a whole model. Raises ModelFileError, and WeightUpdateError if
+    stopped or for numbers that are not finite.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
@@ -341,7 +353,8 @@ def _of_folder(
 
 
 def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
-    """Return the selection of tensors of an MTP layer or EAGLE-3 head, if `stage` is one; None for a draft model.
+    """Return the selection of tensors for an MTP layer or EAGLE-3 head, whose abstract model is in `stage`; None if the
+    engine drafts with a separate draft model.
 
     strict: whether all of its weights must be given.
     """
@@ -362,8 +375,10 @@ def _of_head(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return new arrays of a draft head, one dict by leaf index. Its few tensors are held until all have come; others
-    are ignored. donate: jax arrays are deleted once all have been read. Raises WeightUpdateError, ModelFileError.
+    """Return a list with one dict: a draft head's new arrays by leaf index. Its tensors are collected until the last
+    one has come; tensors of other modules are ignored.
+
+    donate: delete jax arrays once all have been read. Raises WeightUpdateError, ModelFileError.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
@@ -379,7 +394,9 @@ def _of_head(
 
 
 def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tensors by name, empty ones for what is no array, and faults by name, also for a name given twice."""
+    """Return tensors by name, and faults by name. An item that is not an array is replaced by an empty tensor and has a
+    fault; of a name given twice, the first array counts and the name has a fault.
+    """
     given, faults = dict[str, Any](), dict[str, str]()
     for name, array in tensors:
         if name in given:
@@ -399,7 +416,11 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, read tensor by tensor. Raises ModelFileError, WeightUpdateError."""
+    """Return each stage's new arrays by leaf index, from tensors by Hugging Face name that are placed one after
+    another. Waits for the arrays.
+
+    strict, donate, chunk_bytes: see `read_weights`. Raises ModelFileError, WeightUpdateError.
+    """
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
@@ -409,19 +430,19 @@ def _of_tensors(
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """Check and return each stage's new arrays, by leaf index, that were made from finite numbers: only float16 can
-    have overflowed, for which this raises WeightUpdateError.
+    """Return each stage's new arrays by leaf index, for tensors that are known to be finite. Only float16 arrays can
+    have overflowed in the conversion, so only these are checked; raises WeightUpdateError for numbers that are not
+    finite.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 
 
 def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
-    """Return a stage's new arrays by leaf index, in the form that the compiled programs take; waits for them.
+    """Return a stage's new arrays by leaf index, in the layout that the compiled programs take; waits for them.
 
-    state: the new weights, all or some. overflowing: dtypes to check for numbers that are not finite, for arrays made
-    from finite numbers; () to check all.
-
-    Raises WeightUpdateError for numbers that are not finite. Shapes, dtypes and layouts are asserted.
+    state: the new weights, all or some. overflowing: dtypes whose arrays are checked for numbers that are not finite;
+    () for all. Raises WeightUpdateError for such numbers. Shapes, dtypes and layouts are asserted to equal the old
+    ones.
     """
     loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     new = {}
@@ -441,8 +462,9 @@ def _own_tree(
 ) -> dict[int, jax.Array]:
     """Return a stage's new arrays by leaf index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
 
-    An array that already lies as the engine's is not copied. strict: all weights must be there. donate: copied arrays
-    are deleted. Raises WeightUpdateError with all faulty arrays, and for an engine of several stages (num_stages).
+    An array that already has the engine's sharding and layout is not copied. strict: whether all weights must be given.
+    donate: delete the arrays that were copied. Raises WeightUpdateError with all faulty arrays, for an engine of
+    several stages (num_stages), and for a weight that joins several tensors and is split along the joined axis.
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
@@ -481,14 +503,17 @@ def _own_tree(
 
 
 def _refuse_chunks(chunk_bytes: int | None) -> None:
-    """Raise RequestError for chunk_bytes with a folder in device layout."""
+    """Raise RequestError unless chunk_bytes is None; called for a folder in device layout, which cannot be read in
+    chunks.
+    """
     if chunk_bytes is not None:
         text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
 
 
 def _refuse_mapping(mapping: Any) -> None:
-    """Raise WeightUpdateError for a mapping with a form of params whose names it cannot change."""
+    """Raise WeightUpdateError if a non-empty mapping is given; called for forms of params whose names it cannot change.
+    """
     if mapping:
         raise WeightUpdateError(
             "mapping renames tensors by name; this form of params has the engine's or its own names"
@@ -496,5 +521,5 @@ def _refuse_mapping(mapping: Any) -> None:
 
 
 def _text(path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf by its path in the tree."""
+    """Return the dotted name of a leaf, given by its path in the tree."""
     return ".".join(map(str, path))

@@ -33,7 +33,7 @@ _MAX_CONVERSATIONS = 1 << 20
 class BatchChatRequest(ChatRequest):
     """A chat request with a list of conversations as messages. All other fields hold for each of them."""
 
-    # A choice has one conversation's answer, and no place for what the prompt was.
+    # A choice has the answer to one conversation, and no field for its prompt.
     refused = {
         **ChatRequest.refused,
         "best_of": (1,),
@@ -69,10 +69,10 @@ class _Batch:
     """Batch request in progress."""
 
     def __init__(self, server: ChatServer, body: BatchChatRequest, name: str, model: str, options: RequestOptions):
-        """Make an answer for each conversation; nothing runs yet.
+        """Create a ChatAnswer for each conversation; runs nothing.
 
-        name: id of the request; of several conversations, number i runs under NAME-i. model: its name in the response.
-        options: scheduling of each. Raises RequestError.
+        name: id of the request; if there are several conversations, number i runs under NAME-i. model: model name in
+        the response. options: scheduling options of each conversation. Raises RequestError.
         """
         self._server = server
         requests = body.conversations(server.config.max_prompts)
@@ -99,7 +99,7 @@ class _Batch:
         """Run all conversations, at most max_num_seqs at a time, and return the complete response, with the sums of
         their token counts. Call it after `prepare`.
 
-        The first error of one is raised, and ends the others.
+        Raises the first error of any conversation, after cancelling the others.
         """
         bodies: dict[int, dict[str, Any]] = {}
         streams = interleave(self._answer, len(self._completions), self._places)
@@ -117,8 +117,8 @@ class _Batch:
 
 
 def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one dict with the sums of the numbers that have the same name, at any depth. counts: at least one; all
-    have the names of the first.
+    """Return a dict with the sum of each number over all dicts; nested dicts are summed in the same way. counts: at
+    least one dict; all have the names of the first.
     """
     first = counts[0]
     return {
@@ -130,7 +130,7 @@ def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /v1/chat/completions/batch. Raises ConfigError for an unknown parser."""
+    """Return the route /v1/chat/completions/batch. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
