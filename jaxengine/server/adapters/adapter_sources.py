@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 CONFIG, FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
 # Name of a folder in lora_dirs, or of a repository; it cannot lead out of the folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}){0,3}")
-# many names are looked for at a time.
+# Seconds for which a name that was not found is not searched for again, largest number of such names that are
+# remembered, and largest number of simultaneous searches.
 _MISSING_SECONDS, _MOST_MISSING, _MOST_SEARCHES = 60.0, 4096, 8
 
 

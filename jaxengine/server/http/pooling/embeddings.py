@@ -25,16 +25,16 @@ _MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes /v1/embeddings, /pooling and /classify."""
+    """Return the routes /v1/embeddings, /pooling and /classify."""
     routes = APIRouter(tags=["pooling"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
     async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
-        """Run the body's prompts; return a response whose data is the list of `entry(index, output)`, one for each.
+        """Run the body's prompts; return a response whose data is a list with `entry(index, output)` for each prompt.
 
-        prefix: of the response's id. task: of the pooling parameters; None for the body's, or the model's. Raises
-        RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt without a
-        result.
+        prefix: prefix of the response's id. task: of the pooling parameters; None for the body's task, or the model's.
+        Raises RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt
+        without a result.
         """
         model = check_model(body.model or None, names)
         name = body.register(prefix, request)
@@ -86,8 +86,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
-    """Return a function (index, answer) -> entry of the response, a dict, whose `field` is the vector in the request's
-    encoding: a list of numbers, or base64 of little-endian float32.
+    """Return a function (index, output) -> entry of the response, a dict in which `field` is the vector in the
+    request's encoding: a list of numbers, or base64 of little-endian float32.
 
     kind: the entry's "object".
     """
