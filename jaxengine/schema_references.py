@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin
 
-# Keywords whose values are schemas by name, lists of schemas, and schemas. All others are data, or have no effect.
+# Keywords whose value is an object of schemas by name, a list of schemas, or a schema. The values of all others are
+# data, or have no effect.
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 SCHEMA = (
@@ -35,7 +36,7 @@ _INDEX = re.compile("[0-9]{1,9}")
 
 
 class UnresolvedError(ValueError):
-    """A reference points to nothing within its document."""
+    """Error of a reference that points to nothing, or to no schema, within its document."""
 
 
 class Place(NamedTuple):
@@ -87,7 +88,7 @@ def mapping(schema: Any, word: str) -> Mapping[str, Any]:
 
 
 class SchemaDocument:
-    """A JSON schema document within which references are resolved."""
+    """A JSON schema document in which references can be resolved."""
 
     def __init__(self, root: Any):
         self.root = Place(None).inside(root)
@@ -275,6 +276,6 @@ class _Mover:
         name = self._names.get(id(target.schema))
         if name is None:
             name = self._names[id(target.schema)] = str(len(self.definitions))
-            self.definitions[name] = True  # keeps the name until the copy is made
+            self.definitions[name] = True  # reserves the name until the copy exists
             self.waiting.append((name, target))
         return f"#/$defs/{name}"

@@ -21,7 +21,7 @@ from jaxengine.sharding.layout import VOCAB_BLOCK
 # Logical axis of a row's tokens.
 VOCAB = "sampled_vocab"
 BLOCK = VOCAB_BLOCK
-# Operands added in one kernel: enough for few kernels, on whose number compile time depends.
+# Operands added in one kernel: enough that there are few kernels, as compile time depends on their number.
 _FAN_IN = 8
 
 

@@ -33,11 +33,11 @@ Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class MoreScores(NamedTuple):
-    """Further numbers that are reported for rows with logprobs.
+    """Additional numbers that are reported for rows with logprobs.
 
     Attributes:
-      count: how many.
-      score: (logits, adjusted, kept, token_ids) -> f32[S, count]. The arguments are the given logits, those before
+        count: number of them for each row.
+        score: (logits, adjusted, kept, token_ids) -> f32[S, count]. The arguments are the given logits, those before
         truncation, those sampled from, f32[S, V / n] each, and the sampled tokens, i32[S].
     """
 
@@ -149,6 +149,9 @@ def sample(
     def score(
         scored: Callable[[], jax.Array], token_ids: jax.Array, besides: Callable[[], jax.Array] | None = None
     ) -> TokenLogprobs:
+        """Return the log-probabilities of token_ids i32[S] and of each row's `logprob_ids` under `scored()`, with the
+        columns of `besides()` appended to the given ones; no_logprobs if flags.any_logprobs is False.
+        """
         def scores() -> TokenLogprobs:
             given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
             found = token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
@@ -188,6 +191,9 @@ def sample(
         return greedy_ids, jnp.full_like(best, -jnp.inf)
 
     def draw_random(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return token ids i32[S], drawn after truncation for rows with a temperature above 0 and greedy for others,
+        and the least logit that truncation keeps, f32[S, 1].
+        """
         kept_from = lax.cond(
             flags.any_truncation,
             lambda: lowest_kept(
@@ -207,6 +213,9 @@ def sample(
         return changed if features is None else changed | (features >= PROCESSOR)
 
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
+        """Return the result of `choose` for logits after mask, bias, processors and penalties, as far as some row needs
+        them.
+        """
         # Outside of the branches that need them: XLA:TPU would fetch the table of all slots into VMEM for the branches,
         # and write it back where their other operands need the room.
         masks = _mask_rows(state, slots, is_guided, flags.any_mask)

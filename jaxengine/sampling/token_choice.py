@@ -62,10 +62,11 @@ def lowest_kept(
 
 
 def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest: jax.Array) -> jax.Array:
-    """Return the top_k-th greatest logit of each row, f32[S, 1], or another number that keeps the same tokens.
+    """Return the top_k-th greatest logit of each row, f32[S, 1], or another threshold that keeps the same tokens.
 
-    best: the row's maximum; top_k: i32; highest: not less than the result; [S, 1] each. A row with fewer than top_k
-    logits above -inf gives the least of these.
+    logits: f32[S, V / n], the columns of each of n devices. best: the row's maximum. top_k: i32. highest: not less than
+    the result. All three are [S, 1]. For a row with fewer than top_k logits above -inf, the result is the least of
+    these logits.
     """
 
     def num_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +107,7 @@ def _top_p(
     # Sums in two orders differ by their rounding: the candidates may fall short of a target that all of them meet.
     settled = reached | (top_p >= 1) | (kept > last) | (num_candidates == vocab_size(logits))
     near = jnp.where(reached & (top_p < 1), jnp.maximum(found, kept), kept)
-    # Tokens without weight move no mass: a finite lower bound, whatever is kept.
+    # Tokens without weight add no mass, so the lower bound can be finite even if `kept` is -inf.
     lower = jnp.maximum(kept, jnp.maximum(best - _NO_WEIGHT * temperature, jnp.finfo(jnp.float32).min))
     searched = _highest(mass_from, jnp.where(settled, mass, target), jnp.minimum(lower, last), (mass, num), last)
     return jnp.where(settled, near, searched)
@@ -182,6 +183,9 @@ def _highest(
         return (measured > target) & (num_low - num_high > 1) & (low + 1 < high)
 
     def halve(carry):
+        """Return the step's number plus 1 and the bounds of the threshold after one halving. Only rows that are not
+        settled change.
+        """
         step, bounds = carry
         low, high, measured, num_low, num_high = bounds
         # Halving the values first saves the passes that halving the bits spends on the exponents around zero; halving

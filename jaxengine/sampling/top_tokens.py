@@ -91,11 +91,11 @@ def top_values(logits: jax.Array, num_top: int) -> jax.Array:
 
 
 def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Return values f32[S, num_top] and ids i32[S, num_top] of each row's best tokens, as `lax.top_k` does: best first,
-    equal values by ascending id.
+    """Return the values f32[S, num_top] and ids i32[S, num_top] of each row's best tokens, best first, equal values by
+    ascending id.
 
-    logits: f32[S, V / n], the columns of each of n devices, which all get the same result with the ids of the whole
-    vocabulary. num_top <= V. Rows with NaN give any ids.
+    logits: f32[S, V / n], the columns of each of n devices, which all return the same, with ids of the whole
+    vocabulary. num_top: at most V. Rows with NaN return arbitrary ids.
     """
 
     own_top = min(num_top, logits.shape[1])

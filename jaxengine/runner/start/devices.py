@@ -44,14 +44,14 @@ BEFORE_LAYERS = ("embed", "layer_inputs")
 class SplitDraft(NamedTuple):
     """Draft model or draft head of a stage before its weights are read."""
 
-    programs: Any  # DraftPrograms of its kind, whose `model` is abstract
+    programs: Any  # DraftPrograms of the draft's kind, with an abstract `model`
     source: ModelSource  # the open files of its weights
 
 
 class SplitStage(NamedTuple):
     """Pipeline stage before its weights are read."""
 
-    programs: StepPrograms  # whose `model` is abstract
+    programs: StepPrograms  # with an abstract `model`
     draft: SplitDraft | None  # None without a draft model or head that has weights
 
     @property
@@ -68,13 +68,13 @@ def choose_devices(
     """Return the config with the mesh's sizes filled in, and the devices that the engine uses, stage after stage.
 
     Args:
-      devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
+        devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
         for `jax.devices()`.
-      mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used; None
-        for none.
+        mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used;
+        None if the config's parallel sizes decide.
 
-    Raises ConfigError for too few devices, for a mesh together with other options about devices, and for processes that
-    cannot have equal parts of every stage.
+    Raises ConfigError for too few devices, for a mesh together with `devices` or parallel sizes, and if the processes
+    cannot have equal numbers of devices of every stage.
     """
     if mesh is not None:
         said = (config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size)
@@ -134,11 +134,12 @@ def open_stages(
     *,
     progress: Progress,
 ) -> list[StageRunner]:
-    """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one.
+    """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one;
+    return their runners. Closes the source at the end, also on an error.
 
-    Closes the source at the end, also on an error. devices: of all stages, stage after stage. mesh: in the engine's
-    axes, if the caller's mesh says how attention heads are split; else None. progress(done, total, what): called with
-    the bytes of weights loaded, those of all, and the tensor's name.
+    devices: of all stages, stage after stage. mesh: in the engine's axes, if the caller's mesh decides how attention
+    heads are split; else None. progress(done, total, what): called with the bytes of weights loaded so far and
+    altogether, and the tensor's name.
 
     Raises ConfigError for a model that cannot be split in this way, ModelFileError for weights that do not fit, and the
     errors of jaxengine.runner.extensions.drafts.open.open_drafting.
@@ -279,7 +280,7 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
     """
     parts = max([1, *(tower.num_parts for tower in model_config.towers)])
     if not stage.is_first and stage.layers[0] < parts - 1:
-        # Embeddings are where they are encoded; hidden states alone go on to the next stage.
+        # Image embeddings stay in the stage that encodes them; only hidden states are sent to the next stage.
         problem = f"the first {parts - 1} layers add parts of images, but the first stage has {stage.layers[0]}"
         raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
     if config.kv_offloading_bytes and not any(model_config.attention[layer].has_pages for layer in stage.layers):

@@ -36,6 +36,9 @@ def ends_heard(on_end: Callable[[], None]) -> Iterator[None]:
     earlier = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
 
     def watch() -> None:
+        """Forward signal numbers from the pipe to the earlier wakeup descriptor, call `on_end` for SIGTERM and SIGINT,
+        and end the process if the main thread does not react to SIGTERM, until the pipe is closed.
+        """
         while number := os.read(wake, 1):
             if earlier >= 0:
                 with contextlib.suppress(OSError):

@@ -1,9 +1,10 @@
-"""Proof of an engine's kernels before it compiles its steps, on a device and versions where that has not been done.
+"""Proof of an engine's kernels before it compiles its steps, on a device and with versions for which that has not been
+done.
 
-The calls of kernels are those of the engine's own programs, found by tracing. Each is run on random inputs of its
-shapes beside plain XLA. A kernel that does not compile, fails, is wrong or is slower is not used by this engine: its
-operation runs as the next kind of its platform. Verdicts are kept beside the executables, so that the next start runs
-nothing.
+The calls of kernels are those in the engine's own programs, found by tracing. Each is run on random inputs of its
+shapes and compared with plain XLA. A kernel that does not compile, fails, is wrong or is slower is not used by this
+engine: its operation runs as the next kind of its platform. Verdicts are stored with the executables, so that the next
+start runs nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ FULL = "full"
 _LONG = 120.0
 # A process that ends in the middle of a proof may have been ended for another reason; hardly twice.
 _MOST_UNFINISHED = 2
-# Note in the place of a call while the programs of all are compiled: a start that finds it compiles one by one.
+# Note that is stored, like that of a call, while all calls are compiled: a start that finds it compiles one by one.
 _TOGETHER = "compiled together"
 _MOST_THREADS = 8
 _UNFINISHED = "ended the process, or did not end: it was not finished when the process was"
@@ -96,7 +97,7 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
         unused = frozenset(_failed(known, verdicts))
     else:
         known = []
-        # What takes the place of a kernel may be another kernel, which then has its own proof.
+        # The replacement of a kernel may be another kernel, which then is proven too.
         while True:
             with without_rows(unused):
                 calls = judged_calls(_calls(stages, proof))
@@ -234,7 +235,7 @@ def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None
             raise
         finally:
             timer.cancel()
-            timer.join()  # what it writes is written before the verdict, which ends it
+            timer.join()  # `warn` must not write after the verdict
 
 
 def _forget_if_brief(text: str, verdicts: Verdicts, begin: float) -> None:

@@ -1,6 +1,7 @@
-"""The memory of one device as one picture: a stacked bar with a legend, in SVG and in text.
+"""The memory of one device as an image: a stacked bar with a legend, in SVG and in text.
 
-`jaxengine plan` draws what it expects, the status page and the log of a start what an engine has.
+`jaxengine plan` draws the memory that it expects; the status page and the log of a start draw the memory that an engine
+has.
 """
 
 from __future__ import annotations

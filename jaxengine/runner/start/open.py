@@ -1,6 +1,6 @@
-"""From a configuration to a ModelRunner: open the model, settle open options, load weights, compile steps.
+"""From a configuration to a ModelRunner: open the model, resolve open options, load weights, compile steps.
 
-Every process of an engine does this; host 0 then schedules, and the others execute what it sends.
+Every process of an engine does this; host 0 then schedules, and the others execute the steps that it sends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OpenedModel(NamedTuple):
 
     source: ModelSource  # open
     config: ResolvedConfig  # resolved for the source and the devices
-    platform: Platform  # whose kernels the devices run
+    platform: Platform  # its kernels run on the devices
     devices: Sequence[Any]  # of all stages, stage after stage
     mesh: (
         Mesh | None
@@ -206,11 +206,11 @@ class ProgressBar:
         self._bar.close()
 
     def rename(self, title: str) -> None:
-        """Change the title."""
+        """Change the title of the bar."""
         self._bar.set_description_str(title)
 
     def update(self, done: int, total: int, what: str) -> None:
-        """Show that `done` of `total` units are done, and the name of the current one."""
+        """Show that `done` of `total` units are done, and `what`, the name of the current one."""
         self._bar.total = total
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update(done - self._bar.n)

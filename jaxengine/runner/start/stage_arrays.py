@@ -23,7 +23,7 @@ SLOTS_AND_SAMPLING = SLOTS, SAMPLING
 
 
 def abstract_mesh(layout: MeshLayout) -> Any:
-    """Return a mesh without devices, of the sizes of `layout`, over which shapes can be split."""
+    """Return a mesh without devices, with the sizes of `layout`, over which abstract arrays can be split."""
     sizes = tuple(getattr(layout, name) for name in MESH_AXES)
     return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 

@@ -42,7 +42,8 @@ class Spread:
         """Order the other processes to read their parts of the folder `path`, or, if it is None, to wait for tensors.
         Return a function that waits for their answers and returns them.
 
-        options: fields of `jaxengine.runner.weights.weight_update.ReadOptions`.
+        options: fields of `jaxengine.runner.weights.weight_update.ReadOptions`. This method and the returned function
+        raise ClusterError if a process is lost.
         """
         return self._orders.give("read_weights", key=self.key, path=path, **options)
 
@@ -62,12 +63,12 @@ class Spread:
             yield name, held.pop()
 
     def _send(self, name: str, array: Any, most: int) -> None:
-        """Send one tensor to the other processes in pieces of at most `most` bytes, and wait for each. Raises
-        ClusterError if a process is lost.
+        """Send one tensor to the other processes in pieces of at most `most` bytes, each after the one before has been
+        received. A tensor without elements is sent as one empty piece. Raises ClusterError if a process is lost.
         """
         source, shape = ArraySource({name: array}), tuple(array.shape)
         dtype = jnp.dtype(array.dtype)
-        dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not tell the order
+        dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not include the byte order
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         about = {"key": self.key, "name": name, "dtype": dtype.name, "shape": list(shape)}
         about["num_bytes"], sent = math.prod(shape) * dtype.itemsize, 0
@@ -84,7 +85,7 @@ class Spread:
 
     def end(self) -> Callable[[], list[Answer]]:
         """Report to the other processes that there are no more tensors. Return a function that waits for their answers
-        and returns them.
+        and returns them. Both raise ClusterError if a process is lost.
         """
         return self._orders.give("end_tensors", key=self.key)
 
@@ -100,7 +101,9 @@ class Spread:
         weakref.finalize(new, self._orders.leave, "forget_weights", key=self.key).atexit = False
 
     def forget(self) -> None:
-        """Order the other processes to drop their new weights now, and wait for that."""
+        """Order the other processes to drop their new weights now, and wait for that. Raises ClusterError if a process
+        is lost.
+        """
         self._orders.give("forget_weights", key=self.key)()
 
 

@@ -25,7 +25,7 @@ class Absent(NamedTuple):
     dtype: Any
     format: Any  # layout on the devices, and sharding
     sharding: Any
-    # Copies of its parts by device, None if none are kept. Devices with equal parts have one copy.
+    # Copies in host memory of its parts, with their devices; None for no copies. Devices with equal parts share a copy.
     host: list[tuple[Any, np.ndarray]] | None = None
 
     def restored(self, memory: HugePages | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Conversion of a trainer's tensor names and shapes to those of Hugging Face checkpoints."""
+"""Conversion of a trainer's tensor names and shapes to the names and shapes of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def unwrapped(name: str) -> str:
 
 
 def with_names(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor under the name that `name_of` returns for its own name. Keeps no reference to the array, which
-    the consumer may want to be the only holder of.
+    """Yield each tensor under the name that `name_of` returns for its own name. Keeps no reference to the array, so
+    that the consumer can hold the only one.
     """
     for name, array in tensors:
         held = [array]
-        del array  # who takes a tensor may be its only holder
+        del array  # the consumer may hold the only reference
         yield name_of(name), held.pop()
 
 
@@ -201,7 +201,7 @@ def renamed(
             new = [(target, np.array(each) if isinstance(each, np.ndarray) else each) for target, each in new]
             jax.block_until_ready([each for _, each in new if isinstance(each, jax.Array)])
             array.delete()
-        del array, pair  # who takes a tensor may be its only holder
+        del array, pair  # the consumer may hold the only reference
         while new:
             yield new.pop(0)
     if unused:

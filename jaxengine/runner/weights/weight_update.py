@@ -61,7 +61,7 @@ class _Stage(NamedTuple):
 
     model: Any  # abstract
     mesh: Any  # of its devices
-    params: list[Any]  # its leaves, which are replaced in place
+    params: list[Any]  # its leaves; an update replaces entries of this list
 
 
 class NewWeights:
@@ -108,7 +108,7 @@ class NewWeights:
             self._spread.put(self._put_here)
 
     def _put_here(self) -> None:
-        """Replace the old weights in this process."""
+        """Replace the old weights in this process: store the new arrays in the stages' lists of leaves."""
         for stage, new in zip(self._stages, self._found, strict=True):
             for index, array in new.items():
                 stage.params[index] = array
@@ -316,7 +316,9 @@ class _StoppableSource(WrappedSource):
         self._stop = stop
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read as the wrapped source does. Raises WeightUpdateError once `stop` returns True."""
+        """Return rows and columns of a tensor from the wrapped source. Raises WeightUpdateError, without reading, once
+        `stop` returns True.
+        """
         if self._stop():
             raise WeightUpdateError("the update was given up before all weights were read")
         return self._source.read(name, rows, columns)

@@ -37,7 +37,7 @@ class OwnedEngine(EngineWrapper):
     def __init__(self, engine: EngineClient, sources: AdapterSources | None = None, routes: LoraRoutes | None = None):
         super().__init__(engine)
         self._sources, self._routes = sources, routes
-        # Id that clients know -> ids in the engine, of running requests.
+        # Id that clients know -> ids in the engine of the running requests with this id.
         self._running: dict[str, list[str]] = {}
 
     def stream(
@@ -105,7 +105,7 @@ class OwnedEngine(EngineWrapper):
         running.append(engine_id)
         try:
             async for output in stream:
-                named = copy.copy(output)  # the engine goes on with its own
+                named = copy.copy(output)  # the engine continues to use the original
                 named.request_id = request_id
                 yield named
         except RequestError as error:

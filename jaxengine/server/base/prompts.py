@@ -144,6 +144,6 @@ class PromptEncoder:
         if self._longest_token is None:
             vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
             self._longest_token = max(map(len, vocabulary), default=1)
-        # Others may drop white space, and make one token of a word that they do not know.
+        # Other tokenizers may drop white space, and replace an unknown word by one token.
         spaced = 1 if tokenizer.is_byte_level else _SPACED
         return spaced * self._inputs.config.max_model_len * self._longest_token

@@ -15,7 +15,7 @@ from jaxengine.scheduler.base.errors import show_value
 from jaxengine.server.http.request.errors import ApiError
 from jaxengine.server.http.request.limits import read_json
 
-# Routes that a line may name: those whose answer is one JSON object that depends on the line alone.
+# Routes that a line may name: their answer is a single JSON object that depends only on the line.
 URLS = (
     "/v1/chat/completions",
     "/v1/completions",

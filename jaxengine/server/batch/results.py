@@ -49,6 +49,9 @@ class Results:
     """
 
     def __init__(self, path: str, batch: str, input_file: str):
+        """Open and lock the partial file, read the results in it, and drop an incomplete one at its end. See the class
+        for arguments and errors.
+        """
         self.known: dict[str, Kept] = {}
         self._path = _output_path(path)
         self._partial, self._whole = Path(f"{self._path}.partial"), Path(f"{self._path}.whole")

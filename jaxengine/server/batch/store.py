@@ -61,7 +61,8 @@ class BatchStore:
     """
 
     def __init__(self, folder: str, bounds: Bounds):
-        """Create the folder if it is missing. Raises ConfigError if it cannot be used."""
+        """Create the folder, with its subfolders and lock, if it is missing. Raises ConfigError if it cannot be used.
+        """
         self.bounds = bounds
         path = named_path("batch_storage_dir", folder)
         self._records = RecordFolder(path)

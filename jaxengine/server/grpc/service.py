@@ -121,6 +121,7 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
     """
 
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
+        """Handle one call; end it with a status by raising grpc's AbortError if anything raises an exception."""
         ARRIVAL.set(time.monotonic())
         request = request_type()
         try:

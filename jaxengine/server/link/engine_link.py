@@ -48,7 +48,7 @@ class EngineLink:
         self._open()
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, or queue it until there is a connection."""
+        """Encode and send a message, or queue it until there is a connection. Never blocks."""
         self.send_encoded(messages.encode(message))
 
     def send_encoded(self, message: bytes) -> None:

@@ -84,7 +84,7 @@ class MediaReceiver:
         return read_media(message, items)
 
     def clear(self) -> None:
-        """Clear the cache and close the shared memory of this epoch."""
+        """Clear the cache, and close the shared memory of this epoch if it is open."""
         self._kept.clear()
         if self._memory is not None:
             self._memory.close()

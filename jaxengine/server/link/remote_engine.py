@@ -329,7 +329,7 @@ class RemoteEngine:
         """Whether the engine has sent nothing for more than 10 s and more than five times its longest recent silence;
         always False with enforce_eager.
         """
-        # There is no bound on a step that compiles.
+        # The time of a step that compiles has no bound.
         compiles = self._welcomed.done() and self.inputs.config.enforce_eager
         allowed = math.inf if compiles else max(_SILENT_SECONDS, _SILENT_STEPS * self._longest_silence)
         return time.monotonic() - self._heard > allowed

@@ -98,7 +98,7 @@ async def serve(child: Child) -> None:
     reports = asyncio.create_task(_report(client, app.state.traffic))
     waiting = asyncio.create_task(drain.wait())
     await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
-    if batches is not None:  # they go on after the next start
+    if batches is not None:  # unfinished batches continue after the next start
         batches.cancel()
         await asyncio.wait([batches])
     await engine.drain(config.shutdown_timeout)

@@ -47,6 +47,9 @@ class Child:
     """
 
     def __init__(self):
+        """Read the job, ignore SIGINT and SIGTERM, set up logging, and start the thread that reads orders. See the
+        class.
+        """
         orders = os.dup(0)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)

@@ -27,7 +27,7 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class ClientLeft(Exception):
-    """Raised if the client has disconnected, or does not read the answer."""
+    """Exception for a client that has disconnected, or does not read the answer."""
 
 
 def event(value: Any) -> bytes:
@@ -131,7 +131,9 @@ class _EventStream(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. Its work is cancelled if the client leaves or stops reading; that is logged, not raised."""
+        """Send the stream, as an ASGI application. If the client leaves or stops reading, the work is cancelled and
+        that is logged; nothing is raised.
+        """
         try:
             await while_connected(receive, self._send(send))
         except ClientLeft as error:

@@ -315,13 +315,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def transcriptions(request: Request) -> Response:
-        """Transcribe a sound, in its language. Errors as of `respond`."""
+        """Transcribe a sound, in its language. Raises the errors of `respond`."""
         return await respond(request, TRANSCRIBE)
 
     @routes.post("/v1/audio/translations", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def translations(request: Request) -> Response:
-        """Translate a sound to English. Errors as of `respond`."""
+        """Translate a sound to English. Raises the errors of `respond`."""
         return await respond(request, TRANSLATE)
 
     return routes

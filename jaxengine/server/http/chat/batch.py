@@ -66,7 +66,7 @@ class BatchChatRequest(ChatRequest):
 
 
 class _Batch:
-    """Batch request in progress."""
+    """Request with several conversations in progress: call `prepare`, then `whole`."""
 
     def __init__(self, server: ChatServer, body: BatchChatRequest, name: str, model: str, options: RequestOptions):
         """Create a ChatAnswer for each conversation; runs nothing.
@@ -91,7 +91,7 @@ class _Batch:
         """
         for number, each in enumerate(self._completions):
             await each.prepare(ignored if number == 0 else [])
-        # The conversations have the same fields, so only their prompts differ in what is captured.
+        # The conversations have the same fields, so their activations differ only by the lengths of their prompts.
         params, lengths = self._completions[0].captured[0], [each.captured[1] for each in self._completions]
         check_captured(self._server.engine.inputs, self._server.config, params, lengths)
 
@@ -112,7 +112,7 @@ class _Batch:
         return json_response({**self._head, "choices": choices, "usage": total, **NULL_BODY, **about})
 
     async def _answer(self, number: int) -> AsyncGenerator[dict[str, Any], None]:
-        """Run conversation number `number` and yield its complete response."""
+        """Run conversation number `number` and yield its complete response, a single item, as JSON values."""
         yield await self._completions[number].body()
 
 

@@ -50,9 +50,8 @@ class ChatAnswer:
         self._num_prompt_tokens = 0
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model.
-
-        Raises the errors of ChatRun.prepare.
+        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model. Raises the errors
+        of ChatRun.prepare: RequestError and OverloadedError.
         """
         await self._run.prepare()
         ignored += self._run.ignored
@@ -66,7 +65,9 @@ class ChatAnswer:
         return self._run.params, self._run.most_prompt_tokens
 
     async def whole(self) -> Response:
-        """Run the request and return the complete response, as `body` does."""
+        """Run the request and return the complete response. Call it after `prepare`, for a request that does not
+        stream. Raises the errors of ChatRun.pieces.
+        """
         return json_response(await self.body())
 
     async def body(self) -> dict[str, Any]:

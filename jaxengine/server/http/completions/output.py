@@ -108,7 +108,7 @@ class ChoiceWriter:
         best: dict[str, float] = {}
         for token_id in position:
             name, value = self._name(token_id, position), json_logprob(position[token_id].logprob)
-            # Several tokens may be parts of characters with the same text; the likeliest one is kept.
+            # Several tokens may be parts of characters and have the same text; the likeliest one counts.
             if value > best.get(name, float("-inf")):
                 best[name] = value
         return best

@@ -29,7 +29,7 @@ from jaxengine.server.http.request.limits import JsonRoute
 
 
 class _Message:
-    """Message request in progress."""
+    """Message request in progress: call `prepare`, then `whole` for one response or `stream` for a stream."""
 
     def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
         """Create the run of the message; nothing runs yet.

@@ -58,23 +58,29 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/embeddings", response_class=Response)
     @answers(Listed[Embedding])
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-        """Return an embedding of each prompt. Errors as of `run`."""
+        """Return an embedding of each prompt. Raises the errors of `run`."""
         return await run(body, request, "embd", "embed", _vectors("embedding", "embedding", body))
 
     @routes.post("/pooling", response_class=Response)
     @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
-        """Return a vector of each prompt, or one of each of its tokens, by the request's task. Errors as of `run`."""
+        """Return a vector of each prompt, or one of each of its tokens, by the request's task. Raises the errors of
+        `run`.
+        """
         return await run(body, request, "pool", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
     @answers(Listed[Classified])
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        """Return each prompt's likeliest label, "LABEL_N" without a name, and all probabilities. Errors as of `run`."""
+        """Return each prompt's likeliest label, "LABEL_N" without a name, and all probabilities. Raises the errors of
+        `run`.
+        """
         labels = engine.inputs.require_pooling().labels
 
         def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-            """Return the entry of one answer."""
+            """Return the entry of one answer: its index, its likeliest label, all probabilities and the number of
+            classes.
+            """
             best = int(each.outputs.data.argmax())
             probs = each.outputs.data.tolist()
             label = labels.get(best, f"LABEL_{best}")
@@ -93,7 +99,7 @@ def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
     """
 
     def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-        """Return the entry of one answer, with its number `index`."""
+        """Return the entry of one answer, with its index and its vector."""
         data: Any = each.outputs.data
         if body.encoding_format == "base64":
             return {
