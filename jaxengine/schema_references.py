@@ -43,8 +43,8 @@ class Place(NamedTuple):
     """A part of a JSON schema document.
 
     Attributes:
-        schema: the part, any JSON value.
-        base: URI that references within it are relative to; "" without `$id`.
+      schema: the part, any JSON value.
+      base: URI that references within it are relative to; "" without `$id`.
     """
 
     schema: Any
@@ -227,11 +227,11 @@ class _Mover:
     """Copier of schemas into another document.
 
     Attributes:
-        document: document from which schemas are copied.
-        definitions: `$defs` of the other document.
-        waiting: (name in `definitions`, schema to copy there) for references that were rewritten and whose target is
-        not copied yet.
-        _names: name in `definitions` by id() of the schema.
+      document: document from which schemas are copied.
+      definitions: `$defs` of the other document.
+      waiting: (name in `definitions`, schema to copy there) for references that were rewritten and whose target is not
+        copied yet.
+      _names: name in `definitions` by id() of the schema.
     """
 
     document: SchemaDocument

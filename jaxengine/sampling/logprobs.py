@@ -86,9 +86,9 @@ def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token
     truncation left.
 
     Args:
-        logits: the model's, f32[S, V / n], as are the next two.
-        adjusted: logits after bias, penalties and temperature, before truncation.
-        kept: `adjusted` with -inf for the tokens that truncation dropped.
+      logits: the model's, f32[S, V / n], as are the next two.
+      adjusted: logits after bias, penalties and temperature, before truncation.
+      kept: `adjusted` with -inf for the tokens that truncation dropped.
 
     A token outside [0, V) gets -inf in all three.
     """

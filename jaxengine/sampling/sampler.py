@@ -36,8 +36,8 @@ class MoreScores(NamedTuple):
     """Additional numbers that are reported for rows with logprobs.
 
     Attributes:
-        count: number of them for each row.
-        score: (logits, adjusted, kept, token_ids) -> f32[S, count]. The arguments are the given logits, those before
+      count: number of them for each row.
+      score: (logits, adjusted, kept, token_ids) -> f32[S, count]. The arguments are the given logits, those before
         truncation, those sampled from, f32[S, V / n] each, and the sampled tokens, i32[S].
     """
 

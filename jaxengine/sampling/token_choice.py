@@ -170,10 +170,9 @@ def _highest(
     `target`, or another threshold that keeps the same tokens.
 
     Args:
-        measure: t [S, 1] -> (the quantity at t, the number of logits that t keeps), f32[S, 1] each; both fall as t
-        rises.
-        target, lower, upper: f32[S, 1].
-        at_lower: measure(lower).
+      measure: t [S, 1] -> (the quantity at t, the number of logits that t keeps), f32[S, 1] each; both fall as t rises.
+      target, lower, upper: f32[S, 1].
+      at_lower: measure(lower).
 
     Bisects until at most one token lies between the bounds, or the lower bound meets the target exactly. If all rows
     begin so, no pass is made.

@@ -22,9 +22,9 @@ class Verified(NamedTuple):
     """Result of verifying S rows of W positions each, with up to W - 1 drafts.
 
     Attributes:
-        counts: i32[S], number of tokens that each row gets, 0 for rows that do not sample.
-        is_kept: bool[S, W], whether each sampled token is one of these.
-        last: i32[S], the last token that the row gets; arbitrary for rows that do not sample.
+      counts: i32[S], number of tokens that each row gets, 0 for rows that do not sample.
+      is_kept: bool[S, W], whether each sampled token is one of these.
+      last: i32[S], the last token that the row gets; arbitrary for rows that do not sample.
     """
 
     counts: jax.Array

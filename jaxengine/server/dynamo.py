@@ -57,7 +57,7 @@ class DynamoEngine(_backend.LLMEngine):
     """Dynamo's LLMEngine, implemented by an AsyncLLM.
 
     Attributes:
-        engine: the AsyncLLM; None before `start` and after `cleanup`.
+      engine: the AsyncLLM; None before `start` and after `cleanup`.
     """
 
     def __init__(self, options: EngineArgs, mode: Any, served_model_name: str | None = None):

@@ -68,10 +68,10 @@ def choose_devices(
     """Return the config with the mesh's sizes filled in, and the devices that the engine uses, stage after stage.
 
     Args:
-        devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
+      devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
         for `jax.devices()`.
-        mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used;
-        None if the config's parallel sizes decide.
+      mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used; None
+        if the config's parallel sizes decide.
 
     Raises ConfigError for too few devices, for a mesh together with `devices` or parallel sizes, and if the processes
     cannot have equal numbers of devices of every stage.
@@ -273,10 +273,10 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
     """Return the abstract model of one stage for a mesh layout.
 
     Raises:
-        ConfigError: the mesh does not divide the model (the message names sizes that would); or the stage lacks a layer
+      ConfigError: the mesh does not divide the model (the message names sizes that would); or the stage lacks a layer
         whose keys and values, or key selection, one of its layers uses; or a stage after the first has one of the
         layers that add image features; or, with kv_offloading_size, no layer of the stage has pages.
-        ModelFileError: the checkpoint stores the modules of one product in different formats.
+      ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
     parts = max([1, *(tower.num_parts for tower in model_config.towers)])
     if not stage.is_first and stage.layers[0] < parts - 1:

@@ -61,12 +61,12 @@ class _Proof(NamedTuple):
     """Settings and verdicts that the functions of a proof share.
 
     Attributes:
-        verdicts: stored verdicts, to which new ones are added.
-        thorough: whether all mixes of lengths are run, instead of one.
-        timed: whether kernels are timed. They are not on a CPU, whose other load would decide, and not with several
+      verdicts: stored verdicts, to which new ones are added.
+      thorough: whether all mixes of lengths are run, instead of one.
+      timed: whether kernels are timed. They are not on a CPU, whose other load would decide, and not with several
         processes, which must come to the same verdicts.
-        device: the device that runs the kernels.
-        progress: called with (done, total, what).
+      device: the device that runs the kernels.
+      progress: called with (done, total, what).
     """
 
     verdicts: Verdicts

@@ -32,9 +32,9 @@ class StageArrays:
     """Abstract arrays of one stage.
 
     Attributes:
-        programs: the stage's StepPrograms.
-        params: the model's leaves: weights and adapter pools.
-        draft_params: the leaves of the stage's draft model or head; empty without one.
+      programs: the stage's StepPrograms.
+      params: the model's leaves: weights and adapter pools.
+      draft_params: the leaves of the stage's draft model or head; empty without one.
     """
 
     def __init__(self, stage: SplitStage):

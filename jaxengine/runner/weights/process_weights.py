@@ -29,7 +29,7 @@ class Spread:
     the same two steps, or drop them.
 
     Attributes:
-        key: number by which the other processes identify these weights.
+      key: number by which the other processes identify these weights.
     """
 
     def __init__(self, runner: ModelRunner):

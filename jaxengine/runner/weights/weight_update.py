@@ -68,8 +68,8 @@ class NewWeights:
     """New arrays on the devices, ready to replace an engine's weights.
 
     Attributes:
-        seconds: time in seconds to read and place them.
-        are_of_draft: whether they are a draft model's.
+      seconds: time in seconds to read and place them.
+      are_of_draft: whether they are a draft model's.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ def read_weights(
     old weights until the result's `put` is called.
 
     Args:
-        params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a
-        mapping or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
-        mapping: from the names of `params` to Hugging Face names, for tensors by name. A name that it lacks stays.
-        strict: whether every weight must be given. Otherwise a weight of which no tensor is given stays as it is.
-        donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
-        target: "model", or "draft" for the weights of a draft model, an MTP layer or an EAGLE-3 head.
-        chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
-        stop: called before each tensor of a folder with safetensors or of a GGUF file; True ends the reading with
+      params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a mapping
+        or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
+      mapping: from the names of `params` to Hugging Face names, for tensors by name. A name that it lacks stays.
+      strict: whether every weight must be given. Otherwise a weight of which no tensor is given stays as it is.
+      donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
+      target: "model", or "draft" for the weights of a draft model, an MTP layer or an EAGLE-3 head.
+      chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
+      stop: called before each tensor of a folder with safetensors or of a GGUF file; True ends the reading with
         WeightUpdateError.
 
     In an engine of several processes each process reads its parts, from the folder of this path on its own machine, or

@@ -26,12 +26,12 @@ async def beam_search(
     Texts and token ids are those after the prompt; texts are empty without a tokenizer.
 
     Args:
-        prompt: its prompt_token_ids are the beginning of all beams, its cache_salt is used for all requests, and its
+      prompt: its prompt_token_ids are the beginning of all beams, its cache_salt is used for all requests, and its
         "prompt" is copied to the output.
-        params: validated already.
-        request_id: id of the output. The engine's requests have ids that begin with it.
-        options: options of all requests to the engine, of which at most max_num_seqs run at a time.
-        n: number of best sequences to return; None for all beam_width.
+      params: validated already.
+      request_id: id of the output. The engine's requests have ids that begin with it.
+      options: options of all requests to the engine, of which at most max_num_seqs run at a time.
+      n: number of best sequences to return; None for all beam_width.
 
     If the engine aborts one of the requests, the search ends with the sequences so far. Those that had not stopped have
     finish_reason "abort" and the aborted request's stop_reason: "timeout" after `options.timeout`, None if an update of

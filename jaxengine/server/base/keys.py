@@ -14,8 +14,8 @@ class Keys:
     Methods take the digest of a key, as `digest_of` returns it.
 
     Args:
-        client_keys: keys of clients; if empty, the server is open to everyone who reaches it.
-        admin_keys: keys of operators, which are valid wherever clients' keys are.
+      client_keys: keys of clients; if empty, the server is open to everyone who reaches it.
+      admin_keys: keys of operators, which are valid wherever clients' keys are.
     """
 
     def __init__(self, client_keys: Iterable[str], admin_keys: Iterable[str]):

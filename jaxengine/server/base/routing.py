@@ -177,11 +177,11 @@ class Replicas:
         Draining replicas are chosen only if all are draining. Raises ValueError if there are no replicas.
 
         Args:
-            request_digests: short digests of the prompt's full pages, in order; empty if they are not known.
-            session: conversation that the request continues; None for none.
-            adapter: name of the adapter; None for none.
-            key: decides ties of requests without adapter and digests, such as the request's id.
-            imbalance: number of requests that a whole prompt in the cache is worth, at least 0.
+          request_digests: short digests of the prompt's full pages, in order; empty if they are not known.
+          session: conversation that the request continues; None for none.
+          adapter: name of the adapter; None for none.
+          key: decides ties of requests without adapter and digests, such as the request's id.
+          imbalance: number of requests that a whole prompt in the cache is worth, at least 0.
         """
         costs = self._open_queues().copy()
         if adapter is not None:

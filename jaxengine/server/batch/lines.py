@@ -37,10 +37,10 @@ class BatchLine:
     """A request of a batch.
 
     Attributes:
-        number: number of its line in the file, from 1.
-        custom_id: the caller's name for it, unique in the file.
-        url: the route that answers it.
-        body: the request's body as JSON.
+      number: number of its line in the file, from 1.
+      custom_id: the caller's name for it, unique in the file.
+      url: the route that answers it.
+      body: the request's body as JSON.
     """
 
     number: int
@@ -64,8 +64,8 @@ class LineError(ConfigError):
     """Error of a file of requests: a line that is not a valid request, too many requests, or none.
 
     Attributes:
-        number: number of the line, from 1; None for the file as a whole.
-        problem: what is wrong, without the name of the file.
+      number: number of the line, from 1; None for the file as a whole.
+      problem: what is wrong, without the name of the file.
     """
 
     number: int | None
@@ -93,10 +93,10 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
     limit.
 
     Raises:
-        LineError: a line is not a request, has the custom_id of an earlier one or another url than `only_url`, or there
+      LineError: a line is not a request, has the custom_id of an earlier one or another url than `only_url`, or there
         are no requests or too many. The message has the line's number.
-        ConfigError: the path is not that of a file.
-        OSError: the file cannot be read.
+      ConfigError: the path is not that of a file.
+      OSError: the file cannot be read.
     """
     file = Path(path)
     if not file.is_file():

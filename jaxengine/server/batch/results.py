@@ -23,9 +23,9 @@ class Kept(NamedTuple):
     """Location of a result in the partial file.
 
     Attributes:
-        offset: byte offset of its line.
-        size: size of its line in bytes, line break included.
-        failed: whether its request failed.
+      offset: byte offset of its line.
+      size: size of its line in bytes, line break included.
+      failed: whether its request failed.
     """
 
     offset: int
@@ -37,15 +37,15 @@ class Results:
     """Results of one batch so far, in a partial file that is locked while this object is open.
 
     Args:
-        path: the output file. If it is a link, the file to which the link leads is written.
-        batch: identifies the batch, so that results of another one are refused.
-        input_file: the file of requests, which is never overwritten.
+      path: the output file. If it is a link, the file to which the link leads is written.
+      batch: identifies the batch, so that results of another one are refused.
+      input_file: the file of requests, which is never overwritten.
     Raises:
-        ConfigError: `path` cannot be an output file or is the input file, the partial file has results of another
-        batch, or another process writes it.
-        OSError: the files cannot be written.
+      ConfigError: `path` cannot be an output file or is the input file, the partial file has results of another batch,
+        or another process writes it.
+      OSError: the files cannot be written.
     Attributes:
-        known: location of each result, by custom_id.
+      known: location of each result, by custom_id.
     """
 
     def __init__(self, path: str, batch: str, input_file: str):

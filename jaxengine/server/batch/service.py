@@ -76,9 +76,9 @@ class BatchService:
     """Runner of all batches of a server, in one of its processes; another process takes over if this one ends.
 
     Args:
-        app: the HTTP application.
-        engine: the engine that the application serves.
-        config: server options, with enable_batch_api.
+      app: the HTTP application.
+      engine: the engine that the application serves.
+      config: server options, with enable_batch_api.
     Raises ConfigError if batch_storage_dir cannot be used.
     """
 

@@ -40,10 +40,10 @@ class Bounds:
     """Limits of the store.
 
     Attributes:
-        file_bytes: largest size of one file.
-        client_bytes, client_files, client_batches: of one client: bytes of all files and results, number of files, and
+      file_bytes: largest size of one file.
+      client_bytes, client_files, client_batches: of one client: bytes of all files and results, number of files, and
         number of batches.
-        retention: seconds after which files and ended batches are removed.
+      retention: seconds after which files and ended batches are removed.
     """
 
     file_bytes: int

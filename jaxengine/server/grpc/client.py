@@ -69,9 +69,9 @@ class Client:
         """Generate the complete answer, and return it when it is finished. Raises grpc.RpcError.
 
         Args:
-            prompt: a text, token ids, or messages with the fields of ChatMessage.
-            timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies.
-            options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
+          prompt: a text, token ids, or messages with the fields of ChatMessage.
+          timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies.
+          options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
             max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages also those of ChatMessages.
             Another name raises TypeError; a value that the field cannot hold raises TypeError or ValueError.
         """

@@ -76,9 +76,9 @@ class Wanted:
     """Parts of an output that the caller has requested.
 
     Attributes:
-        text, token_ids: of the output.
-        logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest tokens at their positions.
-        prompt_token_ids, prompt_logprobs, prompt_candidates: the same three parts of the prompt.
+      text, token_ids: of the output.
+      logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest tokens at their positions.
+      prompt_token_ids, prompt_logprobs, prompt_candidates: the same three parts of the prompt.
     """
 
     text: bool = False
@@ -95,11 +95,11 @@ class Generation:
     """Generation request in the engine's terms.
 
     Attributes:
-        request_id: the caller's, or a new one.
-        prompt: the prompt that EngineClient.stream takes.
-        params: sampling parameters.
-        priority: field of RequestOptions.
-        wanted: parts of the output that the answer contains.
+      request_id: the caller's, or a new one.
+      prompt: the prompt that EngineClient.stream takes.
+      params: sampling parameters.
+      priority: field of RequestOptions.
+      wanted: parts of the output that the answer contains.
     """
 
     request_id: str

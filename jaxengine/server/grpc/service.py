@@ -37,11 +37,11 @@ class OpenCalls:
     """Counter of open calls, which refuses new ones while draining and beyond `most`.
 
     Args:
-        log: whether to write a log line for each call.
-        most: largest number of open calls.
-        read_timeout: see the attribute.
+      log: whether to write a log line for each call.
+      most: largest number of open calls.
+      read_timeout: see the attribute.
     Attributes:
-        read_timeout: seconds within which a call's message must arrive.
+      read_timeout: seconds within which a call's message must arrive.
     """
 
     def __init__(self, *, log: bool, most: int, read_timeout: float):

@@ -194,10 +194,10 @@ class TrafficState:
     """Counts of the requests that an API process is answering.
 
     Attributes:
-        num_running: number of POST requests that are being answered, and of responses generated in the background.
-        has_served: whether any POST request has been answered with status 200.
-        http: counts of all requests that have not been reported to the engine yet.
-        process: name of this process among the server's.
+      num_running: number of POST requests that are being answered, and of responses generated in the background.
+      has_served: whether any POST request has been answered with status 200.
+      http: counts of all requests that have not been reported to the engine yet.
+      process: name of this process among the server's.
     """
 
     def __init__(self, process: str = "api"):

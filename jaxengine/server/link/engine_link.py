@@ -33,10 +33,10 @@ class EngineLink:
         event loop.
 
         Args:
-            address: ZeroMQ address of the engine's socket.
-            index: number of this API process.
-            received: called with each decoded message of the engine.
-            lost: called when a connection has ended, also because of a message that cannot be decoded; the next
+          address: ZeroMQ address of the engine's socket.
+          index: number of this API process.
+          received: called with each decoded message of the engine.
+          lost: called when a connection has ended, also because of a message that cannot be decoded; the next
             connection is being opened then.
         """
         self._address = address

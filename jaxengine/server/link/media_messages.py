@@ -20,11 +20,11 @@ class Item(msgspec.Struct, array_like=True):
     """A MediaItem, with arrays as raw bytes.
 
     Attributes:
-        modality, digest, positions, cached: the fields of MediaItem; positions as i32.
-        num_patches: number of patches, which determines the arrays' shapes.
-        pixels: patches, columns and rows; None if the receiver has them or they are in shared memory.
-        place: location of the pixels in shared memory; None if they are not there.
-        keep: whether the sender relies on the receiver to cache the pixels.
+      modality, digest, positions, cached: the fields of MediaItem; positions as i32.
+      num_patches: number of patches, which determines the arrays' shapes.
+      pixels: patches, columns and rows; None if the receiver has them or they are in shared memory.
+      place: location of the pixels in shared memory; None if they are not there.
+      keep: whether the sender relies on the receiver to cache the pixels.
     """
 
     modality: str
@@ -41,11 +41,11 @@ class MediaMessage(msgspec.Struct, array_like=True):
     """A Media, with arrays as raw bytes.
 
     Attributes:
-        items: images and videos in the order of the prompt.
-        rope_positions: i32[3, tokens]; None for a model without M-RoPE.
-        rope_delta, prefix_length, prefix_digest: the fields of Media.
-        epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
-        memory: path of this epoch's shared memory; "" if no item is in it.
+      items: images and videos in the order of the prompt.
+      rope_positions: i32[3, tokens]; None for a model without M-RoPE.
+      rope_delta, prefix_length, prefix_digest: the fields of Media.
+      epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
+      memory: path of this epoch's shared memory; "" if no item is in it.
     """
 
     items: list[Item]

@@ -26,7 +26,7 @@ class MediaSender:
     """Writer of a connection's media messages, each with all pixels.
 
     Attributes:
-        cache: cache for the preprocessing of prompts; None for the preprocessor's own cache.
+      cache: cache for the preprocessing of prompts; None for the preprocessor's own cache.
     """
 
     cache: MediaCache | None = None

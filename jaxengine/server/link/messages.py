@@ -24,9 +24,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Load of the engine.
 
     Attributes:
-        num_running, num_waiting: requests that run and that wait, of all API processes.
-        num_waiting_tokens: prompt tokens of the requests that wait.
-        retry_after: seconds after which a refused request should be sent again.
+      num_running, num_waiting: requests that run and that wait, of all API processes.
+      num_waiting_tokens: prompt tokens of the requests that wait.
+      retry_after: seconds after which a refused request should be sent again.
     """
 
     num_running: int = 0
@@ -45,10 +45,10 @@ class Finish(msgspec.Struct, array_like=True, tag="finish"):
     """Order to end requests.
 
     Attributes:
-        handles: of the requests.
-        reason: value of FinishReason: "stop" after a stop string was found, "repetition", or "abort", which the engine
+      handles: of the requests.
+      reason: value of FinishReason: "stop" after a stop string was found, "repetition", or "abort", which the engine
         confirms like any other end.
-        num_tokens: for each request that ended because of its output, the number of tokens that its caller received; []
+      num_tokens: for each request that ended because of its output, the number of tokens that its caller received; []
         for "abort".
     """
 
@@ -67,8 +67,8 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
     """Request to call a function of `EngineCore.utilities`.
 
     Attributes:
-        number: number that the Reply has too; the Reply of number 0 is ignored.
-        name, arguments: of the function.
+      number: number that the Reply has too; the Reply of number 0 is ignored.
+      name, arguments: of the function.
     """
 
     number: int
@@ -80,12 +80,12 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     """Answer to Hello.
 
     Attributes:
-        config: fields of ResolvedConfig.
-        model: file or folder of the model.
-        num_slots: number of requests that run at once, over all replicas.
-        load: of the engine.
-        media_cache: kind of the media cache, one of jaxengine.config.inputs.encoder.KINDS.
-        num_media_resets: number of resets of the media cache so far; see Update.
+      config: fields of ResolvedConfig.
+      model: file or folder of the model.
+      num_slots: number of requests that run at once, over all replicas.
+      load: of the engine.
+      media_cache: kind of the media cache, one of jaxengine.config.inputs.encoder.KINDS.
+      num_media_resets: number of resets of the media cache so far; see Update.
     """
 
     config: dict[str, Any]
@@ -100,9 +100,9 @@ class Failure(msgspec.Struct, array_like=True):
     """Reason why a Submit or a Call failed.
 
     Attributes:
-        kind: "request", "unknown adapter", "overloaded", "internal", or MISSING_MEDIA: the Submit relies on missing
+      kind: "request", "unknown adapter", "overloaded", "internal", or MISSING_MEDIA: the Submit relies on missing
         pixels, and must be resent with all of them.
-        message, param, retry_after: attributes of the error for the caller.
+      message, param, retry_after: attributes of the error for the caller.
     """
 
     kind: str
@@ -115,9 +115,9 @@ class Reply(msgspec.Struct, array_like=True):
     """Result of a Submit or a Call.
 
     Attributes:
-        number: of the Submit or Call.
-        failure: why it failed; None if it did not.
-        result: of a Call's function.
+      number: of the Submit or Call.
+      failure: why it failed; None if it did not.
+      result: of a Call's function.
     """
 
     number: int
@@ -129,9 +129,9 @@ class Started(msgspec.Struct, array_like=True):
     """First token of a request.
 
     Attributes:
-        handle: of the request.
-        num_cached_tokens: number of prompt tokens that were found in the prefix cache.
-        queued_time, first_scheduled_time, first_token_time: the fields of Request, in seconds of time.monotonic.
+      handle: of the request.
+      num_cached_tokens: number of prompt tokens that were found in the prefix cache.
+      queued_time, first_scheduled_time, first_token_time: the fields of Request, in seconds of time.monotonic.
     """
 
     handle: int
@@ -145,11 +145,11 @@ class Ended(msgspec.Struct, array_like=True):
     """End of a request.
 
     Attributes:
-        handle: of the request.
-        reason, stop_reason: how it ended; reason is a FinishReason's value.
-        num_preemptions, num_cached_tokens, kv_transfer_params: the fields of Request.
-        queued_time, first_scheduled_time, finished_time: the fields of Request, in seconds of time.monotonic.
-        output_token_ids: i32; None for a request with an output per step.
+      handle: of the request.
+      reason, stop_reason: how it ended; reason is a FinishReason's value.
+      num_preemptions, num_cached_tokens, kv_transfer_params: the fields of Request.
+      queued_time, first_scheduled_time, finished_time: the fields of Request, in seconds of time.monotonic.
+      output_token_ids: i32; None for a request with an output per step.
     """
 
     handle: int
@@ -177,10 +177,10 @@ class Scores(msgspec.Struct, array_like=True):
     """TokenScores of n tokens as bytes, in the machine's byte order.
 
     Attributes:
-        num_top, num_given: for each token, number of likeliest tokens, and of tokens given by id.
-        logprobs: f32[n]. ranks: i32[n].
-        top_ids: i32[n, num_top]. top_logprobs: f32[n, num_top].
-        given_logprobs: f32[n, num_given].
+      num_top, num_given: for each token, number of likeliest tokens, and of tokens given by id.
+      logprobs: f32[n]. ranks: i32[n].
+      top_ids: i32[n, num_top]. top_logprobs: f32[n, num_top].
+      given_logprobs: f32[n, num_given].
     """
 
     num_top: int
@@ -213,9 +213,9 @@ class FoundPart(msgspec.Struct, array_like=True):
     """Rows that a capability returned for one request.
 
     Attributes:
-        handle: of the request.
-        name: field of CompletionOutput that receives the rows.
-        columns: (field, or "" for rows without fields; dtype; shape; bytes) of each column.
+      handle: of the request.
+      name: field of CompletionOutput that receives the rows.
+      columns: (field, or "" for rows without fields; dtype; shape; bytes) of each column.
     """
 
     handle: int
@@ -227,17 +227,17 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     """Results of a step for one API process.
 
     Attributes:
-        number: counts the updates of this connection from 1, so that a lost one is detected.
-        received: number of the last Submit that was read.
-        load: of the engine.
-        handles, token_ids: i32[n], a token of each of these requests.
-        tokens_scored: i32[m], indices into `handles` of the tokens with scores. scores: of these tokens; None for none.
-        prompts, started, ended: prompts' logprobs, first tokens, and ends of requests.
-        unservable: requests that failed after their Submit was read. refused, replies: answers to Submits and to Calls.
-        vectors: of pooling requests, in the order of handles.
-        num_media_resets: number of resets of the engine's media cache; when it grows, an API process resets its cache
+      number: counts the updates of this connection from 1, so that a lost one is detected.
+      received: number of the last Submit that was read.
+      load: of the engine.
+      handles, token_ids: i32[n], a token of each of these requests.
+      tokens_scored: i32[m], indices into `handles` of the tokens with scores. scores: of these tokens; None for none.
+      prompts, started, ended: prompts' logprobs, first tokens, and ends of requests.
+      unservable: requests that failed after their Submit was read. refused, replies: answers to Submits and to Calls.
+      vectors: of pooling requests, in the order of handles.
+      num_media_resets: number of resets of the engine's media cache; when it grows, an API process resets its cache
         too.
-        found: rows that capabilities returned for requests.
+      found: rows that capabilities returned for requests.
     """
 
     number: int

@@ -21,9 +21,9 @@ class QueueLimits:
     """Limits on requests that wait because no slot is free.
 
     Attributes:
-        num_slots: number of requests that run at once.
-        max_requests: number of requests that may wait.
-        max_tokens: number of prompt tokens that may wait; None for no separate limit.
+      num_slots: number of requests that run at once.
+      max_requests: number of requests that may wait.
+      max_tokens: number of prompt tokens that may wait; None for no separate limit.
     """
 
     num_slots: int

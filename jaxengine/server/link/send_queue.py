@@ -17,8 +17,8 @@ class Pending:
     """Submit that the engine is not known to have read.
 
     Attributes:
-        number: of the Submit.
-        prepared: the request, which may have to be sent again.
+      number: of the Submit.
+      prepared: the request, which may have to be sent again.
     """
 
     number: int
@@ -39,7 +39,7 @@ class SendQueue:
     """Queue of unread Submits in the order of their numbers.
 
     Attributes:
-        media: writes the media parts of the messages.
+      media: writes the media parts of the messages.
     """
 
     def __init__(self):

@@ -35,8 +35,8 @@ class Arena:
     """Allocator of a shared memory.
 
     Attributes:
-        path: path by which another process of this user opens the memory.
-        num_bytes: number of allocated bytes.
+      path: path by which another process of this user opens the memory.
+      num_bytes: number of allocated bytes.
     """
 
     def __init__(self, size: int):
@@ -96,9 +96,9 @@ class _Entry:
     """A cached item.
 
     Attributes:
-        made: the item without pixels.
-        place: location of its pixels in shared memory.
-        num_unread: number of messages that refer to it and that the engine is not known to have read.
+      made: the item without pixels.
+      place: location of its pixels in shared memory.
+      num_unread: number of messages that refer to it and that the engine is not known to have read.
     """
 
     made: Processed

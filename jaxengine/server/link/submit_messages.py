@@ -16,8 +16,8 @@ class Member(msgspec.Struct, array_like=True):
     """One of the n sequences of a request, in a Submit.
 
     Attributes:
-        handle: number by which the API process identifies it.
-        request_id, seed: the fields of scheduler.Request.
+      handle: number by which the API process identifies it.
+      request_id, seed: the fields of scheduler.Request.
     """
 
     handle: int
@@ -30,11 +30,11 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     scheduler.Request.
 
     Attributes:
-        number: counts the Submits of an API process, from 1.
-        members: the request's n sequences.
-        prompt_token_ids: i32, as bytes.
-        lora: name of the adapter; None for none.
-        media: images and videos; None for none.
+      number: counts the Submits of an API process, from 1.
+      members: the request's n sequences.
+      prompt_token_ids: i32, as bytes.
+      lora: name of the adapter; None for none.
+      media: images and videos; None for none.
     """
 
     number: int

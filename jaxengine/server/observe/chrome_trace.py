@@ -136,10 +136,10 @@ def _request_events(
     preemptions with arrows to their steps, and its end.
 
     Args:
-        track: number of the track.
-        life: the request in the "requests" of `Timeline.last`, times in seconds.
-        taken: (name, start, end, number of the step) of its events in steps, in seconds.
-        now: end, in seconds, of a request that is still running.
+      track: number of the track.
+      life: the request in the "requests" of `Timeline.last`, times in seconds.
+      taken: (name, start, end, number of the step) of its events in steps, in seconds.
+      now: end, in seconds, of a request that is still running.
     """
     end = now if life["finished"] is None else life["finished"]
     began = end if life["first_scheduled"] is None else life["first_scheduled"]

@@ -43,7 +43,7 @@ class Child:
     none. The process then ignores SIGINT and SIGTERM, logs to stderr, and reads orders on a thread.
 
     Attributes:
-        job: arguments of the process.
+      job: arguments of the process.
     """
 
     def __init__(self):

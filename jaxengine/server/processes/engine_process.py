@@ -57,14 +57,14 @@ class _Client:
     """Connection of an API process.
 
     Attributes:
-        identity: ZeroMQ's identity of the connection.
-        index: number of the process. number: number of the connection, counted from 1.
-        media: reads its images.
-        requests: its requests whose end is not counted yet, by handle.
-        received: number of the last Submit that was read.
-        last_state: (received, load, media resets) that was last sent to it; None to send them again.
-        num_updates: number of updates that were sent to it.
-        refused, replies: answers to Submits and Calls that were not sent yet.
+      identity: ZeroMQ's identity of the connection.
+      index: number of the process. number: number of the connection, counted from 1.
+      media: reads its images.
+      requests: its requests whose end is not counted yet, by handle.
+      received: number of the last Submit that was read.
+      last_state: (received, load, media resets) that was last sent to it; None to send them again.
+      num_updates: number of updates that were sent to it.
+      refused, replies: answers to Submits and Calls that were not sent yet.
     """
 
     identity: bytes

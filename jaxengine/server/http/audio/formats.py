@@ -14,11 +14,11 @@ class Said(NamedTuple):
     """Segment of a transcript with its text.
 
     Attributes:
-        segment: its times and tokens.
-        text: text of its tokens.
-        logprob: mean log-probability of its tokens.
-        no_speech: probability that its window has no speech; None for a model without a no-speech token.
-        words: its words with times; () unless they were requested.
+      segment: its times and tokens.
+      text: text of its tokens.
+      logprob: mean log-probability of its tokens.
+      no_speech: probability that its window has no speech; None for a model without a no-speech token.
+      words: its words with times; () unless they were requested.
     """
 
     segment: Segment

@@ -22,15 +22,15 @@ class ChatChoiceWriter:
     """Writer of the choices of one request.
 
     Args:
-        role: role of the answer.
-        before: text with which the answer begins, for `echo`.
-        logprobs: number of likeliest tokens with log-probabilities; None for no log-probabilities.
-        logprob_token_ids: other tokens with log-probabilities.
-        as_token_ids: whether tokens are written as token_id:N.
-        with_token_ids: whether choices have token_ids.
-        with_versions: whether choices have weight_versions.
-        is_named: whether the request names the function to call; the finish reason is then "stop", as in OpenAI's API
-        and vLLM.
+      role: role of the answer.
+      before: text with which the answer begins, for `echo`.
+      logprobs: number of likeliest tokens with log-probabilities; None for no log-probabilities.
+      logprob_token_ids: other tokens with log-probabilities.
+      as_token_ids: whether tokens are written as token_id:N.
+      with_token_ids: whether choices have token_ids.
+      with_versions: whether choices have weight_versions.
+      is_named: whether the request names the function to call; the finish reason is then "stop", as in OpenAI's API and
+        vLLM.
     """
 
     def __init__(

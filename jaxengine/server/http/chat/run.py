@@ -39,10 +39,10 @@ class ChatServer:
     """Objects that all conversations of a server share.
 
     Attributes:
-        engine: engine of the server.
-        config: options of the server, in which no parser is "auto".
-        renderer: renders conversations to prompts.
-        tool_format, reasoning_format: formats of the model; None if the server has no parser for it.
+      engine: engine of the server.
+      config: options of the server, in which no parser is "auto".
+      renderer: renders conversations to prompts.
+      tool_format, reasoning_format: formats of the model; None if the server has no parser for it.
     """
 
     engine: EngineClient
@@ -74,11 +74,11 @@ class ChatRun:
     """Conversation request in progress.
 
     Attributes:
-        body: the request.
-        params: the engine's sampling parameters.
-        prompt: text and token ids; empty before `prepare`.
-        is_stream: whether the answer is counted as streamed among parsed outputs; `body.stream` unless it is set.
-        num_completion_tokens, num_reasoning_tokens, num_cached_tokens: numbers of tokens so far.
+      body: the request.
+      params: the engine's sampling parameters.
+      prompt: text and token ids; empty before `prepare`.
+      is_stream: whether the answer is counted as streamed among parsed outputs; `body.stream` unless it is set.
+      num_completion_tokens, num_reasoning_tokens, num_cached_tokens: numbers of tokens so far.
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions):

@@ -34,13 +34,13 @@ class ToolUse:
     """Constraint and parser for the tool calls of a request.
 
     Attributes:
-        open: creates a parser for one output; None: calls are not parsed.
-        structure: constraint on the output, as structured_outputs, or None.
-        asked_by: field of the request that requires the structure.
-        special_tokens: whether calls are marked with special tokens, which detokenised text must include.
-        stop_words: tokens that end an output.
-        is_whole: whether the structure covers the entire output, including reasoning.
-        calls: how calls begin in the model's own format; None if calls are not in that format.
+      open: creates a parser for one output; None: calls are not parsed.
+      structure: constraint on the output, as structured_outputs, or None.
+      asked_by: field of the request that requires the structure.
+      special_tokens: whether calls are marked with special tokens, which detokenised text must include.
+      stop_words: tokens that end an output.
+      is_whole: whether the structure covers the entire output, including reasoning.
+      calls: how calls begin in the model's own format; None if calls are not in that format.
     """
 
     open: Callable[[], OutputParser] | None = None

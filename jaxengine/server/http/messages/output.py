@@ -20,8 +20,8 @@ class MessageWriter:
     """Writer of one message, block by block.
 
     Attributes:
-        content: the completed blocks.
-        is_cut: whether the arguments of the last completed call are incomplete JSON.
+      content: the completed blocks.
+      is_cut: whether the arguments of the last completed call are incomplete JSON.
     """
 
     def __init__(self) -> None:

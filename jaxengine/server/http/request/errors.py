@@ -57,11 +57,11 @@ class ApiError(HTTPException):
     """Exception that is answered with a response other than success.
 
     Attributes:
-        status_code: HTTP status.
-        detail: message for the caller.
-        headers: of the response; None for none.
-        param: the invalid field, as the caller spells it; None for none.
-        kept: part of the message that quotes the caller; paths are not removed from it.
+      status_code: HTTP status.
+      detail: message for the caller.
+      headers: of the response; None for none.
+      param: the invalid field, as the caller spells it; None for none.
+      kept: part of the message that quotes the caller; paths are not removed from it.
     """
 
     def __init__(

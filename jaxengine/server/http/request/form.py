@@ -23,8 +23,8 @@ class Form(NamedTuple):
     """Fields of a form, without the content of its file.
 
     Attributes:
-        fields: values of each text field, in order. A name that ends with "[]" is stored without it.
-        filename: file name of the field FILE, "" if it has none; None if there is no file.
+      fields: values of each text field, in order. A name that ends with "[]" is stored without it.
+      filename: file name of the field FILE, "" if it has none; None if there is no file.
     """
 
     fields: dict[str, list[str]]

@@ -62,10 +62,10 @@ class _Making:
     """Response that is being generated. A context manager, which releases the memory at its end.
 
     Attributes:
-        id: id of the response and of its engine request.
-        earlier: messages of the stored conversation that it continues.
-        writer: builds the response.
-        held: account of the memory of its conversation.
+      id: id of the response and of its engine request.
+      earlier: messages of the stored conversation that it continues.
+      writer: builds the response.
+      held: account of the memory of its conversation.
     """
 
     def __init__(

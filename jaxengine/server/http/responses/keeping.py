@@ -141,9 +141,9 @@ class Asked:
     """Documents that a request adds to a stored conversation.
 
     Attributes:
-        question: the request's messages.
-        input: the request's input items.
-        texts: long texts of both documents, by digest.
+      question: the request's messages.
+      input: the request's input items.
+      texts: long texts of both documents, by digest.
     """
 
     question: Document
@@ -224,12 +224,12 @@ class Keeper:
     """Writer of successive states of one response to the store.
 
     Attributes:
-        store: the store of responses.
-        owner: the client, identified by its key.
-        worker: object that generates the response, which the store asks to cancel it.
-        asked: documents that the response adds to the conversation of `previous`.
-        previous: id of the stored response that it continues; None for none.
-        background: whether it is generated in the background, so that it may be cancelled.
+      store: the store of responses.
+      owner: the client, identified by its key.
+      worker: object that generates the response, which the store asks to cancel it.
+      asked: documents that the response adds to the conversation of `previous`.
+      previous: id of the stored response that it continues; None for none.
+      background: whether it is generated in the background, so that it may be cancelled.
     """
 
     store: Responses

@@ -150,9 +150,9 @@ class Origin:
     """Tool of the request from which a function of the chat request was made.
 
     Attributes:
-        is_custom: whether it is a custom tool and not a function.
-        name: the tool's name in the request.
-        namespace: namespace of the tool; None for none.
+      is_custom: whether it is a custom tool and not a function.
+      name: the tool's name in the request.
+      namespace: namespace of the tool; None for none.
     """
 
     is_custom: bool
@@ -170,10 +170,10 @@ class Callables:
     """Tools of a request that the model may call.
 
     Attributes:
-        functions: the tools in the form of a chat request.
-        text_forms: value of ChatRequest.text_forms.
-        origins: original tool by name of the function.
-        left_out: types of the tools that are left out.
+      functions: the tools in the form of a chat request.
+      text_forms: value of ChatRequest.text_forms.
+      origins: original tool by name of the function.
+      left_out: types of the tools that are left out.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
