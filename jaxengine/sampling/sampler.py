@@ -152,6 +152,7 @@ def sample(
         """Return the log-probabilities of token_ids i32[S] and of each row's `logprob_ids` under `scored()`, with the
         columns of `besides()` appended to the given ones; no_logprobs if flags.any_logprobs is False.
         """
+
         def scores() -> TokenLogprobs:
             given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
             found = token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)

@@ -196,8 +196,7 @@ def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None
 
 
 def _tokens(blocks: jax.Array, block: int) -> jax.Array:
-    """Return the token ids of the given blocks, each of `block` tokens: block indices i32[S, n] -> i32[S, n * block].
-    """
+    """Return the token ids of blocks of `block` tokens each: block indices i32[S, n] -> i32[S, n * block]."""
     ids = blocks[:, :, None] * block + jnp.arange(block, dtype=jnp.int32)
     return ids.reshape(blocks.shape[0], -1)
 

@@ -159,8 +159,7 @@ def check_mapping(mapping: Any) -> None:
 
 
 def _is_changed(rule: Any) -> bool:
-    """Whether a rule has the form (name, axes or None) or (name, axes or None, function or None), as a tuple or a list.
-    """
+    """Whether a rule is a tuple or list (name, axes or None) or (name, axes or None, function or None)."""
     if not (isinstance(rule, tuple | list) and len(rule) in (2, 3) and isinstance(rule[0], str)):
         return False
     axes = rule[1]

@@ -514,8 +514,7 @@ def _refuse_chunks(chunk_bytes: int | None) -> None:
 
 
 def _refuse_mapping(mapping: Any) -> None:
-    """Raise WeightUpdateError if a non-empty mapping is given; called for forms of params whose names it cannot change.
-    """
+    """Raise WeightUpdateError for a non-empty mapping; called for forms of params whose names it cannot change."""
     if mapping:
         raise WeightUpdateError(
             "mapping renames tensors by name; this form of params has the engine's or its own names"

@@ -26,6 +26,8 @@ ID = re.compile(r"(?:file-[0-9a-f]{32}(?:-output|-errors)?|batch_[0-9a-f]{32})")
 
 class RecordFolder:
     """Records, each a JSON object with its `id`, stored by owner. All methods block on the disk and may raise OSError.
+
+    It logs each damaged record once.
     """
 
     def __init__(self, folder: Path):

@@ -61,8 +61,7 @@ class BatchStore:
     """
 
     def __init__(self, folder: str, bounds: Bounds):
-        """Create the folder, with its subfolders and lock, if it is missing. Raises ConfigError if it cannot be used.
-        """
+        """Create the folder, its subfolders and its lock if they are missing. Raises ConfigError if it cannot be used."""
         self.bounds = bounds
         path = named_path("batch_storage_dir", folder)
         self._records = RecordFolder(path)
@@ -76,8 +75,8 @@ class BatchStore:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """Return the store that a server's options describe; batch_storage_dir must be given. Raises ConfigError if it
-        cannot be used.
+        """Return the store for a server's options, which have batch_storage_dir. Raises ConfigError if it cannot be
+        used.
         """
         assert config.batch_storage_dir is not None
         bounds = Bounds(

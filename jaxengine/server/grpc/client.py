@@ -137,8 +137,7 @@ def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
 
 
 def bad_fields(error: grpc.RpcError) -> list[str]:
-    """Return the names of the fields for which a call was refused, as spelt in the proto; [] if its error names none.
-    """
+    """Return the names, as spelt in the proto, of the fields for which a call was refused; [] if its error has none."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     found = []
     for detail in () if status is None else status.details:

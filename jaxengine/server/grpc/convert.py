@@ -449,8 +449,7 @@ def _name_unknown_field(message: Message, path: str) -> None:
 
 
 def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for each field that is set, the prompt's included; fields of groups are named "group.field".
-    """
+    """Yield (name, value) for each field that is set, the prompt's included. A field in a group is "group.field"."""
     for field, value in request.ListFields():
         if field.name in GROUPS:
             yield from ((f"{field.name}.{inner.name}", part) for inner, part in value.ListFields())

@@ -27,8 +27,7 @@ class Health(HealthServicer):
     """Implementation of grpc.health.v1 for the entire server (""), for each of its services, and for LIVE."""
 
     def __init__(self, services: tuple[str, ...]):
-        """Start without a status and without watchers. services: full names of the services whose health is reported.
-        """
+        """Start without a status and without watchers. services: full names of services whose health is reported."""
         super().__init__()
         self._names = ("", *services)
         self._watches: collections.Counter[str] = collections.Counter()

@@ -180,8 +180,7 @@ async def _rest(requests: Requests, request_type: type[Message], timeout: float)
 
 
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    """Return a call's metadata by name, without binary values. If a name occurs several times, the last value counts.
-    """
+    """Return a call's metadata by name, without binary values. If a name occurs several times, the last counts."""
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 

@@ -25,8 +25,7 @@ _BURST = 4
 
 
 class EngineLink:
-    """Connection that sends messages to an engine and receives its messages, on the event loop on which it is created.
-    """
+    """Connection that exchanges messages with an engine, on the event loop on which it is created."""
 
     def __init__(self, address: str, index: int, received: Callable[[FromEngine], None], lost: Callable[[], None]):
         """Start to connect and return at once; messages sent before there is a connection are queued. Needs a running

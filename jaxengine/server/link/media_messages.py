@@ -9,7 +9,8 @@ from jaxengine.scheduler.base.media import Media, MediaItem
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Location of an item in shared memory: patches, columns and rows, contiguous from byte `offset`, of `sizes` bytes.
+    """Location of an item in shared memory: patches, columns and rows, contiguous from byte `offset`, with `sizes`
+    bytes.
     """
 
     offset: int

@@ -158,8 +158,7 @@ class KeySender(KeepingSender):
 
 
 def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Return the pixels of an item as raw bytes, in the form of `pixels_of`. Raises RuntimeError if they were dropped.
-    """
+    """Return an item's pixels as raw bytes, in the form of `pixels_of`. Raises RuntimeError if they were dropped."""
     if isinstance(item, PreparedItem) and item.make is not None:
         raise RuntimeError("the pixels of an image must be sent, but were not recomputed")
     return pixels_of(item)

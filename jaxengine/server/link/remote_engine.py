@@ -105,8 +105,7 @@ class RemoteEngine:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine cannot answer at the moment, or this process is a fork of the one that created the client.
-        """
+        """Whether the engine cannot answer at the moment, or this process is a fork of the client's process."""
         return self._dead is not None or not self._owner.is_here
 
     @property
@@ -416,8 +415,7 @@ class RemoteEngine:
         self._replicas.pop(request.tag, None)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        """End the stream of a request with an error, which its reader gets. Does nothing if the request has no stream.
-        """
+        """End the stream of a request with an error, which its reader gets. Does nothing without a stream."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._forget(request_id)
@@ -458,8 +456,7 @@ class RemoteEngine:
             future.set_exception(messages.error_of(reply.failure))
 
     def _lose(self) -> None:
-        """End all streams and calls that wait for the engine, which is gone, with EngineDeadError. The link calls this.
-        """
+        """End all streams and calls that wait for the lost engine, with EngineDeadError. The link calls this."""
         self._end(EngineDeadError("the engine has failed; it is being started again"))
 
     def _end(self, error: EngineDeadError) -> None:

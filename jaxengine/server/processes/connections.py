@@ -73,7 +73,9 @@ class Connections:
         self._waiting.pop(protocol, None)
 
     def close(self, protocol: _Protocol, why: str) -> None:
-        """Close an idle connection at once. why: reason; closures are counted by reason and logged at most every 10 s.
+        """Close an idle connection at once. why: reason; closures are counted by reason, and logged every 10 s at most.
+
+        A closure within 10 s of the last log lines is logged together with later ones.
         """
         self._waiting.pop(protocol, None)
         protocol.transport.abort()

@@ -265,8 +265,7 @@ _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"
 
 
 def _kind(engine: EngineClient) -> type[Transcript]:
-    """Return the class of transcripts for the engine's model. Raises RequestError for a model that cannot transcribe.
-    """
+    """Return the class of transcripts for the engine's model. Raises RequestError if the model cannot transcribe."""
     if transcriber(engine.inputs.media) is not None:
         return AskedTranscript
     sound_processor(engine.inputs.media)
@@ -274,8 +273,7 @@ def _kind(engine: EngineClient) -> type[Transcript]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Return the routes of transcriptions and translations. They raise RequestError for models that cannot transcribe.
-    """
+    """Return the routes of transcriptions and translations. They raise RequestError if the model cannot transcribe."""
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
 

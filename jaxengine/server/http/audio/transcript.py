@@ -43,8 +43,7 @@ class Transcript:
 
     @abstractmethod
     def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield the text of a stream in pieces as it is generated, and update the token counts. Call it after `begin`.
-        """
+        """Yield the text of a stream in pieces as it is generated; update the token counts. Call it after `begin`."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token

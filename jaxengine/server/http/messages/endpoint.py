@@ -191,8 +191,7 @@ def _limits(server: ChatServer, body: Conversation) -> bool:
 
 
 def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[str]:
-    """Return the names of the request's parts that are accepted without effect, including its header for beta features.
-    """
+    """Return the names of the request's parts that are accepted without effect, its beta header included."""
     budget = () if body.asked_budget is None or _limits(server, body) else ("thinking.budget_tokens",)
     return [*body.ignored_parts, *budget, *(name for name in ("anthropic-beta",) if name in request.headers)]
 

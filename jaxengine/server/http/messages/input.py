@@ -135,8 +135,7 @@ def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the texts of the parts, joined by line breaks, or a list of the parts unchanged if they include an image.
-    """
+    """Return the texts of the parts, joined by line breaks; a list of the unchanged parts if they include an image."""
     if any(isinstance(part, PlacedPart) for part in parts):
         return [*parts]
     return "\n".join(part["text"] for part in parts)

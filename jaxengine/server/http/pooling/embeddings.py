@@ -64,23 +64,17 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/pooling", response_class=Response)
     @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
-        """Return a vector of each prompt, or one of each of its tokens, by the request's task. Raises the errors of
-        `run`.
-        """
+        """Return a vector of each prompt, or one of each of its tokens, by the request's task. Raises `run`'s errors."""
         return await run(body, request, "pool", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
     @answers(Listed[Classified])
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        """Return each prompt's likeliest label, "LABEL_N" without a name, and all probabilities. Raises the errors of
-        `run`.
-        """
+        """Return each prompt's likeliest label, "LABEL_N" if unnamed, and all probabilities. Raises `run`'s errors."""
         labels = engine.inputs.require_pooling().labels
 
         def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-            """Return the entry of one answer: its index, its likeliest label, all probabilities and the number of
-            classes.
-            """
+            """Return the entry of one answer: its label, all probabilities and their number."""
             best = int(each.outputs.data.argmax())
             probs = each.outputs.data.tolist()
             label = labels.get(best, f"LABEL_{best}")

@@ -67,9 +67,7 @@ class LimitsMiddleware:
         deadline: float | None = None
 
         async def counted() -> Message:
-            """Receive a part of the body. Raises ApiError: 408 if it is late and, unless the body is streamed, 413 or
-            429 if a size is exceeded.
-            """
+            """Receive a part of the body. Raises ApiError: 408 if late; unless streamed, 413 or 429 beyond a size."""
             nonlocal num_read, num_held, whole, deadline
             if whole:
                 return await receive()
@@ -98,9 +96,7 @@ class LimitsMiddleware:
             return message
 
         async def released(message: Message) -> None:
-            """Send a message of the response. The body no longer counts towards the total. After a refusal with a
-            status in _DRAINED, read and drop the rest of the body before the response's end.
-            """
+            """Send a message of the response. The body stops counting; a refusal in _DRAINED first reads its rest."""
             nonlocal num_held, drains
             self._num_held -= num_held
             num_held = 0

@@ -31,8 +31,7 @@ class Form(NamedTuple):
     filename: str | None
 
     def once(self, name: str) -> str | None:
-        """Return the value of a text field; None if it is not given. Raises RequestError if it is given several times.
-        """
+        """Return the value of a text field; None if it is not given. Raises RequestError if it is given repeatedly."""
         given = self.fields.get(name, [])
         if len(given) > 1:
             raise RequestError(f"{show_value(name)} is given {len(given)} times; allowed is once", param=name[:64])

@@ -1,5 +1,4 @@
-"""Routes that are absent: routes of vLLM, OpenAI and Anthropic that are not built, and routes that only an option adds.
-"""
+"""Absent routes: routes of vLLM, OpenAI and Anthropic that are not built, and routes that only an option adds."""
 
 from __future__ import annotations
 

@@ -461,7 +461,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses", response_class=Response)
     @answers(ResponseAnswer, ResponseStreamEvent)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a request: whole, as a stream, or in the background. Raises the errors of `_Responses.create`."""
+        """Answer a request: whole, as a stream, or in the background. Raises `_Responses.create`'s errors."""
         return await responses.create(body, request)
 
     @routes.get("/v1/responses/{response_id}", response_class=Response)
@@ -475,9 +475,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     @answers(ResponseTokens)
     async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
-        """Count the tokens of a request's conversation, which may exceed the context. Raises the errors of
-        `_Responses.count`.
-        """
+        """Count the tokens of a request's conversation, which may exceed the context. Raises the errors of `count`."""
         return await responses.count(body, request)
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)

@@ -56,8 +56,7 @@ class Memory:
 
 
 class Held:
-    """Bytes that one request has taken from a Memory. They are given back by `release`, or when this object is deleted.
-    """
+    """Bytes that one request has taken from a Memory; given back by `release`, or when this object is deleted."""
 
     def __init__(self, memory: Memory):
         self._memory = memory
