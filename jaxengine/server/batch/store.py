@@ -61,7 +61,7 @@ class BatchStore:
     """
 
     def __init__(self, folder: str, bounds: Bounds):
-        """Create the folder, its subfolders and its lock if they are missing. Raises ConfigError if it cannot be used."""
+        """Create the folder, its subfolders and its lock if missing. Raises ConfigError if it cannot be used."""
         self.bounds = bounds
         path = named_path("batch_storage_dir", folder)
         self._records = RecordFolder(path)

@@ -198,7 +198,7 @@ class Certificates:
         return [self._open(name, Path.stat).st_mtime_ns for name in self._files]
 
     def _open(self, name, read):
-        """Return `read(path)` for the file of the option `name`. Raises ConfigError, with the option, for an OSError."""
+        """Return `read(path)` for the file of the option `name`. Raises ConfigError, naming it, for an OSError."""
         try:
             return read(self._files[name])
         except OSError as error:
