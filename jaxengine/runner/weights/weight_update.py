@@ -81,10 +81,9 @@ class NewWeights:
         are_of_draft: bool = False,
         spread: Spread | None = None,
     ):
-        """Store the new arrays; changes no stage.
-
-        stages: those that receive the arrays. found: for each stage, the new arrays by index among its leaves, with the
-        leaf's sharding and layout. spread: orders for the other processes' parts; None for a single process.
+        """Store the new arrays; changes no stage. stages: those that receive the arrays. found: for each stage, the new
+        arrays by index among its leaves, with the leaf's sharding and layout. spread: orders for the other processes;
+        None for one.
         """
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
         self._spread = spread
@@ -146,14 +145,12 @@ def read_weights(
       donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
       target: "model", or "draft" for the weights of a draft model, an MTP layer or an EAGLE-3 head.
       chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
-      stop: called before each tensor of a folder with safetensors or of a GGUF file; True ends the reading with
-        WeightUpdateError.
+      stop: called before each tensor of a folder with safetensors or GGUF file; True ends it with WeightUpdateError.
 
-    In an engine of several processes each process reads its parts, from the folder of this path on its own machine, or
-    from the tensors that this process sends. Either all processes have new weights or none has. Matrices that were
-    quantised at loading are quantised again in the same way. Raises WeightUpdateError for weights that do not fit, in
-    any process; RequestError for target "draft" without draft weights, and for invalid chunk_bytes or mapping;
-    ClusterError if a process is lost. Errors of functions in `mapping` are raised.
+    In an engine of several processes each reads its parts, from the folder of this path on its own machine, or from the
+    tensors that this process sends. Either all processes have new weights or none has. Matrices quantised at loading
+    are quantised again. Raises WeightUpdateError for weights that do not fit, in any process; RequestError for "draft"
+    without draft weights, invalid chunk_bytes or mapping; ClusterError. Errors of functions in `mapping` are raised.
     """
     check_chunk_bytes(chunk_bytes)
     check_mapping(mapping)
@@ -188,12 +185,10 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights, and place them on its devices. Nothing of the engine changes.
-
-    params, options, stop: the arguments of `read_weights`. spread: sends tensors by name to the other processes as they
-    are read; None for a single process. Raises WeightUpdateError for weights that do not fit, if no tensor is of this
-    model, and if the engine sleeps and not all its weights are given; RequestError for target "draft" without draft
-    weights.
+    """Read this process's parts of new weights, and place them on its devices. Nothing of the engine changes. params,
+    options, stop: the arguments of `read_weights`. spread: sends tensors by name to the other processes as they are
+    read; None for a single process. Raises WeightUpdateError, also if the engine sleeps and not all weights are given,
+    and RequestError.
     """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options
@@ -234,10 +229,9 @@ def read_here(
 
 
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
-    """Call `read` with a source of an adapter's tensors under PEFT's names, and return its result.
-
-    params: a mapping or pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a
-    ModelFileError that `read` raises. Other errors of `read` pass through.
+    """Call `read` with a source of an adapter's tensors under PEFT's names, and return its result. params: a mapping or
+    pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a ModelFileError of `read`,
+    and `read`'s other errors.
     """
     tensors, faults = _collected(renamed(_pairs(params), {}))
     try:
@@ -251,11 +245,9 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 
 
 def checksums(runner: ModelRunner) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each weight by name, computed over the bytes of the whole C-contiguous array.
-    Adapters are left out.
-
-    Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights are not on the
-    devices, ClusterError if a process is lost.
+    """Return the SHA-256, in hex, of each weight by name, computed over the bytes of the whole C-contiguous array,
+    without adapters. Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights
+    are not on the devices, ClusterError if a process is lost.
     """
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
@@ -267,11 +259,9 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each weight of one stage by name, without adapters. Layer numbers in names count
-    over all stages.
-
-    fetch: returns a whole host array by its index in stage.params; None if all of the stage is on devices of this
-    process.
+    """Return the SHA-256, in hex, of each weight of one stage by name, without adapters. Layer numbers count over all
+    stages. fetch: returns a whole host array by its index in stage.params; None if all of the stage is on this
+    process's devices.
     """
     model, found = stage.programs.model, {}
     layers = model.stage.layers
@@ -285,9 +275,7 @@ def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | Non
 
 
 def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
-    """Return the model's stages, or for target "draft" a single one: the draft model or head. Raises RequestError for
-    "draft" if the engine has no draft weights.
-    """
+    """Return the model's stages; for "draft" its draft model or head. Raises RequestError without draft weights."""
     if target == "model":
         return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
     chosen = runner.config.speculative_config
@@ -316,9 +304,7 @@ class _StoppableSource(WrappedSource):
         self._stop = stop
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Return rows and columns of a tensor from the wrapped source. Raises WeightUpdateError, without reading, once
-        `stop` returns True.
-        """
+        """Read from the wrapped source. Raises WeightUpdateError, without reading, once `stop` returns True."""
         if self._stop():
             raise WeightUpdateError("the update was given up before all weights were read")
         return self._source.read(name, rows, columns)
@@ -332,11 +318,8 @@ def _of_folder(
     stop: Callable[[], bool] | None,
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, read from a folder with safetensors or from a GGUF file. Waits for
-    them.
-
-    head: selection of a draft head's tensors; None for a whole model. Raises ModelFileError, and WeightUpdateError if
-    stopped or for numbers that are not finite.
+    """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
+    head, or None. Waits for them. Raises ModelFileError, and WeightUpdateError if stopped or for non-finite numbers.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
@@ -355,10 +338,8 @@ def _of_folder(
 
 
 def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
-    """Return the selection of tensors for an MTP layer or EAGLE-3 head, whose abstract model is in `stage`; None if the
-    engine drafts with a separate draft model.
-
-    strict: whether all of its weights must be given.
+    """Return the selection of tensors for an MTP layer or EAGLE-3 head, whose abstract model is in `stage`; None for a
+    draft model. strict: whether all of its weights must be given.
     """
     from jaxengine.config.features.speculation import DRAFT_MODEL
     from jaxengine.runner.extensions.drafts.updates import HeadTensors
@@ -377,10 +358,9 @@ def _of_head(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return a list with one dict: a draft head's new arrays by leaf index. Its tensors are collected until the last
-    one has come; tensors of other modules are ignored.
-
-    donate: delete jax arrays once all have been read. Raises WeightUpdateError, ModelFileError.
+    """Return a list with one dict: a draft head's new arrays by leaf index. Its tensors are collected until all have
+    come; others are ignored. donate: delete jax arrays once all have been read. Raises WeightUpdateError,
+    ModelFileError.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
@@ -396,8 +376,8 @@ def _of_head(
 
 
 def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tensors by name, and faults by name. An item that is not an array is replaced by an empty tensor and has a
-    fault; of a name given twice, the first array counts and the name has a fault.
+    """Return tensors by name, the first of each name, and faults by name: of names given twice and of items that are
+    not arrays, which are replaced by empty tensors.
     """
     given, faults = dict[str, Any](), dict[str, str]()
     for name, array in tensors:
@@ -418,10 +398,8 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, from tensors by Hugging Face name that are placed one after
-    another. Waits for the arrays.
-
-    strict, donate, chunk_bytes: see `read_weights`. Raises ModelFileError, WeightUpdateError.
+    """Return each stage's new arrays by leaf index, from tensors that are read and placed one by one; waits for the
+    arrays. strict, donate, chunk_bytes: see `read_weights`. Raises ModelFileError, WeightUpdateError.
     """
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
@@ -432,9 +410,8 @@ def _of_tensors(
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, for tensors that are known to be finite. Only float16 arrays can
-    have overflowed in the conversion, so only these are checked; raises WeightUpdateError for numbers that are not
-    finite.
+    """Return each stage's new arrays by leaf index, for finite tensors: only float16 arrays can have overflowed in the
+    conversion, so only these are checked. Raises WeightUpdateError for numbers that are not finite.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 
@@ -463,10 +440,9 @@ def _own_tree(
     stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
 ) -> dict[int, jax.Array]:
     """Return a stage's new arrays by leaf index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
-
     An array that already has the engine's sharding and layout is not copied. strict: whether all weights must be given.
-    donate: delete the arrays that were copied. Raises WeightUpdateError with all faulty arrays, for an engine of
-    several stages (num_stages), and for a weight that joins several tensors and is split along the joined axis.
+    donate: delete arrays that were copied. Raises WeightUpdateError with all faulty arrays, for an engine of several
+    stages (num_stages), and for a weight that joins several tensors and is split along the joined axis.
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
@@ -505,9 +481,7 @@ def _own_tree(
 
 
 def _refuse_chunks(chunk_bytes: int | None) -> None:
-    """Raise RequestError unless chunk_bytes is None; called for a folder in device layout, which cannot be read in
-    chunks.
-    """
+    """Raise RequestError unless chunk_bytes is None: a folder in device layout cannot be read in chunks."""
     if chunk_bytes is not None:
         text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)

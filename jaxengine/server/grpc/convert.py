@@ -118,9 +118,8 @@ class RequestReader:
         self._encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
-        """Convert a request to generate: check its fields, tokenize its prompt and read its media.
-
-        stream: whether the answer is sent in chunks. Raises RequestError, OverloadedError.
+        """Convert a request to generate: check it, tokenize its prompt and read its media. stream: whether the answer
+        is sent in chunks. Raises RequestError, OverloadedError.
         """
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
@@ -193,10 +192,8 @@ class RequestReader:
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
         """Return the request's prompt in the form that the engine takes: token ids or embeddings, media, and the cache
-        salt. To bypass the prefix cache, the salt is a new random one.
-
-        Raises RequestError for a missing prompt, a salt together with bypass_prefix_cache, and the errors of `_tokens`
-        and `_embedded`.
+        salt. To bypass the prefix cache, the salt is a new random one. Raises RequestError, also for a missing prompt
+        and for a salt together with bypass_prefix_cache.
         """
         kind = request.WhichOneof("prompt")
         if kind is None:
@@ -342,9 +339,7 @@ def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a JSON value in which whole floats are integers, also within its lists and dicts. (A Struct has only
-    floats.)
-    """
+    """Return a JSON value in which whole floats are integers, in its lists and dicts too: a Struct has only floats."""
     if isinstance(value, dict):
         return {name: _with_integers(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -118,9 +118,8 @@ class _Making:
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self) -> AsyncGenerator[list[Said], None]:
-        """Generate the response to its end; for each output of the engine, yield the list of stream events, which may
-        be empty. Call it after `prepare`. `writer.response` is the state of the response after each step. Raises the
-        errors of EngineClient.stream.
+        """Generate the response to its end; for each output, yield the list of stream events, which may be empty. Call
+        it after `prepare`. `writer.response` is the current state. Raises the errors of EngineClient.stream.
         """
         said = self.writer.open()
         async with contextlib.aclosing(self._run.pieces()) as pieces:
@@ -168,10 +167,8 @@ class _Making:
         self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
-        """End the response for the engine's finish reason; return its last events.
-
-        "stop" becomes status "completed", "length" "incomplete", and "abort" "cancelled". An abort because of the
-        timeout, and any other reason, becomes "failed".
+        """End the response for the engine's finish reason; return its last events. "stop" becomes status "completed",
+        "length" "incomplete", "abort" "cancelled"; an abort by the timeout, and any other reason, becomes "failed".
         """
         if reason == "stop":
             return self.writer.close("completed", self.usage())
@@ -232,9 +229,7 @@ def _owner(request: Request) -> str:
 
 
 class _Responses:
-    """Objects that all responses of this process share: chat server, memory account and background tasks. Stored
-    responses are in `app.state.store`.
-    """
+    """Objects shared by all responses of this process. Stored responses are in `app.state.store`."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.server = ChatServer.open(engine, config)
@@ -246,8 +241,7 @@ class _Responses:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
-        """Create a response and return it: complete, as a stream, or, if it is generated in the background, in its
-        queued state.
+        """Create a response and return it: complete, as a stream, or queued if it is generated in the background.
 
         Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError, and EngineDeadError
         if the engine or the store cannot answer. After an error the memory of its conversation is released.
@@ -273,12 +267,10 @@ class _Responses:
     async def _make(
         self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
-        """Return a new response, whose prompt is not rendered yet, and its keeper, which is None if the response is not
-        to be stored. By default a response is stored if it is small enough.
-
-        held: takes the bytes of the conversation; the caller releases it after an error. Raises RequestError, also for
-        a request_id in use and for a conversation that is too large to be stored as requested, ApiError (404) if the
-        response to be continued is not stored, OverloadedError, EngineDeadError.
+        """Return a new response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored. By
+        default a response is stored if it is small enough. held: takes the bytes of the conversation; the caller
+        releases it after an error. Raises RequestError, also for a request_id in use and for a conversation that is too
+        large to be stored as requested, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
@@ -301,11 +293,9 @@ class _Responses:
     async def _earlier(
         self, body: ResponsesRequest, request: Request, held: Held
     ) -> tuple[Sequence[dict[str, Any]], int]:
-        """Return the messages of the stored conversation that the request continues, and their size in the store in
-        bytes; ((), 0) for a new conversation.
-
-        held: takes these bytes. Raises ApiError (404) if the response is not stored, RequestError if it is not
-        complete, OverloadedError, EngineDeadError.
+        """Return the messages of the stored conversation that the request continues, and their size in bytes; ((), 0)
+        for a new one. held: takes these bytes. Raises ApiError (404) if the response is not stored, RequestError if it
+        is not complete, OverloadedError, EngineDeadError.
         """
         name = body.previous_response_id
         if name is None:
@@ -341,10 +331,8 @@ class _Responses:
                     yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
-        """Store a background response with status "queued", start its generation as a task, and return this state at
-        once.
-
-        state: state of the application. Raises OverloadedError or EngineDeadError if the response cannot be stored.
+        """Store a background response as "queued", start its generation as a task, and return this state at once.
+        state: of the application. Raises OverloadedError or EngineDeadError if the response cannot be stored.
         """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
@@ -354,10 +342,8 @@ class _Responses:
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
         """Generate a response in the background and store its states: at the beginning, after each completed item, and
-        at the end, also after an error or a cancellation.
-
-        Errors are not raised; those other than RequestError are logged. The response counts as running in `traffic`.
-        Its memory is released at the end.
+        at the end, also after an error or a cancellation. Errors are not raised; those other than RequestError are
+        logged. It counts as running in `traffic`. Its memory is released at the end.
         """
         traffic.num_running += 1
         try:
@@ -379,17 +365,14 @@ class _Responses:
             making.held.release()
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Cancel the task of a background response, at most once, because its clean-up must not be cancelled too. Does
-        nothing for other ids.
-        """
+        """Cancel a background response's task, but never twice, as that would end its clean-up. Ignores other ids."""
         if (task := self._tasks.pop((owner, response_id), None)) is not None:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """Return the number of tokens of the request's conversation, which may exceed the context. Nothing is generated
-        or stored.
-
-        Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError, EngineDeadError.
+        """Return the number of tokens of the request's conversation, which may exceed the context. Nothing is
+        generated. Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError,
+        EngineDeadError.
         """
         await choose_model(self._engine, body.model, self._names)
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
