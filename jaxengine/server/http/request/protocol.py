@@ -138,9 +138,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def known_fields(cls) -> frozenset[str]:
-        """Return the names of the fields that this model declares or refuses. Fields that it ignores are not among
-        them.
-        """
+        """Return the names of the fields that this model declares or refuses, without those that it ignores."""
         return frozenset((*cls.model_fields, *cls.refused))
 
     @model_validator(mode="before")
@@ -236,9 +234,7 @@ class NamedRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
-        """Return this request after checking it. Raises RequestError for a request_id, timeout, cache_salt or user that
-        is not allowed.
-        """
+        """Check the request and return it. Raises RequestError for an invalid request_id, timeout, cache_salt or user."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
