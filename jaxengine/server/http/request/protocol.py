@@ -234,7 +234,7 @@ class NamedRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
-        """Check the request and return it. Raises RequestError for an invalid request_id, timeout, cache_salt or user."""
+        """Return this request. Raises RequestError for an invalid request_id, timeout, cache_salt or user."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
