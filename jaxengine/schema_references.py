@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin
 
-# Keywords whose values are schemas by name, lists of schemas, and schemas. All others are data, or have no effect.
+# Keywords whose value is an object of schemas by name, a list of schemas, or a schema. The values of all others are
+# data, or have no effect.
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 SCHEMA = (
@@ -35,14 +36,14 @@ _INDEX = re.compile("[0-9]{1,9}")
 
 
 class UnresolvedError(ValueError):
-    """A reference points to nothing within its document."""
+    """Error of a reference that points to nothing, or to no schema, within its document."""
 
 
 class Place(NamedTuple):
     """A part of a JSON schema document.
 
     Attributes:
-      schema: the part.
+      schema: the part, any JSON value.
       base: URI that references within it are relative to; "" without `$id`.
     """
 
@@ -50,8 +51,8 @@ class Place(NamedTuple):
     base: str = ""
 
     def inside(self, schema: Any) -> Place:
-        """Return `schema`, which is contained in this one, as a Place; its own `$id`, if it has one,
-        becomes its base.
+        """Return `schema`, a part of this one, as a Place. Its base is its own `$id`, resolved against this base, or
+        this base if it has no `$id` or only a fragment.
         """
         own = schema.get("$id") if isinstance(schema, Mapping) else None
         if not isinstance(own, str) or own.startswith("#"):
@@ -77,7 +78,8 @@ class Place(NamedTuple):
 
 
 def mapping(schema: Any, word: str) -> Mapping[str, Any]:
-    """Return the object that a schema has as the value of a keyword; {} if it has none.
+    """Return the JSON object that is the value of a keyword in a schema; {} if the schema has no such keyword or its
+    value is not an object.
 
     word: the keyword.
     """
@@ -86,16 +88,17 @@ def mapping(schema: Any, word: str) -> Mapping[str, Any]:
 
 
 class SchemaDocument:
-    """A JSON schema document within which references are resolved."""
+    """A JSON schema document in which references can be resolved."""
 
     def __init__(self, root: Any):
         self.root = Place(None).inside(root)
 
     def resolve(self, reference: Any, base: str | None = None) -> Place:
-        """Return the place that a reference points to: a JSON pointer ("#/properties/a"), an anchor ("#a") or either
-        after the `$id` of a part of the document.
+        """Return the part that a reference points to: a JSON pointer ("#/properties/a"), an anchor ("#a") or either of
+        these after the `$id` of a part of the document.
 
-        base: URI that the reference is relative to; None for the root's. Raises UnresolvedError.
+        base: URI that the reference is relative to; None for the root's. Raises UnresolvedError if the reference is not
+        a string or points to nothing.
         """
         base = self.root.base if base is None else base
         if not isinstance(reference, str):
@@ -112,10 +115,11 @@ class SchemaDocument:
         return place
 
     def applicable(self, place: Place, always: bool = False) -> Iterator[Place]:
-        """Yield the schemas that may apply to the same value as `place`: `place` itself, then those that it reaches by
-        reference, as alternatives or in addition; at most _MAX_APPLICABLE. References without a target are skipped.
+        """Yield the schemas that may apply to the same value as `place`: `place` itself, then, breadth first, those
+        that it reaches through anyOf, oneOf, allOf, then, else and references; each once, at most _MAX_APPLICABLE.
+        References without a target are skipped.
 
-        always: yield only schemas that apply in any case, not alternatives.
+        always: yield only schemas that apply in any case, which leaves out anyOf, oneOf, then and else.
         """
         waiting, seen = [place], set[int]()
         while waiting and len(seen) < _MAX_APPLICABLE:
@@ -131,7 +135,8 @@ class SchemaDocument:
             waiting += self.referred(place, strict=False)
 
     def referred(self, place: Place, strict: bool = True) -> list[Place]:
-        """Return the targets of the references that a schema itself has, not of those within its parts.
+        """Return the targets of a schema's own `$ref`, `$dynamicRef` and `$recursiveRef`, not those of references
+        within its parts.
 
         strict: raise UnresolvedError for a reference without a target; otherwise such references are skipped.
         """
@@ -147,7 +152,9 @@ class SchemaDocument:
 
     @cached_property
     def _named(self) -> dict[str, Place]:
-        """Map `$id` (as an absolute URI) and anchor (as URI#anchor) of each part of the document to that part."""
+        """Parts of the document by `$id` (as an absolute URI) and by anchor (as URI#anchor). Of two parts with the same
+        name, the first found counts.
+        """
         named: dict[str, Place] = {}
         waiting = [self.root]
         while waiting:
@@ -163,7 +170,7 @@ class SchemaDocument:
 
 
 def _joined(base: str, uri: str) -> str:
-    """Resolve `uri` against `base`; a text that is not a URI is returned unchanged."""
+    """Return `uri` resolved against `base`; `base` if `uri` is empty, and `uri` unchanged if it cannot be parsed."""
     try:
         return urljoin(base, uri) if uri else base
     except ValueError:
@@ -184,10 +191,11 @@ def _pointed(place: Place, pointer: str) -> Place | None:
 
 
 def moved(place: Place, document: SchemaDocument, definitions: dict[str, Any]) -> Any:
-    """Return a copy of a schema of `document` for use in another document; its references are rewritten.
+    """Return a copy of a schema of `document` for use in another document; its references are rewritten as
+    `#/$defs/NAME`.
 
-    definitions: `$defs` of the other document, changed in place: the targets of references are added under new names.
-    Definitions that nothing refers to are not copied, nor are anchors and `$id`s. Raises UnresolvedError.
+    definitions: `$defs` of the other document, changed in place: copies of the references' targets are added under new
+    names. `$defs`, anchors and `$id`s are not copied. Raises UnresolvedError for a reference that points to no schema.
     """
     mover = _Mover(document, definitions)
     copy = mover.copy(place)
@@ -198,9 +206,10 @@ def moved(place: Place, document: SchemaDocument, definitions: dict[str, Any]) -
 
 
 def self_contained(document: SchemaDocument, *places: Place) -> dict[str, Any]:
-    """Return one schema, with the definitions that it needs, that requires all of `places` of a value.
+    """Return one schema, with the definitions that it needs, that a value meets if it meets all of `places`, parts of
+    `document`.
 
-    Raises UnresolvedError.
+    Raises UnresolvedError for a reference that points to no schema.
     """
     definitions: dict[str, Any] = {}
     copies = [moved(place, document, definitions) for place in places]
@@ -209,19 +218,20 @@ def self_contained(document: SchemaDocument, *places: Place) -> dict[str, Any]:
 
 
 def with_definitions(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with `definitions` as its `$defs`; the schema itself if there are none."""
+    """Return a copy of the schema with `definitions` as its `$defs`; the schema itself if `definitions` is empty."""
     return {**schema, "$defs": definitions} if definitions else schema
 
 
 @dataclass
 class _Mover:
-    """Copier of schemas for another document.
+    """Copier of schemas into another document.
 
     Attributes:
-      document: from which schemas are copied.
+      document: document from which schemas are copied.
       definitions: `$defs` of the other document.
-      waiting: (name in `definitions`, schema to copy there) of references that were met but not copied yet.
-      _names: name in `definitions` by id of the schema.
+      waiting: (name in `definitions`, schema to copy there) for references that were rewritten and whose target is not
+        copied yet.
+      _names: name in `definitions` by id() of the schema.
     """
 
     document: SchemaDocument
@@ -230,8 +240,8 @@ class _Mover:
     _names: dict[int, str] = field(default_factory=dict)
 
     def copy(self, place: Place, depth: int = 0) -> Any:
-        """Return a copy of a schema with its references rewritten; below 64 levels, parts are not copied. Raises
-        UnresolvedError.
+        """Return a copy of a schema with its references rewritten; each target is added to `waiting`. A value that is
+        not an object, or is deeper than _MAX_DEPTH levels, is returned itself, uncopied. Raises UnresolvedError.
         """
         schema = place.schema
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
@@ -258,12 +268,14 @@ class _Mover:
         return copy
 
     def _name(self, target: Place) -> str:
-        """Return the reference, in the new document, to a target; a new target gets a name. Raises UnresolvedError."""
+        """Return the reference, in the new document, to a target. A target that is met for the first time gets a name
+        and is added to `waiting`. Raises UnresolvedError if the target is not a schema.
+        """
         if not isinstance(target.schema, Mapping | bool):
             raise UnresolvedError(f"a reference of the schema points to {type(target.schema).__name__}, not a schema")
         name = self._names.get(id(target.schema))
         if name is None:
             name = self._names[id(target.schema)] = str(len(self.definitions))
-            self.definitions[name] = True  # keeps the name until the copy is made
+            self.definitions[name] = True  # reserves the name until the copy exists
             self.waiting.append((name, target))
         return f"#/$defs/{name}"

@@ -10,11 +10,11 @@ Progress = Callable[[int, int, str], None]
 
 
 def warm_up(stages: Sequence[StageRunner], num_pages: int, progress: Progress, *, late: bool = False) -> None:
-    """Compile or load every executable of the stages, the costly ones first so that failures show early. Also sets the
-    size of each stage's pool.
+    """Set the number of pages of each stage's pool, then compile or load every executable of the stages, the largest
+    steps first so that failures show early.
 
-    num_pages: of a replica. progress: (programs done, of how many, name of the next). late: compile nothing, as with
-    enforce_eager; each is then made at its first use.
+    num_pages: KV pages of a replica. progress: called with (programs done, their total number, name of the next). late:
+    compile nothing now, as with enforce_eager; each program is then compiled at its first use.
     """
     first, last = stages[0].programs, stages[-1]
     buckets = [] if late else sorted(first.packer.buckets, reverse=True)

@@ -25,8 +25,8 @@ NUM_MASS_SCORES = 3
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities reported for each row; Kl = min(max_logprobs, V). Rows whose token is negative hold (-inf, 0,
-    ...).
+    """Log-probabilities reported for each row; Kl = min(max_logprobs, V). A row whose token is negative has logprob
+    -inf and rank 0; its other columns need not be meaningful.
     """
 
     logprob: jax.Array  # f32[S], of the chosen token (its logit in the *_logits modes)
@@ -37,7 +37,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprobs:
-    """Return TokenLogprobs of num_rows rows that no request needs: logprobs -inf, ranks and ids 0.
+    """Return TokenLogprobs for num_rows rows that no request needs: all logprobs are -inf, all ranks and ids 0.
 
     num_top, num_given: number of columns for the best tokens and for given ones.
     """
@@ -53,11 +53,12 @@ def no_logprobs(num_rows: int, num_top: int, num_given: int = 0) -> TokenLogprob
 def token_logprobs(
     logits: jax.Array, token_ids: jax.Array, given_ids: jax.Array | None = None, *, num_top: int, normalize: bool
 ) -> TokenLogprobs:
-    """Score `token_ids` i32[S] under `logits` f32[S, V / n], list the `num_top` <= V best tokens of each row, and score
-    `given_ids` i32[S, G], in which -1 stands for none (None: G is 0).
+    """Return the log-probabilities of `token_ids` i32[S] and of `given_ids` i32[S, G] under `logits` f32[S, V / n], the
+    rank of each of the former, and the `num_top` <= V best tokens of each row.
 
-    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets -inf and rank 0. If n
-    devices share the vocabulary, each has V / n columns, and all return the same.
+    given_ids: -1 stands for no token; None for G = 0. normalize: True reports log-softmax, False the logits themselves.
+    A token outside [0, V) gets -inf and rank 0. If n devices share the vocabulary, each has V / n columns of the
+    logits, and all return the same.
     """
     if given_ids is None:
         given_ids = jnp.zeros((logits.shape[0], 0), jnp.int32)
@@ -81,10 +82,11 @@ def token_logprobs(
 
 def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Return three scores of each sampled token in token_ids i32[S], f32[S, NUM_MASS_SCORES]: its log-probability under
-    `logits`, that under `kept`, and the log of the share of `adjusted`'s distribution that truncation left.
+    `logits`, its log-probability under `kept`, and the log of the share of the probability of `adjusted` that
+    truncation left.
 
     Args:
-      logits: from the model. All three are f32[S, V / n].
+      logits: the model's, f32[S, V / n], as are the next two.
       adjusted: logits after bias, penalties and temperature, before truncation.
       kept: `adjusted` with -inf for the tokens that truncation dropped.
 
@@ -101,8 +103,8 @@ def sampling_mass(logits: jax.Array, adjusted: jax.Array, kept: jax.Array, token
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
-    """Return the log of the sum of exponentials of each whole row, f32[S, V / n] -> f32[S, 1], summed in an order that
-    depends on the row alone.
+    """Return the log of the sum of exponentials of each row over the whole vocabulary, f32[S, V / n] -> f32[S, 1]. The
+    order of the additions does not depend on other rows or on n.
     """
     best = row_extreme(jnp.max, logits)
     return best + jnp.log(row_sums(jnp.exp(logits - best)))
@@ -118,13 +120,15 @@ def prompt_logprobs(
     slots: jax.Array | None = None,
     given_ids: jax.Array | None = None,
 ) -> TokenLogprobs:
-    """Score prompt tokens: row t of the result is the log-probability of `targets[t]` after hidden state t. T rows.
+    """Return the log-probabilities of prompt tokens: row t is the log-probability of `targets[t]` given hidden state t.
+    T rows.
 
-    hidden [T, D], T >= 1; targets i32[T] (-1: not requested; its row is (-inf, 0, ...)). logits_fn: hidden states [B,
-    D] -> f32[B, V / n]. max_logprobs: best tokens listed for each row, at most V. slots i32[T]: the row of given_ids
-    i32[R, G] with token ids to score in addition, -1 for none; both None for none at all. Logits exist for
-    PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is sampled here, so
-    logprobs_mode "processed_*" reports the raw values; the "*_logits" modes report logits.
+    hidden: [T, D], T >= 1. targets: i32[T]; -1 requests nothing, and such a row has logprob -inf, rank 0 and arbitrary
+    other columns. logits_fn: hidden states [B, D] -> f32[B, V / n]. max_logprobs: best tokens listed for each row, at
+    most V. given_ids: i32[R, G], token ids to score in addition, -1 for none; slots: i32[T], the row of given_ids for
+    each token; both None for none at all. Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks
+    without a target are skipped. As nothing is sampled here, logprobs_mode "processed_*" reports the raw values; the
+    "*_logits" modes report logits.
     """
     num_tokens, width = hidden.shape
     if slots is None or given_ids is None:

@@ -13,11 +13,11 @@ from jaxengine.sampling.state import RowParams
 
 
 def penalized(logits: jax.Array, rows: RowParams, counts: jax.Array) -> jax.Array:
-    """Return the logits f32[S, V / n] after the penalties: repetition (Keskar et al. 2019) over prompt and output, then
-    OpenAI's frequency and presence penalties over the output.
+    """Return the logits f32[S, V / n] after the repetition penalty (Keskar et al. 2019), which counts prompt and
+    output, and then OpenAI's frequency and presence penalties, which count the output.
 
     rows: each row's parameters, [S, 1]. counts: i32[S, V / n], 2 * (times in the output) + (1 if in the prompt). n:
-    devices that share the vocabulary.
+    number of devices that share the vocabulary.
     """
     times = counts >> 1
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
@@ -26,9 +26,9 @@ def penalized(logits: jax.Array, rows: RowParams, counts: jax.Array) -> jax.Arra
 
 
 def least_kept(best: jax.Array, temperature: jax.Array, rows: RowParams) -> jax.Array:
-    """Return the logit, f32[S, 1], below which min_p drops tokens: those less than min_p times as likely as the best
-    token.
+    """Return the logit, f32[S, 1], below which min_p drops tokens: such tokens are less than min_p times as likely as
+    the best token.
 
-    best: the rows' maxima, f32[S, 1]; temperature: f32[S, 1], > 0; min_p 0 gives -inf.
+    best: the rows' maxima, f32[S, 1]. temperature: f32[S, 1], > 0. A min_p of 0 gives -inf.
     """
     return best + temperature * jnp.log(rows.min_p)

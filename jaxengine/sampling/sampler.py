@@ -33,10 +33,10 @@ Replace = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class MoreScores(NamedTuple):
-    """Further numbers that are reported for rows with logprobs.
+    """Additional numbers that are reported for rows with logprobs.
 
     Attributes:
-      count: how many.
+      count: number of them for each row.
       score: (logits, adjusted, kept, token_ids) -> f32[S, count]. The arguments are the given logits, those before
         truncation, those sampled from, f32[S, V / n] each, and the sampled tokens, i32[S].
     """
@@ -67,7 +67,7 @@ class SamplerFlags(NamedTuple):
     features: jax.Array | None = None
 
 
-# Feature of requests that each flag stands for.
+# Bit of TokenParams.features that each flag stands for.
 FLAG_FEATURES = {
     "any_random": RANDOM,
     "any_truncation": TRUNCATION,
@@ -79,7 +79,9 @@ FLAG_FEATURES = {
 
 
 def flags_of(features: jax.Array) -> SamplerFlags:
-    """Return the flags of a batch. features: i32[], union of its requests' TokenParams.features."""
+    """Return the sampler flags of a batch: each is True if its bit is set. features: i32[], bitwise union of
+    TokenParams.features of its requests.
+    """
     return SamplerFlags(**{flag: features & feature > 0 for flag, feature in FLAG_FEATURES.items()}, features=features)
 
 
@@ -113,22 +115,24 @@ def sample(
     replace: Replace | None = None,
     more: MoreScores | None = None,
 ) -> SampleOutput:
-    """Sample one token per row of logits f32[S, V / n], of which each of n devices that share the vocabulary has its
-    columns.
+    """Sample one token per row of logits f32[S, V / n], and return the tokens with their log-probabilities. Each of the
+    n devices that share the vocabulary has its own columns.
 
-    slots i32[S]: the row of `state` and of `token_counts` i32[R, V / n] that each row uses; >= R marks a padding row,
-    which reads no state and is greedy. positions i32[S]: position of the token being sampled. flags: features that some
-    row needs; parts whose flag is False are skipped. A row's token depends on its logits, its slot's parameters and its
-    position, never on its neighbours or on S; it is -1, none, where the logits hold NaN or +inf or every token is
-    forbidden. max_logprobs: best tokens reported for each row. logprobs_mode: vLLM's (config.checks.LOGPROBS_MODES);
-    the raw ones report the given logits, the processed ones those sampled from, temperature and truncation included.
+    A row's token depends on its logits, its slot's parameters and its position, never on other rows or on S. It is -1,
+    no token, if the logits hold NaN or +inf or every token is forbidden.
 
-    Each of the following may be None, if no row has any. assumed i32[S, k]: output tokens of each row that
-    `token_counts` does not have yet, -1 for none. only i32[S]: where it is >= 0, the one token that a row may have,
-    whatever its slot's mask allows; such a step has `flags.any_mask`. is_guided bool[S]: rows with a mask of their own:
-    that of row s is number R + s of `state.token_mask`. process: the user's own logits processors, which run between
-    bias and penalties if `flags.features` has one of them. replace: (token_ids, slots, positions) -> tokens that take
-    the place of the sampled ones; rows without a token (-1) keep that. more: further scores.
+    slots: i32[S], the row of `state` and of `token_counts` i32[R, V / n] that each row uses; >= R marks a padding row,
+    which reads no state and is greedy. positions: i32[S], position of the token being sampled. flags: features that
+    some row needs; parts whose flag is False are skipped. max_logprobs: best tokens reported for each row.
+    logprobs_mode: vLLM's (config.checks.LOGPROBS_MODES); the raw modes report the given logits, the processed ones the
+    logits that are sampled from, after temperature and truncation.
+
+    Each of the following is None if no row has any. assumed: i32[S, k], output tokens of each row that `token_counts`
+    does not contain yet, -1 for none. only: i32[S], the one token that a row may have, whatever its slot's mask allows,
+    or -1; such a step has `flags.any_mask`. is_guided: bool[S], whether row s has a mask for itself, which is row R + s
+    of `state.token_mask`. process: the user's logits processors, which run between bias and penalties if
+    `flags.features` has one of their bits. replace: (token_ids, slots, positions) -> tokens that replace the sampled
+    ones; a row without a token stays -1. more: further scores.
     """
     rows = RowParams(
         *(
@@ -145,6 +149,10 @@ def sample(
     def score(
         scored: Callable[[], jax.Array], token_ids: jax.Array, besides: Callable[[], jax.Array] | None = None
     ) -> TokenLogprobs:
+        """Return the log-probabilities of token_ids i32[S] and of each row's `logprob_ids` under `scored()`, with the
+        columns of `besides()` appended to the given ones; no_logprobs if flags.any_logprobs is False.
+        """
+
         def scores() -> TokenLogprobs:
             given_ids = state.logprob_ids.at[slots].get(mode="fill", fill_value=-1)
             found = token_logprobs(scored(), token_ids, given_ids, num_top=num_top, normalize=normalize)
@@ -156,8 +164,8 @@ def sample(
         return lax.cond(flags.any_logprobs, scores, lambda: no_logprobs(logits.shape[0], num_top, num_given))
 
     def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
-        """Sample token ids from the adjusted logits; return them with the scores for the modes that report processed
-        logits or for `more`, else with None.
+        """Sample token ids i32[S] from the adjusted logits. Return them with TokenLogprobs if the mode reports
+        processed logits or `more` is given, else with None.
 
         draw_rows: (adjusted, best logits f32[S, 1], best ids i32[S]) -> (token ids i32[S], least logit kept f32[S, 1]).
         """
@@ -184,6 +192,9 @@ def sample(
         return greedy_ids, jnp.full_like(best, -jnp.inf)
 
     def draw_random(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return token ids i32[S], drawn after truncation for rows with a temperature above 0 and greedy for others,
+        and the least logit that truncation keeps, f32[S, 1].
+        """
         kept_from = lax.cond(
             flags.any_truncation,
             lambda: lowest_kept(
@@ -203,6 +214,9 @@ def sample(
         return changed if features is None else changed | (features >= PROCESSOR)
 
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
+        """Return the result of `choose` for logits after mask, bias, processors and penalties, as far as some row needs
+        them.
+        """
         # Outside of the branches that need them: XLA:TPU would fetch the table of all slots into VMEM for the branches,
         # and write it back where their other operands need the room.
         masks = _mask_rows(state, slots, is_guided, flags.any_mask)
@@ -228,10 +242,11 @@ def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | None, any_mask: jax.Array) -> jax.Array:
-    """Return the mask of each row, u32[S, W], bit t % 32 of word t / 32 for token t: its slot's, or, where is_guided
-    bool[S], number R + s for row s (None: nowhere).
+    """Return the token mask of each row, u32[S, W]; bit t % 32 of word t / 32 allows token t. It is the mask of the
+    row's slot or, where is_guided bool[S], row R + s of state.token_mask for row s.
 
-    Every token is allowed in padding (slots >= R), and in all rows if any_mask, bool[], is False.
+    is_guided: None if no row has a mask for itself. Every token is allowed in padding rows (slots >= R), and in all
+    rows if any_mask, bool[], is False.
     """
     num_slots, num_masks, rows = state.params.temperature.shape[0], state.token_mask.shape[0], slots
     if num_masks > num_slots:
@@ -243,16 +258,16 @@ def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | No
 
 
 def _only_rows(token_ids: jax.Array, num_words: int) -> jax.Array:
-    """Return masks u32[S, W] of W = num_words that each allow one token, token_ids i32[S] counted from this device's
-    first column; none where that is another device's.
+    """Return masks u32[S, W], W = num_words, that each allow one token: token_ids i32[S], counted from this device's
+    first column. A mask is all zeros if the token belongs to another device.
     """
     words = jnp.arange(num_words, dtype=jnp.int32) == (token_ids >> 5)[:, None]
     return jnp.where(words, jnp.uint32(1) << (token_ids & 31).astype(jnp.uint32)[:, None], jnp.uint32(0))
 
 
 def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
-    """Return the logits with -inf for the tokens that a row's mask, u32[S, W], does not allow; other non-finite values
-    stay.
+    """Return the logits with -inf for the tokens that a row's mask, u32[S, W], does not allow. A NaN stays NaN, and a
+    forbidden +inf becomes NaN.
     """
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, logits - jnp.inf)
@@ -267,11 +282,11 @@ def _adjust(
     assumed: jax.Array | None,
     process: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    """Return the logits [S, V / n] after bias, then the user's own processors, then penalties. Rows without them keep
-    their logits bit for bit.
+    """Return the logits [S, V / n] after bias, then the user's logits processors, then penalties. Rows without any of
+    these keep their logits bit for bit.
 
-    token_counts: i32[R, V / n]; slots: i32[S]; assumed: i32[S, k], output tokens that the counts lack, -1 for none.
-    process: (logits, slots, counts i32[S, V / n]) -> logits. assumed and process are None if there are none.
+    token_counts: i32[R, V / n]. slots: i32[S]. assumed: i32[S, k], output tokens that the counts lack, -1 for none;
+    None if no row has any. process: (logits, slots, counts i32[S, V / n]) -> logits; None for none.
     """
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)

@@ -47,11 +47,11 @@ class SamplingState(NamedTuple):
 
 
 def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -> SamplingState:
-    """Return the state of R = max_num_seqs slots, all greedy and neutral; a slot takes about 4 * V + V / 8 + 4 * G
-    bytes.
+    """Return the state of R = max_num_seqs slots, all greedy and with neutral parameters. A slot takes about 4 * V + V
+    / 8 + 4 * G bytes.
 
-    vocab_size: V, of one device if several share it. num_position_rows: masks after those of the slots, for rows of a
-    step that have masks of their own.
+    vocab_size: V, or the columns of one device if several share the vocabulary. num_position_rows: number of token
+    masks after those of the slots, for rows of a step that have a mask for each position.
     """
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
@@ -62,9 +62,9 @@ def init_state(max_num_seqs: int, vocab_size: int, num_position_rows: int = 0) -
 
 
 def partition(rows: Any, vocab: Any) -> SamplingState:
-    """Return the state with each array replaced by its PartitionSpec.
+    """Return a SamplingState that has a PartitionSpec in place of each array.
 
-    rows: of arrays that all devices of a replica have whole; vocab: of those with a column for each token.
+    rows: for arrays that all devices of a replica have whole. vocab: for arrays with a column for each token.
     """
     params = RowParams(*[rows] * len(NEUTRAL))
     return SamplingState(params, logit_bias=vocab, token_mask=vocab, logprob_ids=rows)
@@ -80,8 +80,10 @@ def mask_words(vocab_size: int) -> int:
 
 
 def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> SamplingState:
-    """Return the state with rows of `row_words` written: slots i32[M] distinct, words i32[M, len(NEUTRAL)]. Slots >= R
-    are dropped.
+    """Return the state with parameters written: row i of words, i32[M, len(NEUTRAL)], to slot slots[i]. slots: i32[M],
+    distinct; those >= R are ignored.
+
+    Each word holds the bits of one parameter, in the order of NEUTRAL.
     """
     columns = (lax.bitcast_convert_type(words[:, at], neutral.dtype) for at, neutral in enumerate(NEUTRAL))
     written = (write_slots(old, slots, new) for old, new in zip(state.params, columns, strict=True))
@@ -89,9 +91,11 @@ def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> Sa
 
 
 def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """Return the array [R] with values [M] written at slots i32[M], distinct where they are < R; others are dropped.
+    """Return the array [R] with values [M] written at slots i32[M], which are distinct where they are < R. Slots >= R
+    are ignored.
 
-    By comparing and selecting: XLA:TPU sends a scatter into so small an array to the SparseCore, or goes row by row.
+    It compares and selects, because XLA:TPU sends a scatter into so small an array to the SparseCore, or processes it
+    row by row.
     """
     written = slots[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = jnp.sum(jnp.where(written, values[:, None], jnp.zeros((), array.dtype)), axis=0, dtype=array.dtype)
@@ -99,11 +103,11 @@ def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Ar
 
 
 def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return token_counts i32[R, V / n] with one more output token per row: slots i32[S], token_ids i32[S], valid
-    bool[S].
+    """Return token_counts i32[R, V / n] with one more output token counted for each row: slots i32[S], token_ids
+    i32[S], valid bool[S].
 
-    A token adds 2, as the lowest bit is the prompt's; a slot may have several rows. Rows that are not valid, whose slot
-    is >= R or whose token is outside the vocabulary change nothing.
+    A token adds 2, as the lowest bit marks prompt tokens. Several rows may have the same slot. Rows that are not valid,
+    whose slot is >= R, or whose token is not among this device's columns change nothing.
     """
     num_slots, num_columns = token_counts.shape
     columns = token_ids - first_id(token_counts)
@@ -113,8 +117,8 @@ def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array
 
 
 def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, token_ids: jax.Array, valid: jax.Array):
-    """Return the history i32[R, L] with token_ids i32[S] written at (slots, positions) i32[S] where valid bool[S];
-    entries beyond the last slot or position are dropped.
+    """Return the history i32[R, L] with token_ids i32[S] written at (slots, positions), i32[S] each, where valid
+    bool[S]. Entries beyond the last slot or position are ignored.
     """
     num_slots = history.shape[0]
     slots, positions, token_ids = _two_at_least(num_slots, jnp.where(valid, slots, num_slots), positions, token_ids)
@@ -122,8 +126,8 @@ def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, tok
 
 
 def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """Return a scatter's index arrays, i32[S] each; a single row gets a second one with the slot num_slots, which is
-    dropped, because XLA:CPU copies the whole operand of a one-row scatter.
+    """Return a scatter's index arrays, i32[S] each, with at least two rows. A single row gets a second one with slot
+    num_slots, which the scatter ignores, because XLA:CPU copies the whole operand of a one-row scatter.
     """
     if slots.shape[0] > 1:
         return [slots, *others]
@@ -131,10 +135,8 @@ def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[
 
 
 def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the array [R, V] with rows [n, V] written at slots i32[n] >= 0; of two rows for one slot the later one
-    counts.
-
-    A slot >= R changes nothing.
+    """Return the array [R, V] with rows [n, V] written at slots i32[n] >= 0. If two rows have the same slot, the later
+    one counts. A slot >= R is ignored.
     """
 
     def write(index: jax.typing.ArrayLike, array: jax.Array) -> jax.Array:
@@ -148,29 +150,29 @@ def set_rows(array: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def set_bias_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
-    """Return the state with logit_bias[slots] replaced by rows f32[n, V]; slots i32[n] >= 0: of two rows for one slot
-    the later counts, a slot >= R changes nothing.
+    """Return the state with logit_bias[slots] replaced by rows f32[n, V]. slots: i32[n] >= 0; if two rows have the same
+    slot, the later one counts, and a slot >= R is ignored.
     """
     return state._replace(logit_bias=set_rows(state.logit_bias, slots, rows))
 
 
 def set_mask_rows(state: SamplingState, numbers: jax.Array, rows: jax.Array) -> SamplingState:
-    """Return the state with rows of token_mask replaced: numbers i32[n], distinct where they are < M (its rows), rows
-    i32[n, W]. Others are dropped.
+    """Return the state with rows of token_mask replaced by rows i32[n, W]. numbers: i32[n], their row numbers, distinct
+    where they are < M, the number of masks; others are ignored.
     """
     return state._replace(token_mask=_replaced_rows(state.token_mask, numbers, rows))
 
 
 def set_logprob_ids(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
-    """Return the state with logprob_ids[slots] replaced: slots i32[n], distinct where they are < R, rows i32[n, G].
-    Others are dropped.
+    """Return the state with logprob_ids[slots] replaced by rows i32[n, G]. slots: i32[n], distinct where they are < R;
+    others are ignored.
     """
     return state._replace(logprob_ids=_replaced_rows(state.logprob_ids, slots, rows))
 
 
 def _replaced_rows(array: jax.Array, numbers: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the array [M, W] with rows [n, W] written at numbers i32[n], distinct where they are < M; others are
-    dropped.
+    """Return the array [M, W] with rows [n, W] written at row numbers i32[n], distinct where they are < M; others are
+    ignored.
     """
     written = numbers[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
     chosen = rows[jnp.argmax(written, axis=0)]

@@ -32,12 +32,13 @@ _NO_WEIGHT = 104.0
 def lowest_kept(
     logits: jax.Array, best: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, least: jax.Array
 ) -> jax.Array:
-    """Return the least logit that a row keeps, f32[S, 1]: `least`, then top_k, then top_p over what those leave.
+    """Return the least logit that each row keeps, f32[S, 1], after `least`, then top_k, then top_p over the tokens that
+    these leave.
 
-    logits: f32[S, V / n], the columns of each of n devices; all others are [S, 1]. best: the row's maximum. temperature
-    > 0. `least` keeps logits no less than it, the best among them; top_k (i32, 0 = off) tokens no less likely than the
-    k-th; top_p (1 = off) those with less than top_p of the mass strictly above them (Holtzman et al. 2020), so always
-    the best.
+    logits: f32[S, V / n], the columns of each of n devices. All other arguments are [S, 1]. best: the row's maximum.
+    temperature: > 0. `least` keeps logits >= `least`, which includes the best. top_k (i32, 0 = off) keeps tokens no
+    less likely than the k-th. top_p (1 = off) keeps tokens with less than top_p of the probability strictly above them
+    (Holtzman et al. 2020), so always the best one.
     """
     num_tokens = vocab_size(logits)
     candidates = top_values(logits, min(NUM_CANDIDATES, num_tokens))
@@ -61,10 +62,11 @@ def lowest_kept(
 
 
 def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest: jax.Array) -> jax.Array:
-    """Return the top_k-th greatest logit of each row, f32[S, 1], or another number that keeps the same tokens.
+    """Return the top_k-th greatest logit of each row, f32[S, 1], or another threshold that keeps the same tokens.
 
-    best: the row's maximum; top_k: i32; highest: not less than the result; [S, 1] each. A row with fewer than top_k
-    logits above -inf gives the least of these.
+    logits: f32[S, V / n], the columns of each of n devices. best: the row's maximum. top_k: i32. highest: not less than
+    the result. All three are [S, 1]. For a row with fewer than top_k logits above -inf, the result is the least of
+    these logits.
     """
 
     def num_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -83,10 +85,11 @@ def _top_p(
     kept: jax.Array,
     candidates: jax.Array,
 ) -> jax.Array:
-    """Return the least logit, f32[S, 1], that top_p keeps among those >= kept; rows with top_p = 1 return `kept`.
+    """Return the least logit, f32[S, 1], that top_p keeps among those >= `kept`; for rows with top_p = 1 this is
+    `kept`.
 
-    logits: f32[S, V / n]; candidates: the row's best logits, best first, f32[S, C]; all others are f32[S, 1]. best: the
-    row's maximum.
+    logits: f32[S, V / n]. candidates: f32[S, C], the row's best logits, best first. The other arguments are f32[S, 1].
+    best: the row's maximum.
     """
     weights = jnp.exp((logits - best) / temperature)
 
@@ -104,7 +107,7 @@ def _top_p(
     # Sums in two orders differ by their rounding: the candidates may fall short of a target that all of them meet.
     settled = reached | (top_p >= 1) | (kept > last) | (num_candidates == vocab_size(logits))
     near = jnp.where(reached & (top_p < 1), jnp.maximum(found, kept), kept)
-    # Tokens without weight move no mass: a finite lower bound, whatever is kept.
+    # Tokens without weight add no mass, so the lower bound can be finite even if `kept` is -inf.
     lower = jnp.maximum(kept, jnp.maximum(best - _NO_WEIGHT * temperature, jnp.finfo(jnp.float32).min))
     searched = _highest(mass_from, jnp.where(settled, mass, target), jnp.minimum(lower, last), (mass, num), last)
     return jnp.where(settled, near, searched)
@@ -113,8 +116,8 @@ def _top_p(
 def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     """Return the random key of each row's draw, u32[S, 2], from seeds u32[S, 2] and positions i32[S].
 
-    It is threefry of (seed, position), as jax.random.fold_in derives it; used without a further jax.random draw, it
-    depends on no jax_threefry_* option.
+    It is threefry of (seed, position), as jax.random.fold_in derives it. As no jax.random draw uses it, it depends on
+    no jax_threefry_* option.
     """
 
     def words(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -125,12 +128,12 @@ def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, keys: jax.Array):
-    """Draw one token per row, i32[S], from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S,
-    2].
+    """Draw one token per row, i32[S], from softmax(logits / temperature) over the logits >= kept_from.
 
-    logits: f32[S, V / n]; best (the row's maximum), kept_from, temperature > 0: f32[S, 1]. The token is the best of
-    logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of probability
-    0 or outside the vocabulary. Rows with NaN give any number.
+    logits: f32[S, V / n]. best (the row's maximum), kept_from, temperature > 0: f32[S, 1]. keys: u32[S, 2]. The token
+    is the one with the greatest logits / temperature plus Gumbel noise, which is a function of the row's key and the
+    token's id (Gumbel 1954). A token of probability 0 or outside the vocabulary is never drawn. A row with NaN returns
+    an arbitrary token.
     """
     ids = (first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)).astype(jnp.uint32)
     noise = -jnp.log(_exponential(keys, ids))
@@ -138,11 +141,11 @@ def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: 
 
 
 def _exponential(keys: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return exponentially distributed numbers f32[S, C], each from its row's key u32[S, 2] and its token's id u32[C]
-    alone.
+    """Return exponentially distributed numbers f32[S, C], each a function of its row's key u32[S, 2] and its token's id
+    u32[C] alone.
 
-    Small numbers, which decide a draw, have all their bits, and none is infinite: a lone token must win with any
-    number.
+    The result is positive and finite, so that a single token is drawn whatever its number is. Small results, which
+    decide a draw, have full float32 precision.
     """
     bits = _mix(_mix(ids * jnp.uint32(0x9E3779B9) + keys[:, :1]) ^ keys[:, 1:])
     below_one = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
@@ -163,21 +166,25 @@ def _highest(
     at_lower: tuple[jax.Array, jax.Array],
     upper: jax.Array,
 ) -> jax.Array:
-    """Return the highest threshold t of each row, f32[S, 1], lower <= t <= upper, at which `measure` is at least
-    `target`, or another threshold that keeps the same tokens. target, lower, upper: f32[S, 1].
+    """Return for each row the highest threshold t, f32[S, 1], lower <= t <= upper, at which `measure` is at least
+    `target`, or another threshold that keeps the same tokens.
 
     Args:
-      measure: t [S, 1] -> (the quantity at t, how many logits t keeps), f32[S, 1] each; both fall as t rises.
+      measure: t [S, 1] -> (the quantity at t, the number of logits that t keeps), f32[S, 1] each; both fall as t rises.
+      target, lower, upper: f32[S, 1].
       at_lower: measure(lower).
 
-    Bisects until at most one token lies between the bounds, or the lower bound meets the target exactly. No pass is
-    made for a row that begins so.
+    Bisects until at most one token lies between the bounds, or the lower bound meets the target exactly. If all rows
+    begin so, no pass is made.
     """
 
     def unsettled(low, high, measured, num_low, num_high):
         return (measured > target) & (num_low - num_high > 1) & (low + 1 < high)
 
     def halve(carry):
+        """Return the step's number plus 1 and the bounds of the threshold after one halving. Only rows that are not
+        settled change.
+        """
         step, bounds = carry
         low, high, measured, num_low, num_high = bounds
         # Halving the values first saves the passes that halving the bits spends on the exponents around zero; halving
@@ -208,6 +215,8 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _unordered(key: jax.Array) -> jax.Array:
-    """Return the float32 numbers of `_ordered`, subnormal ones as 0: XLA:CPU compares them as 0 and numpy does not."""
+    """Return the float32 numbers whose `_ordered` keys are given, i32; subnormal numbers become 0, because XLA:CPU
+    compares them as 0 and numpy does not.
+    """
     x = lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)

@@ -34,7 +34,9 @@ def vocab_size(columns: jax.Array) -> int:
 
 
 def first_id(columns: jax.Array) -> Any:
-    """Return the token id of the first column that this device has of an array [S, V / n]: 0, or i32[]."""
+    """Return the token id of this device's first column of an array [S, V / n]: 0 if no devices share the vocabulary,
+    else i32[].
+    """
     return columns.shape[1] * shard_index(VOCAB)
 
 
@@ -47,11 +49,11 @@ def first_true(mask: jax.Array) -> jax.Array:
 
 
 def best_token(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum f32[S, 1] of each row and the first token that has it, i32[S], in one pass over the
+    """Return the maximum f32[S, 1] of each row and the lowest token id that has it, i32[S], in one pass over the
     vocabulary.
 
     logits: f32[S, V / n], the columns of each of n devices; ids are of the whole vocabulary. A row with NaN has the
-    maximum +inf and any token: XLA CPU's max() may pass over a NaN.
+    maximum +inf and an arbitrary token. NaN is replaced because XLA CPU's max() may ignore it.
     """
     best, ids = lax.platform_dependent(logits, tpu=_reduced_best, default=_blockwise_best)
     if num_shards(VOCAB) == 1:
@@ -62,7 +64,9 @@ def best_token(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def row_extreme(extreme: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Return jnp.max or jnp.min (`extreme`) of each whole row of x [S, V / n], [S, 1]."""
+    """Return `extreme`, jnp.max or jnp.min, of each row over the whole vocabulary: x [S, V / n] -> [S, 1], the same on
+    all n devices.
+    """
     own = extreme(x, axis=1, keepdims=True)
     return extreme(gather_parts(own, VOCAB, dimension=1), axis=1, keepdims=True)
 
@@ -87,11 +91,11 @@ def top_values(logits: jax.Array, num_top: int) -> jax.Array:
 
 
 def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Return values f32[S, num_top] and ids i32[S, num_top] of each row's best tokens, as `lax.top_k` does: best first,
-    equal values by ascending id.
+    """Return the values f32[S, num_top] and ids i32[S, num_top] of each row's best tokens, best first, equal values by
+    ascending id.
 
-    logits: f32[S, V / n], the columns of each of n devices, which all get the same result with the ids of the whole
-    vocabulary. num_top <= V. Rows with NaN give any ids.
+    logits: f32[S, V / n], the columns of each of n devices, which all return the same, with ids of the whole
+    vocabulary. num_top: at most V. Rows with NaN return arbitrary ids.
     """
 
     own_top = min(num_top, logits.shape[1])
@@ -113,8 +117,8 @@ def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return logits f32[S, V / n] at ids i32[S, C] >= 0 of the whole vocabulary: f32[S, C], -inf beyond
-    the vocabulary.
+    """Return the logits f32[S, V / n] of the tokens ids i32[S, C] >= 0 of the whole vocabulary: f32[S, C], -inf for ids
+    >= V. All n devices return the same.
     """
     if num_shards(VOCAB) == 1:
         return _take(logits, ids)
@@ -127,14 +131,16 @@ def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _take(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the logits at `ids` i32[S, n] of each row, of one device's columns f32[S, V]; -inf for ids from V on."""
+    """Return the logits at columns `ids` i32[S, n] of each row of one device's columns f32[S, V]: f32[S, n], -inf for
+    ids >= V.
+    """
     size = logits.shape[1]
     return jnp.where(ids < size, jnp.take_along_axis(logits, jnp.minimum(ids, size - 1), axis=1), -jnp.inf)
 
 
 def _of_all_parts(logits: jax.Array, values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gather the tokens that each device chose among its columns, values f32[S, C] and ids i32[S, C] counted from the
-    device's first: returns values f32[S, n * C] and vocabulary ids i32[S, n * C].
+    """Gather the tokens that each device chose among its columns: values f32[S, C] and ids i32[S, C], counted from the
+    device's first column. Return values f32[S, n * C] and vocabulary ids i32[S, n * C], the devices in order.
     """
     bits = lax.bitcast_convert_type(values, jnp.int32)
     pairs = gather_parts(jnp.stack([bits, ids + first_id(logits)], axis=2), VOCAB, dimension=1)
@@ -142,14 +148,16 @@ def _of_all_parts(logits: jax.Array, values: jax.Array, ids: jax.Array) -> tuple
 
 
 def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Return the `num_top` best values of each row, best first, and their columns, i32, by a stable sort of the row."""
+    """Return the `num_top` greatest values of each row of x, in descending order, and their columns, i32, by a stable
+    sort of the row.
+    """
     columns = jnp.argsort(x, axis=1, descending=True, stable=True)[:, :num_top].astype(jnp.int32)
     return jnp.take_along_axis(x, columns, axis=1), columns
 
 
 def _top_k(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Return (values f32[S, num_top], columns i32[S, num_top]) of `lax.top_k` as a tuple, as `lax.platform_dependent`
-    requires of all its branches.
+    """Return `lax.top_k`'s values f32[S, num_top] and columns i32[S, num_top] as a tuple, because
+    `lax.platform_dependent` requires the same type of all branches.
     """
     values, ids = lax.top_k(logits, num_top)
     return values, ids
@@ -176,11 +184,11 @@ def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None]:
-    """Return the number of tokens in a block, and the numbers i32[S, num_top] of the `num_top` blocks with the greatest
-    maxima; None for the latter if `num_top` is so large a part of the vocabulary that blocks would not help.
+    """Return the number of tokens in a block, and the block indices i32[S, num_top] of the `num_top` blocks with the
+    greatest maxima; None for the latter if num_top is so large a part of the vocabulary that blocks would not help.
 
-    Among blocks of equal maxima the first ones count, so that they hold the first ones of equal tokens as well. XLA
-    CPU's top_k keeps that order only if num_top is a small part of the row.
+    Among blocks of equal maxima those of lower index are chosen, so that of equal tokens those of lower id are found.
+    XLA CPU's top_k keeps that order only if num_top is a small part of the row.
     """
     # The two rows that are ordered, maxima and tokens of the best blocks, become about equally long.
     block = 2 ** max(0, round(math.log2(math.sqrt(logits.shape[1] / max(1, num_top)))))
@@ -188,12 +196,14 @@ def _best_blocks(logits: jax.Array, num_top: int) -> tuple[int, jax.Array | None
 
 
 def _tokens(blocks: jax.Array, block: int) -> jax.Array:
-    """Return the token ids in blocks of `block` tokens, given by number: i32[S, n] -> i32[S, n * block]."""
+    """Return the token ids of blocks of `block` tokens each: block indices i32[S, n] -> i32[S, n * block]."""
     ids = blocks[:, :, None] * block + jnp.arange(block, dtype=jnp.int32)
     return ids.reshape(blocks.shape[0], -1)
 
 
 def _block_maxima(x: jax.Array, block: int) -> jax.Array:
-    """Return the maximum of each block of `block` columns, [S, V] -> [S, ceil(V / block)]."""
+    """Return the maximum of each block of `block` columns, [S, V] -> [S, ceil(V / block)]. The last block may be
+    shorter.
+    """
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=-jnp.inf)
     return jnp.max(x.reshape(x.shape[0], -1, block), axis=2)

@@ -1,5 +1,5 @@
-"""Verification of drafts: a row's drafts are accepted as long as each is the token that the sampler itself chooses
-there.
+"""Verification of drafts: a row's drafts are accepted as long as each equals the token that the sampler itself chooses
+at its position.
 
 A draw is a function of the tokens before it: the best of logits / temperature plus noise that depends only on the
 request's seed, the position and the token's id (jaxengine.sampling.token_choice). So the token that the sampler draws
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 
 class Verified(NamedTuple):
-    """Outcome of verifying S rows of W positions each, with up to W - 1 drafts.
+    """Result of verifying S rows of W positions each, with up to W - 1 drafts.
 
     Attributes:
-      counts: i32[S], tokens that each row got, 0 for rows that do not sample.
-      is_kept: bool[S, W], which of the sampled tokens these are.
-      last: i32[S], the last of them.
+      counts: i32[S], number of tokens that each row gets, 0 for rows that do not sample.
+      is_kept: bool[S, W], whether each sampled token is one of these.
+      last: i32[S], the last token that the row gets; arbitrary for rows that do not sample.
     """
 
     counts: jax.Array
@@ -33,7 +33,9 @@ class Verified(NamedTuple):
 
 
 def assumed_tokens(drafts: jax.Array) -> jax.Array:
-    """Return, for each of the W tokens of a row to be sampled, the drafts before it: i32[S * W, W - 1], -1 for none.
+    """Return, for each of the W positions of each row, the drafts before that position: i32[S * W, W - 1], -1
+    elsewhere.
+
     drafts: i32[S, W - 1].
     """
     num_rows, count = drafts.shape
@@ -42,11 +44,11 @@ def assumed_tokens(drafts: jax.Array) -> jax.Array:
 
 
 def only_tokens(drafts: jax.Array, num_drafts: jax.Array, is_forced: jax.Array) -> jax.Array:
-    """Return the only token allowed at each of the W positions, i32[S * W]; -1 where the mask of the row's slot
-    decides.
+    """Return the only token allowed at each of the W positions of each row, i32[S * W]; -1 where the mask of the row's
+    slot decides.
 
-    drafts i32[S, W - 1], of which num_drafts i32[S] are real; is_forced bool[S]: rows with grammar drafts, at whose
-    positions nothing else is allowed.
+    drafts: i32[S, W - 1], of which the first num_drafts i32[S] are real. is_forced: bool[S], rows with grammar drafts,
+    at whose positions no other token is allowed.
     """
     is_only = is_forced[:, None] & (jnp.arange(drafts.shape[1]) < num_drafts[:, None])
     return jnp.pad(jnp.where(is_only, drafts, -1), ((0, 0), (0, 1)), constant_values=-1).reshape(-1)
@@ -55,12 +57,12 @@ def only_tokens(drafts: jax.Array, num_drafts: jax.Array, is_forced: jax.Array) 
 def verify(
     chosen: jax.Array, drafts: jax.Array, num_drafts: jax.Array, is_sampled: jax.Array, is_guided: jax.Array
 ) -> Verified:
-    """Find the tokens that each row gets: the sampled ones up to and including the first that differs from its draft.
+    """Return the tokens that each row gets: the sampled ones up to and including the first that differs from its draft.
 
-    chosen i32[S, W], the sampler's token at each position, -1 for none; drafts i32[S, W - 1], of which the first
-    num_drafts i32[S] are real. is_sampled bool[S]: the other rows get no tokens. is_guided bool[S]: rows with a mask
-    for each position. A mask that has not been computed allows no token, so its position has chosen -1; the draft
-    before it is then not accepted even if it equals the sampled token.
+    chosen: i32[S, W], the sampler's token at each position, -1 for none. drafts: i32[S, W - 1], of which the first
+    num_drafts i32[S] are real. is_sampled: bool[S]; other rows get no tokens. is_guided: bool[S], rows with a mask for
+    each position. A mask that has not been computed allows no token, so its position has chosen -1; the draft before it
+    is then not accepted even if it equals the sampled token.
     """
     width = chosen.shape[1]
     agree = (drafts == chosen[:, :-1]) & (jnp.arange(width - 1) < num_drafts[:, None])

@@ -1,4 +1,4 @@
-"""`jaxengine serve`: the command line of the server. Heavy imports are made when it runs."""
+"""The command `jaxengine serve`. Heavy imports are made when it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine serve`."""
+    """Add the arguments of `jaxengine serve` to a parser, and set `run` as its function."""
     add_model(parser)
     add_options(parser, "server options", ServerConfig, short={"api_server_count": "-asc"})
     add_engine_options(parser)
@@ -26,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the server until it ends; return the exit status, that of Supervisor.run, or 2 if a package is missing, which
-    is printed.
+    """Run the server until it ends; return the exit status of Supervisor.run, or 2, after printing an error, if a
+    package that serving needs is not installed.
 
-    args: options of `add_arguments`. Raises ConfigError for invalid ones and for files of keys or TLS that cannot be
-    used, before any process is started.
+    args: options of `add_arguments`. Raises ConfigError, before any process is started, for invalid options and for
+    files of keys or TLS that cannot be used.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_together(server: ServerConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError for server options that need an engine option which is not given, and for unusable lora_dirs
-    and lora_routes.
+    """Raise ConfigError for server options that need an engine option which is not given, and for invalid lora_dirs,
+    lora_hub_owners and lora_routes.
     """
     from jaxengine.server.adapters.adapter_sources import AdapterSources
     from jaxengine.server.adapters.lora_routes import LoraRoutes
@@ -82,8 +82,8 @@ def check_together(server: ServerConfig, engine: EngineConfig) -> None:
 
 
 def check_certificates(server: ServerConfig) -> None:
-    """Raise ConfigError if a file of the ssl_ options is missing or not PEM, if the key has a password, or if it is
-    not the certificate's. Options that are None are not looked at.
+    """Raise ConfigError if a file of ssl_certfile, ssl_keyfile or ssl_ca_certs is missing or not PEM, if the key has a
+    password, or if the key does not match the certificate. Options that are None are not checked.
     """
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(server, name)
@@ -106,5 +106,5 @@ def check_certificates(server: ServerConfig) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a file cannot be used: OpenSSL's reason, the system's, or else the error's text."""
+    """Return in words why a file cannot be used: OpenSSL's reason, else the system's message, else the error's text."""
     return str(getattr(error, "reason", None) or error.strerror or error)

@@ -43,10 +43,10 @@ _WORKER = {
     "tool_call_parser": None,
     "reasoning_parser": None,
 }
-# Options of a request that Dynamo's frontend applies itself, and values that change nothing.
+# Request options that Dynamo's frontend applies itself, and values of unsupported options that change nothing.
 _FRONTENDS = ("stop", "include_stop_str_in_output")
 _NEUTRAL = {"use_beam_search": (False,), "length_penalty": (1.0,), "best_of": (1,)}
-# Options that SamplingParams has under the same name.
+# Request options that SamplingParams has under the same name.
 _SAME = (
     *ROWS,
     *("n", "seed", "logit_bias", "max_tokens", "min_tokens", "ignore_eos"),
@@ -54,22 +54,24 @@ _SAME = (
 
 
 class DynamoEngine(_backend.LLMEngine):
-    """Dynamo's LLMEngine over an AsyncLLM.
+    """Dynamo's LLMEngine, implemented by an AsyncLLM.
 
     Attributes:
-      engine: None before `start` and after `cleanup`.
+      engine: the AsyncLLM; None before `start` and after `cleanup`.
     """
 
     def __init__(self, options: EngineArgs, mode: Any, served_model_name: str | None = None):
-        """Start nothing yet. mode: of Dynamo's DisaggregationMode."""
+        """Store the options; starts nothing. mode: a member of Dynamo's DisaggregationMode."""
         self._options, self._mode, self._name = options, mode, served_model_name
         self.engine: AsyncLLM | None = None
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[DynamoEngine, Any]:
-        """Return the engine of a command line, not started, and Dynamo's WorkerConfig. argv: None for the program's own
-        arguments. Raises ConfigError for an engine option that is not allowed, and SystemExit for another flag or
-        without --model. The engine's kv_role decides whether it is a prefill, a decode or an aggregated worker.
+        """Return the engine of a command line, not started, and Dynamo's WorkerConfig. The engine's kv_role decides
+        whether it is a prefill, a decode or an aggregated worker.
+
+        argv: None for the program's own arguments. Raises ConfigError for an invalid engine option, and SystemExit for
+        an unknown flag or without --model.
         """
         parser = argparse.ArgumentParser(prog="python -m jaxengine.server.dynamo", allow_abbrev=False)
         group = parser.add_argument_group("Dynamo")
@@ -92,8 +94,8 @@ class DynamoEngine(_backend.LLMEngine):
         return cls(options, mode, served), worker
 
     async def start(self, worker_id: int) -> Any:
-        """Start the engine on a thread; return Dynamo's EngineConfig. worker_id is not used. Raises ConfigError and
-        what loading a model raises.
+        """Start the engine on a thread, and return Dynamo's EngineConfig with its limits. worker_id is not used. Raises
+        ConfigError and the errors of loading a model.
         """
         self.engine = engine = await asyncio.to_thread(AsyncLLM.from_engine_args, self._options)
         config, scheduler = engine.core.runner.config, engine.core.engine.scheduler.config
@@ -109,11 +111,11 @@ class DynamoEngine(_backend.LLMEngine):
         return _backend.EngineConfig(model=model, served_model_name=self._name or model, llm=registration)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield a request's tokens in Dynamo's chunks as they come; the last chunk of each output has its
-        finish_reason, and completion_usage of all outputs so far.
+        """Yield a request's tokens in Dynamo's chunks as they are generated. The last chunk of each output has its
+        finish_reason, and completion_usage over all outputs so far.
 
         request: Dynamo's, with token_ids. context: its id() becomes the request's id. Raises RequestError for an option
-        that is not supported, and as AsyncLLM.generate.
+        that is not supported, and the errors of AsyncLLM.generate.
         """
         assert self.engine is not None, "Dynamo calls `start` first"
         params = self._params(request)
@@ -129,18 +131,20 @@ class DynamoEngine(_backend.LLMEngine):
                 yield chunk
 
     async def abort(self, context: Any) -> None:
-        """End the request with the id context.id(), whose client has left. Does nothing without an engine."""
+        """Abort the request with the id context.id(). Does nothing without an engine."""
         if self.engine is not None:
             await self.engine.abort(context.id())
 
     async def cleanup(self) -> None:
-        """Shut the engine down, if it was started, and wait for that; `engine` is None at once."""
+        """Set `engine` to None, then shut the engine down on a thread and wait for that. Does nothing if it was not
+        started.
+        """
         engine, self.engine = self.engine, None
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
 
     async def kv_event_sources(self) -> list[Any]:
-        """Return where each replica publishes its KV events (`address_of_replica`). [] before `start`, and if
+        """Return one ZmqSource for each replica: the address and topic of its KV events. [] before `start`, and if
         kv_events_config is missing or does not publish.
         """
         events = self._options.kv_events_config
@@ -150,9 +154,10 @@ class DynamoEngine(_backend.LLMEngine):
         return [_publisher.ZmqSource(address_of_replica(endpoint, rank), events.topic, rank) for rank in ranks]
 
     def _params(self, request: dict[str, Any]) -> SamplingParams:
-        """Return the sampling parameters of a request: new tokens per output, without texts. A prefill worker makes one
-        token and hands its pages over; a decode worker gets the kv_transfer_params of prefill_result. Raises
-        RequestError for an option that is not supported.
+        """Return the sampling parameters of a request. Outputs have new tokens only, without texts.
+
+        A prefill worker generates one token and hands its pages over; a decode worker gets the kv_transfer_params of
+        the request's prefill_result. Raises RequestError for an option that is not supported.
         """
         sampling, stops = (dict(request.get(name) or {}) for name in ("sampling_options", "stop_conditions"))
         guided = {name: one for name, one in (sampling.pop("guided_decoding", None) or {}).items() if one is not None}
@@ -186,8 +191,8 @@ class DynamoEngine(_backend.LLMEngine):
         return SamplingParams(**options)
 
     def _chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Yield Dynamo's chunk of each of a request's outputs that has new tokens or has ended. finish_reason "abort"
-        is Dynamo's "cancelled".
+        """Yield one of Dynamo's chunks for each of a request's outputs that has new tokens or has ended. finish_reason
+        "abort" becomes Dynamo's "cancelled".
         """
         assert self.engine is not None
         for one in output.outputs:
@@ -207,12 +212,14 @@ class DynamoEngine(_backend.LLMEngine):
 
 
 def _top_logprobs(one: CompletionOutput, tokenizer: Any) -> list[list[dict[str, Any]]]:
-    """Return Dynamo's entries (rank, token_id, token, logprob) of the likeliest tokens at each new position; [] without
-    logprobs. tokenizer: None to write "token_id:N" for texts.
+    """Return, for each new position, Dynamo's entries (rank, token_id, token, logprob) of the tokens with logprobs; []
+    without logprobs.
+
+    tokenizer: None to write "token_id:N" in place of a token's text.
     """
 
     def text(token: int) -> str:
-        """Return a token's text, "token_id:N" without a tokenizer."""
+        """Return a token's text, or "token_id:N" without a tokenizer."""
         return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
 
     return [

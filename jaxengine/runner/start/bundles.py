@@ -1,4 +1,6 @@
-"""Facts that a bundle is made for, as they are here: versions, devices, options, model; and a config with a bundle."""
+"""Facts for which a bundle of executables is built (versions, devices, options, model), and the config of an engine
+that uses one.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,22 @@ _X86 = re.compile(r"(s?sse|avx|fma|f16c|bmi|amx|v?aes|v?pclmul|sha|gfni|adx)\w*|
 
 
 def executables_of(config: ResolvedConfig) -> Place:
-    """Return where an engine's programs are kept: its bundle, or the folder of executables.
+    """Return where an engine's executables are stored: the opened Bundle that config.bundle names, else
+    config.compile_cache_dir, the folder of executables, which may be None.
 
-    Raises ConfigError as Bundle does.
+    Raises ConfigError if the bundle is missing, damaged, of another format or not trusted.
     """
     directory = config.compile_cache_dir
     return directory if config.bundle is None else Bundle(config.bundle, config.bundle_key_file, directory)
 
 
 def with_bundle(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any]) -> ResolvedConfig:
-    """Return the config of an engine that uses the bundle which it names, with as many KV pages as that was built for.
+    """Return the config with num_gpu_blocks_override set to the number of KV pages for which its bundle was built.
 
-    config: with a bundle. devices: of all stages. Raises ConfigError if there is no such bundle, if it was built for
-    something else, which the message names, or if the engine needs what no bundle has.
+    config: has a bundle. devices: of all stages. Raises ConfigError if there is no such bundle, if it was built for
+    other options, versions, devices or another model (the message names the difference), if the model or a logits
+    processor is code of the user that `refuse_unknown_code` refuses, or if scales of coded keys and values would have
+    to be measured.
     """
     assert config.bundle is not None
     refuse_unknown_code(source, config)
@@ -60,8 +65,9 @@ def with_bundle(source: ModelSource, config: ResolvedConfig, devices: Sequence[A
 
 
 def refuse_unknown_code(source: ModelSource, config: ResolvedConfig) -> None:
-    """Raise ConfigError for a user's own code in model or logits processors, of which a bundle could not tell whether
-    it has changed.
+    """Raise ConfigError if the model's class is the user's own, or if the source of a logits processor is in no file.
+
+    A bundle could not detect that such code has changed.
     """
     if has_custom_class(source.config):
         problem = f"the class of {source.config.architecture} is your own, and bundles have jaxengine's only"
@@ -73,9 +79,11 @@ def refuse_unknown_code(source: ModelSource, config: ResolvedConfig) -> None:
 
 
 def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *, built: bool) -> About:
-    """Return what programs of an engine are compiled for: facts of versions and devices, options, and the model.
+    """Return the facts that programs of an engine are compiled for: versions and devices, options, and the fields of
+    the model's config as text.
 
-    devices: of all stages. built: whether a bundle is being built for these devices, which need not exist here.
+    devices: of all stages. built: whether a bundle is being built for these devices, which need not exist on this
+    machine.
     """
     model = {field.name: getattr(source.config, field.name) for field in dataclasses.fields(source.config)}
     facts = _facts(devices, built)
@@ -85,7 +93,11 @@ def about(source: ModelSource, config: ResolvedConfig, devices: Sequence[Any], *
 
 
 def _facts(devices: Sequence[Any], built: bool) -> dict[str, Any]:
-    """Return versions, compiler flags and devices as JSON values by name; arguments as of `about`."""
+    """Return versions, compiler flags and devices as JSON values by name.
+
+    devices: of all stages. built: whether a bundle is being built for them; then the CUDA version of a GPU is that of
+    the installed compiler, else that of the driver. A compiler package that is not installed is left out.
+    """
     first = devices[0]
     kind = "gpu" if first.platform in ("gpu", "cuda") else first.platform
     found: dict[str, Any] = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "platform": kind}
@@ -104,7 +116,9 @@ def _facts(devices: Sequence[Any], built: bool) -> dict[str, Any]:
 
 
 def _instructions() -> list[str]:
-    """Return the extensions of this processor's instructions that compiled code may use, sorted."""
+    """Return the instruction set extensions of this processor, sorted, from /proc/cpuinfo. On x86, only those that
+    compiled code may use.
+    """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":").partition(":")[2].split()
     is_x86 = platform.machine() in ("x86_64", "AMD64")
@@ -136,6 +150,6 @@ def _version(package: str) -> str | None:
 
 
 def _short(value: Any) -> str:
-    """Return a value's repr, or the digest of a long one."""
+    """Return a value's repr, or "sha256 " and 16 hex digits of its digest if it is longer than _LONG characters."""
     text = repr(value)
     return text if len(text) <= _LONG else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

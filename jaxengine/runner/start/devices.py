@@ -44,19 +44,21 @@ BEFORE_LAYERS = ("embed", "layer_inputs")
 class SplitDraft(NamedTuple):
     """Draft model or draft head of a stage before its weights are read."""
 
-    programs: Any  # DraftPrograms of its kind, whose `model` is abstract
+    programs: Any  # DraftPrograms of the draft's kind, with an abstract `model`
     source: ModelSource  # the open files of its weights
 
 
 class SplitStage(NamedTuple):
     """Pipeline stage before its weights are read."""
 
-    programs: StepPrograms  # whose `model` is abstract
+    programs: StepPrograms  # with an abstract `model`
     draft: SplitDraft | None  # None without a draft model or head that has weights
 
     @property
     def models(self) -> list[Any]:
-        """Abstract models whose weights it has: the stage's, and that of its draft."""
+        """Abstract models whose weights the stage loads: its part of the model and, if there is one, its draft model or
+        head.
+        """
         return [self.programs.model, *([] if self.draft is None else [self.draft.programs.model])]
 
 
@@ -69,10 +71,10 @@ def choose_devices(
       devices: candidates, of which the first ones are taken; with several nodes, the first ones of each process. None
         for `jax.devices()`.
       mesh: mesh with axes data, attn and model (jaxengine.runner.start.mesh_axes), all of whose devices are used; None
-        for none.
+        if the config's parallel sizes decide.
 
-    Raises ConfigError for too few devices, for a mesh together with other options about devices, and for processes that
-    cannot have equal parts of every stage.
+    Raises ConfigError for too few devices, for a mesh together with `devices` or parallel sizes, and if the processes
+    cannot have equal numbers of devices of every stage.
     """
     if mesh is not None:
         said = (config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size)
@@ -96,11 +98,11 @@ def choose_devices(
 
 
 def _of_every_process(config: EngineConfig, available: Sequence[Any], stage_size: int) -> list[Any]:
-    """Return the first devices of each process, stage after stage, so that every stage has equally many of each
-    process.
+    """Return the first devices of each process, stage after stage, so that every stage has the same number of devices
+    of each process.
 
-    stage_size: devices of one stage. Every process must take part in whatever is executed, and hidden states must not
-    cross between processes. Raises ConfigError if no such assignment exists.
+    stage_size: number of devices of one stage. Every process must take part in every program, and hidden states must
+    not cross between processes. Raises ConfigError if no such assignment exists.
     """
     by_process: dict[int, list[Any]] = {}
     for device in available:
@@ -132,11 +134,12 @@ def open_stages(
     *,
     progress: Progress,
 ) -> list[StageRunner]:
-    """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one.
+    """Load the model's pipeline stages onto their devices, in order, each with its draft model or head if there is one;
+    return their runners. Closes the source at the end, also on an error.
 
-    Closes the source at the end, also on an error. devices: of all stages, stage after stage. mesh: in the engine's
-    axes, if the caller's mesh says how attention heads are split; else None. progress(done, total, what): called with
-    the bytes of weights loaded, those of all, and the tensor's name.
+    devices: of all stages, stage after stage. mesh: in the engine's axes, if the caller's mesh decides how attention
+    heads are split; else None. progress(done, total, what): called with the bytes of weights loaded so far and
+    altogether, and the tensor's name.
 
     Raises ConfigError for a model that cannot be split in this way, ModelFileError for weights that do not fit, and the
     errors of jaxengine.runner.extensions.drafts.open.open_drafting.
@@ -170,10 +173,11 @@ def open_stages(
 
 
 def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform, devices: Sequence[Any]) -> MemoryPlan:
-    """Return the memory plan with which an engine starts on these devices; weights are neither read nor allocated.
+    """Return the memory plan with which an engine would start on these devices. Weights are neither read nor allocated.
 
-    Compiles or loads what start-up compiles before the pages are known. Closes a draft's own source; `source` stays
-    open. Raises as `open_stages`, and ConfigError where not even one request of max_model_len fits.
+    Compiles or loads the programs that start-up compiles before the number of pages is known. Closes the source of a
+    draft with files of its own; `source` stays open. Raises the errors of `open_stages`, and ConfigError (TooLong) if
+    not even one request of max_model_len fits.
     """
     layout = config.mesh_layout(source.config)
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, config.pipeline_parallel_size)]
@@ -189,10 +193,11 @@ def plan_shapes(source: ModelSource, config: ResolvedConfig, platform: Platform,
 
 
 def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
-    """Return a StageRunner with shapes in the place of weights, which compiles and cannot run. Its state changes are
-    compiled or loaded here.
+    """Return a StageRunner that has abstract leaves in place of weights, so that it can compile programs and not run
+    them.
 
-    place: of its programs, see ExecutableCache, whose ConfigError is raised.
+    Its state changes are compiled or loaded here. place: where its programs are stored (a folder, a Bundle, or None for
+    the user's cache folder). Raises ConfigError if this place cannot be used.
     """
     mesh, own = stage.programs.mesh, []
     if stage.draft is not None:
@@ -207,10 +212,11 @@ def shape_runner(stage: SplitStage, place: Place) -> StageRunner:
 def split_stages(
     source: ModelSource, config: ResolvedConfig, platform: Platform, layout: MeshLayout, meshes: Sequence[Any]
 ) -> list[SplitStage]:
-    """Return the model's stages in order, before any weights are read. Nothing is allocated; a draft's source stays
-    open.
+    """Return the model's stages in order, before any weights are read. Nothing is allocated. A draft's source is opened
+    and stays open.
 
-    meshes: of each stage, with the axes of `layout`; abstract ones if nothing is to run. Raises as `open_stages`.
+    meshes: one for each stage, with the axes of `layout`; abstract ones if nothing is to run. Raises the errors of
+    `open_stages`.
     """
     stages = choose_stages(source.config, config, layout)
     models = [build_split(source.config, config, layout, stage) for stage in stages]
@@ -229,12 +235,12 @@ def split_stages(
 
 
 def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
-    """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else so that the largest stage
-    has the fewest bytes. In the latter case a layer that takes another one's selection of keys is in the stage of that
-    one, unless there are more stages than such groups of layers.
+    """Return the layers of each pipeline stage: as the option `pipeline_layers` says, else split so that the largest
+    stage has the fewest bytes. In the latter case, layers that use the key selection of another layer's indexer are in
+    the same stage as that layer, unless there are more stages than such groups of layers.
 
-    Raises, for several stages without `pipeline_layers`, as `build_split` does, and ValueError for more stages than
-    layers.
+    For several stages without `pipeline_layers`, raises the errors of `build_split`, and ValueError for more stages
+    than layers.
     """
     if config.pipeline_layers is not None:
         return stages_of(config.pipeline_layers)
@@ -264,17 +270,17 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
 
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
-    """Build the abstract model of one stage for a mesh layout.
+    """Return the abstract model of one stage for a mesh layout.
 
     Raises:
-      ConfigError: the mesh does not divide the model, with sizes that would; or the stage lacks something it must have:
-        the layers whose keys its other layers read, in the first stage all layers that add image features, or, with
-        kv_offloading_size, a layer with pages.
+      ConfigError: the mesh does not divide the model (the message names sizes that would); or the stage lacks a layer
+        whose keys and values, or key selection, one of its layers uses; or a stage after the first has one of the
+        layers that add image features; or, with kv_offloading_size, no layer of the stage has pages.
       ModelFileError: the checkpoint stores the modules of one product in different formats.
     """
     parts = max([1, *(tower.num_parts for tower in model_config.towers)])
     if not stage.is_first and stage.layers[0] < parts - 1:
-        # Embeddings are where they are encoded; hidden states alone go on to the next stage.
+        # Image embeddings stay in the stage that encodes them; only hidden states are sent to the next stage.
         problem = f"the first {parts - 1} layers add parts of images, but the first stage has {stage.layers[0]}"
         raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
     if config.kv_offloading_bytes and not any(model_config.attention[layer].has_pages for layer in stage.layers):
@@ -306,11 +312,11 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
 
 
 def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
-    """Load the weights of an abstract model onto its mesh; returns an nnx.State.
+    """Load the weights of an abstract model onto its mesh, and return them as an nnx.State.
 
-    They come from the source's files or from its folder in device layout; a source without weights gets random ones
-    from config's seed. progress(done, total, what): called with bytes. Raises ModelFileError, and ValueError if the
-    mesh does not split a folder's weight evenly.
+    They come from the source's files or from its folder in device layout. A source without weights gets random ones
+    from config.seed. progress(done, total, what): called with bytes. Raises ModelFileError, and ValueError if the mesh
+    does not split a weight of such a folder evenly.
     """
     if source.weights is None:
         return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)
@@ -322,10 +328,12 @@ def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: Resol
 
 
 def _sizes(model: CausalLM) -> list[int]:
-    """Return the bytes of each weight of an abstract model, over all devices."""
+    """Return the size in bytes of each weight of an abstract model, summed over all devices."""
     return [param.num_bytes for param in declared_params(model)]
 
 
 def _part_of(progress: Progress, before: int, total: int) -> Progress:
-    """Return a progress function for a part of the work that begins after `before` of `total`."""
+    """Return a progress function for a part of the work: it adds `before` to the part's `done`, and reports `total` in
+    place of the part's total.
+    """
     return lambda done, _, what: progress(before + done, total, what)

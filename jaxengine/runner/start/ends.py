@@ -17,11 +17,12 @@ _NUMBERS = signal.SIGTERM, signal.SIGINT
 
 @contextlib.contextmanager
 def ends_heard(on_end: Callable[[], None]) -> Iterator[None]:
-    """Context in which `on_end` is called, on a thread of its own, when the process gets SIGTERM or SIGINT.
+    """Context in which `on_end` is called, on a separate thread, when the process receives SIGTERM or SIGINT.
 
-    Where SIGTERM has its default action, it raises SystemExit in the main thread instead, and if that does not react
-    within a second, the process ends with the same status. A program's own handlers stay. Does nothing in another
-    thread than the main one, which alone may have handlers.
+    If SIGTERM has its default action, it raises SystemExit in the main thread during the context; if the main thread
+    has not left the context within a second, the process ends with the same status. A handler that the program has
+    installed stays, as does its wakeup descriptor, which still receives the signals. Outside of the main thread, which
+    alone can set handlers, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,6 +36,9 @@ def ends_heard(on_end: Callable[[], None]) -> Iterator[None]:
     earlier = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
 
     def watch() -> None:
+        """Forward signal numbers from the pipe to the earlier wakeup descriptor, call `on_end` for SIGTERM and SIGINT,
+        and end the process if the main thread does not react to SIGTERM, until the pipe is closed.
+        """
         while number := os.read(wake, 1):
             if earlier >= 0:
                 with contextlib.suppress(OSError):
@@ -60,5 +64,5 @@ def ends_heard(on_end: Callable[[], None]) -> Iterator[None]:
 
 
 def _raise(_number: int, _frame: Any) -> NoReturn:
-    """Raise SystemExit with the status of a process that SIGTERM ended: a signal handler."""
+    """Signal handler that raises SystemExit with the status of a process that SIGTERM ended, 143."""
     raise SystemExit(_STATUS)

@@ -1,9 +1,10 @@
-"""Proof of an engine's kernels before it compiles its steps, on a device and versions where that has not been done.
+"""Proof of an engine's kernels before it compiles its steps, on a device and with versions for which that has not been
+done.
 
-The calls of kernels are those of the engine's own programs, found by tracing. Each is run on random inputs of its
-shapes beside plain XLA. A kernel that does not compile, fails, is wrong or is slower is not used by this engine: its
-operation runs as the next kind of its platform. Verdicts are kept beside the executables, so that the next start runs
-nothing.
+The calls of kernels are those in the engine's own programs, found by tracing. Each is run on random inputs of its
+shapes and compared with plain XLA. A kernel that does not compile, fails, is wrong or is slower is not used by this
+engine: its operation runs as the next kind of its platform. Verdicts are stored with the executables, so that the next
+start runs nothing.
 """
 
 from __future__ import annotations
@@ -50,22 +51,22 @@ FULL = "full"
 _LONG = 120.0
 # A process that ends in the middle of a proof may have been ended for another reason; hardly twice.
 _MOST_UNFINISHED = 2
-# Note in the place of a call while the programs of all are compiled: a start that finds it compiles one by one.
+# Note that is stored, like that of a call, while all calls are compiled: a start that finds it compiles one by one.
 _TOGETHER = "compiled together"
 _MOST_THREADS = 8
 _UNFINISHED = "ended the process, or did not end: it was not finished when the process was"
 
 
 class _Proof(NamedTuple):
-    """State that the functions of a proof share.
+    """Settings and verdicts that the functions of a proof share.
 
     Attributes:
-      verdicts: those known so far.
-      thorough: whether all mixes of lengths are run, not one.
-      timed: whether kernels are measured: not on a CPU, whose other load decides, and not by several processes, which
-        must come to the same verdicts.
+      verdicts: stored verdicts, to which new ones are added.
+      thorough: whether all mixes of lengths are run, instead of one.
+      timed: whether kernels are timed. They are not on a CPU, whose other load would decide, and not with several
+        processes, which must come to the same verdicts.
       device: the device that runs the kernels.
-      progress: as of `prove_kernels`.
+      progress: called with (done, total, what).
     """
 
     verdicts: Verdicts
@@ -79,10 +80,11 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
     """Return the rows of kernels, (operation, kind), that the engine must not use, and set them as `unused` of the
     stages' caches, so that programs are compiled without them.
 
-    Runs on a device of this process whatever has no verdict yet. mode: "quick" proves the calls of the largest and the
-    smallest steps with one mix of lengths, "full" those of all steps with all mixes. directory: of the executables,
-    where verdicts are kept, too; None for the user's cache folder. progress: called with (done, total, what). Raises
-    ConfigError as ExecutableFiles does.
+    Runs every call of a kernel that has no stored verdict on a device of this process, stores the verdicts, and logs
+    each row that failed. The replacement of a failed kernel is proven in the same way. mode: "quick" proves the calls
+    of the largest and the smallest steps with one mix of lengths, "full" those of all steps with all mixes. directory:
+    folder of executables, where verdicts are stored too; None for the user's cache folder. progress: called with (done,
+    total, what). Raises ConfigError for a directory that others may write to, or that is a URL.
     """
     device = stages[0].programs.mesh.local_devices[0]
     verdicts = Verdicts(directory, stages[0].executables.environment)
@@ -95,7 +97,7 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
         unused = frozenset(_failed(known, verdicts))
     else:
         known = []
-        # What takes the place of a kernel may be another kernel, which then has its own proof.
+        # The replacement of a kernel may be another kernel, which then is proven too.
         while True:
             with without_rows(unused):
                 calls = judged_calls(_calls(stages, proof))
@@ -118,8 +120,9 @@ def prove_kernels(stages: Sequence[StageRunner], mode: str, directory: str | Non
 
 
 def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
-    """Return the calls of kernels in forward passes of each stage, of all buckets or of the largest and smallest, and
-    in extensions' programs; without repetitions.
+    """Return the distinct calls of kernels in the forward passes of each stage (of all buckets if the proof is
+    thorough, else of the largest bucket, the largest decode and the smallest bucket) and in extensions' programs.
+    Traces these programs.
     """
     platforms = {platform_of(proof.device), product_platform_of(proof.device)}
     found: dict[str, Call] = {}
@@ -139,8 +142,10 @@ def _calls(stages: Sequence[StageRunner], proof: _Proof) -> list[Call]:
 
 
 def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
-    """Judge the calls that have no verdict, and store the verdicts. A call whose proof was not finished twice fails;
-    further calls of a kernel that has failed are left out.
+    """Judge the calls that have no verdict, and store the verdicts.
+
+    A call whose proof was twice begun and not finished fails. After a kernel has failed, its further calls are skipped.
+    Reports progress, and logs a warning for each verdict with a note and the number of calls that were proven.
     """
     verdicts, unfinished = proof.verdicts, Counter(proof.verdicts.unfinished())
     for call in calls:
@@ -173,8 +178,11 @@ def _judge_all(calls: Sequence[Call], proof: _Proof) -> None:
 
 
 def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Trial]:
-    """Compile the programs of calls, by the calls' texts, on several threads, as compiling is most of a proof's time;
-    return {} for a single call, or on one core. Nothing runs meanwhile, so that kernels are measured alone.
+    """Compile the trial programs of several calls on several threads, as compiling is most of a proof's time. Return
+    the compiled trials by the call's text; {} for fewer than two calls or on one core.
+
+    No kernel runs meanwhile, so that each is timed alone. A note is stored while this lasts, so that the next start
+    compiles one by one if the process does not survive it.
     """
     num_threads = min(_MOST_THREADS, os.cpu_count() or 1, len(calls))
     if num_threads < 2:
@@ -195,15 +203,18 @@ def _compiled_together(calls: Mapping[str, Call], proof: _Proof) -> dict[str, Tr
 
 
 def _compiled(trial: Trial, proof: _Proof) -> Trial:
-    """Compile a lowered trial for the proof's device. Any thread may call it."""
+    """Return a lowered trial compiled for the proof's device. Any thread may call it."""
     return compiled_trial(trial, partial(compile_program, backend=proof.device.platform))
 
 
 @contextlib.contextmanager
 def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None]:
-    """Context of work that a kernel may never let end: a note of `text` is stored before, which the caller replaces by
-    a verdict or deletes. After _LONG seconds, as with a kernel that hangs, logs a warning and stores that it takes
-    long. what: the work, for a person to read; then: what the next start does if this process is ended.
+    """Context of work that a hanging kernel may never let end. It stores a note of `text` first, which the caller
+    replaces by a verdict or deletes.
+
+    After _LONG seconds it logs a warning and stores that the work takes long. If the process is told to end before
+    that, by a signal or an exception, the note is deleted, as the kernel is not to blame. what: the work, in words for
+    the warning. then: in words, what the next start does if this process is ended.
     """
 
     def warn() -> None:
@@ -224,22 +235,24 @@ def _noted(text: str, what: str, then: str, verdicts: Verdicts) -> Iterator[None
             raise
         finally:
             timer.cancel()
-            timer.join()  # what it writes is written before the verdict, which ends it
+            timer.join()  # `warn` must not write after the verdict
 
 
 def _forget_if_brief(text: str, verdicts: Verdicts, begin: float) -> None:
-    """Forget that a proof has begun, as its process is being ended, unless it has taken so long that the kernel may be
-    the reason.
+    """Delete the note that a proof has begun, unless it began _LONG seconds ago or more, in which case the kernel may
+    be the reason for the process's end.
 
-    text: of the call. begin: when its proof began, by time.monotonic.
+    text: of the call. begin: time.monotonic() at the beginning of its proof, in seconds.
     """
     if time.monotonic() - begin < _LONG:
         verdicts.forget(text)
 
 
 def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return the rows of calls that failed, or that take longer than plain XLA over all of an operation's calls, each
-    with a call and its error.
+    """Return the failed rows (operation, kind), each with the text and the error of one call. A row has failed if any
+    of its calls has an error, or if all its calls together take longer than plain XLA.
+
+    texts: the engine's calls. Calls without a verdict count as neither.
     """
     known = verdicts.known()
     of_row: dict[tuple[str, str], list[tuple[str, Verdict]]] = {}
@@ -257,7 +270,7 @@ def _failed(texts: Sequence[str], verdicts: Verdicts) -> dict[tuple[str, str], t
 
 
 def _report(row: tuple[str, str], text: str, error: str) -> None:
-    """Log that a row (operation, kind) is not used. text: a call that failed; error: why."""
+    """Log an error: that a row (operation, kind) is not used. text: a call that failed. error: why."""
     logger.error(
         "the %s kernel of %s is replaced: it %s. Shapes: %s. Please report this with the file that "
         "`jaxengine report` writes",
@@ -269,7 +282,9 @@ def _report(row: tuple[str, str], text: str, error: str) -> None:
 
 
 def _text(call: Call, proof: _Proof) -> str:
-    """Return the text under which a call's verdict is kept."""
+    """Return the text under which a call's verdict is stored: the call, and whether one or all mixes of lengths are
+    run.
+    """
     return f"{call.text}; {'all mixes' if proof.thorough else 'one mix'}"
 
 

@@ -46,14 +46,16 @@ from jaxengine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_NUM_TOKENS = 512  # of random text, where nothing else is measured
+_NUM_TOKENS = 512  # of the random prompt that is measured if the caller gives none
 
 
 def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None:
-    """Return the scales that need no measuring: ones, those of the file in kv_cache_scales, or, with "auto", the
-    checkpoint's; None if they must be measured. The source must be open.
+    """Return the scales that need no measuring: ones for kv_cache_scales "unit", those computed from the named file,
+    or, with "auto", the checkpoint's. Return None if they must be measured: "calibrate", or "auto" if the checkpoint
+    has none or has them for another dtype.
 
-    Raises ConfigError for a file that cannot be used, ModelFileError for invalid scales in a checkpoint.
+    The source must be open. Logs a warning for "unit". Raises ConfigError for a file that cannot be used,
+    ModelFileError for invalid scales in a checkpoint.
     """
     shape = _shape(source.config)
     if config.kv_cache_scales == UNIT:
@@ -73,10 +75,10 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
 
 
 def stored_scales(source: ModelSource) -> KVScales | None:
-    """Return the checkpoint's scales, converted or not, for codes of dtype STORED_FOR; None if it has none. The source
-    must be open.
+    """Return the checkpoint's scales, converted or not, for codes of dtype STORED_FOR; None if it has none, or if the
+    source has no weights.
 
-    Raises ModelFileError if it has scales of some layers only, or invalid ones.
+    The source must be open. Raises ModelFileError if only some layers have scales, or if one is invalid.
     """
     if source.weights is None:
         return None
@@ -88,7 +90,7 @@ def stored_scales(source: ModelSource) -> KVScales | None:
 
 
 def scales_of(largest: KVScales, dtype: str) -> KVScales:
-    """Return the scales with which codes of `dtype` cover these largest magnitudes."""
+    """Return the scales with which codes of `dtype` cover these largest magnitudes, layer by layer and head by head."""
     return largest.each(lambda magnitudes: scales_for(magnitudes, dtype))
 
 
@@ -100,12 +102,12 @@ def measure(
     *,
     progress: Progress | None = None,
 ) -> KVScales:
-    """Measure the largest magnitudes of keys and values over prompts: f32[layers, K KV heads] each, 0 for layers
-    without pages. The values' are None if values lie in keys (latent attention).
+    """Run prompts through the model and return the largest magnitudes of its keys and values: f32[layers, K KV heads]
+    each, 0 for layers without pages. The values' are None if values lie in keys (latent attention).
 
-    prompts: i32[n] each; None for one of random tokens. stages: with the weights; they are not changed. Compiles two
-    steps of its own, which are stored as others are. progress(done, total, what): called per prompt. Raises
-    ModelFileError for keys or values that are not finite or that no scale covers, ConfigError if memory does not
+    stages: with their weights; they are not changed. prompts: i32[n] each; None for a single prompt of random tokens.
+    Compiles two additional steps, and stores their executables. progress(done, total, what): called after each prompt.
+    Raises ModelFileError for keys or values that are not finite or that no scale covers, ConfigError if memory does not
     suffice.
     """
     most = min(_NUM_TOKENS, config.max_model_len - 1)
@@ -125,7 +127,7 @@ def measure(
         enable_chunked_prefill=True,
         num_state_snapshots=0,
         speculative_config=None,
-        # One group, in which every layer has a place of its own; a page more than a prompt needs.
+        # One KV group with an index for every layer; one page more than a prompt needs.
         disable_hybrid_kv_cache_manager=True,
         num_gpu_blocks_override=pages,
         kv_cache_memory_bytes=None,
@@ -155,8 +157,8 @@ def measure(
 
 
 def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
-    """Run one prompt i32[n] through the model, and wait for it, so that its pages hold the keys and values; the sampled
-    token is ignored.
+    """Run one prompt i32[n] through the model and wait for it, so that the runner's pages then hold its keys and
+    values. The sampled token is ignored.
     """
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
     scheduler = Scheduler(config)
@@ -171,7 +173,9 @@ def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
 
 
 def write_largest(path: Path, largest: KVScales) -> None:
-    """Write largest magnitudes to a file for `read_largest`. Raises ConfigError if it cannot be written."""
+    """Write largest magnitudes to a JSON file that `read_largest` can read; an existing file is replaced. Raises
+    ConfigError if it cannot be written.
+    """
     try:
         path.write_text(json.dumps(to_object(largest)) + "\n")
     except OSError as error:
@@ -180,9 +184,9 @@ def write_largest(path: Path, largest: KVScales) -> None:
 
 
 def read_largest(path: Path, shape: KVShape) -> KVScales:
-    """Return the largest magnitudes of a file that `write_largest` wrote. shape: layers and KV heads of the model.
+    """Return the largest magnitudes from a file that `write_largest` wrote.
 
-    Raises ConfigError for a file that is invalid or of another model.
+    shape: layers and KV heads of the model. Raises ConfigError for a file that is missing, invalid or of another model.
     """
     try:
         content, why = read_object(path.parent, path.name), "there is no such file"
@@ -199,6 +203,8 @@ def read_largest(path: Path, shape: KVShape) -> KVScales:
 
 
 def _shape(config: ModelConfig) -> KVShape:
-    """Return the layers and KV heads of a model that scales are for."""
+    """Return the KVShape of a model's scales: its number of layers, the layers with pages, its number of KV heads, and
+    whether values lie in keys.
+    """
     paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.has_pages)
     return KVShape(config.num_layers, paged, config.num_kv_heads, config.attention[0].values_in_keys)

@@ -1,6 +1,7 @@
-"""The memory of one device as one picture: a stacked bar with a legend, in SVG and in text.
+"""The memory of one device as an image: a stacked bar with a legend, in SVG and in text.
 
-`jaxengine plan` draws what it expects, the status page and the log of a start what an engine has.
+`jaxengine plan` draws the memory that it expects; the status page and the log of a start draw the memory that an engine
+has.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ LEFT = "left of the budget"
 
 
 def parts_of(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of a running engine's plan by purpose, without zeros, and the rest of its budget as LEFT, which
-    is negative for a plan beyond it.
+    """Return the bytes of a running engine's memory plan by purpose, without zeros, and under the key LEFT the rest of
+    its budget, which is negative if the plan exceeds the budget.
     """
     return {purpose: size for purpose, size in plan.parts.items() if size} | {LEFT: plan.budget - plan.planned}
 
 
 def text_bar(parts: Mapping[str, int], total: int) -> str:
-    """Return two lines of text: a bar of `total` bytes with a letter for each part, and what the letters mean.
+    """Return two lines of text: a bar for `total` bytes, in which each part is drawn by its letter, and the meanings of
+    the letters with percentages.
 
-    A part has a column for each 72nd of the total, at least one. LEFT has dots, and the rest of the total is blank.
-    parts: bytes by purpose; those without are not drawn.
+    A part has a column for each 72nd of the total, and at least one. LEFT is drawn as dots; the rest of the total is
+    blank. If the parts exceed the total, the bar and the percentages are of their sum. parts: bytes by purpose; parts
+    of 0 or fewer bytes are not drawn.
     """
     drawn = {purpose: size for purpose, size in parts.items() if size > 0}
     letters = dict(zip((each for each in drawn if each != LEFT), _LETTERS, strict=False)) | {LEFT: "."}
@@ -50,9 +53,11 @@ def text_bar(parts: Mapping[str, int], total: int) -> str:
 
 
 def svg(title: str, parts: Mapping[str, int], total: int) -> str:
-    """Return an SVG image of a bar of `total` bytes, whose parts follow each other, with a legend, as text.
+    """Return the text of an SVG image: a bar for `total` bytes with the parts side by side, and a legend with sizes and
+    percentages.
 
-    parts: bytes by purpose. LEFT is grey; the rest of the total, which the engine does not use, is empty.
+    parts: bytes by purpose; a negative part has no width, and is in the legend. LEFT is grey. The rest of the total,
+    which the engine does not use, is empty.
     """
     scale = (_WIDTH - 2 * _LEFT) / max(total, sum(max(0, size) for size in parts.values()), 1)
     shapes, legend, at = [], [], float(_LEFT)

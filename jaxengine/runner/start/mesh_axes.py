@@ -17,13 +17,14 @@ _ALLOWED = ("data", TENSOR, "attn", "model")
 
 
 def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np.ndarray, bool]:
-    """Return a mesh's devices as an array [data, attn, model], and whether the mesh says how tensor parallelism is
-    split into the last two axes; if it only says "tensor", all of it is in `model`.
+    """Return a mesh's devices as an array [data, attn, model], and whether the mesh itself decides how tensor
+    parallelism is split into the last two axes. If it only has "tensor", the result is False and all tensor parallelism
+    is in `model`.
 
-    mesh_axes: maps axes of the mesh to "data", "tensor", "attn" or "model". Several axes may have one meaning, and are
-    joined in the mesh's order. An axis that is not in it means its own name; an axis of one device needs no meaning.
-
-    Raises ConfigError, which names the axis.
+    mesh_axes: maps axes of the mesh to "data", "tensor", "attn" or "model". Several axes with one meaning are joined in
+    the mesh's order. An axis that is not in it means its own name; an axis of one device needs no meaning. Raises
+    ConfigError, which names the axis, for an unknown axis or meaning, an axis of several devices without a meaning, and
+    for "tensor" together with "attn" or "model".
     """
     sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
     meanings = _meanings(sizes, mesh_axes)
@@ -39,11 +40,12 @@ def devices_by_axes(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[np
 
 
 def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> dict[Any, str]:
-    """Return the meaning of each mesh axis ("data", "tensor", "attn" or "model"), without axes of size 1 that have
-    none.
+    """Return the meaning of each mesh axis ("data", "tensor", "attn" or "model"). An axis of size 1 without a meaning
+    is left out.
 
-    sizes: of the mesh's axes, by name. mesh_axes: as in `devices_by_axes`; None maps none. Raises ConfigError for
-    unknown names and meanings, and for an axis of several devices without meaning.
+    sizes: number of devices along each axis, by the axis's name. mesh_axes: maps axes to meanings; an axis that it
+    lacks means its own name; None maps no axis. Raises ConfigError if it is no mapping, for unknown names and meanings,
+    and for an axis of several devices without a meaning.
     """
     if mesh_axes is not None and not isinstance(mesh_axes, Mapping):
         raise ConfigError("mesh_axes", mesh_axes, 'a dict from axes of the mesh, such as {"tp": "tensor"}')
@@ -65,8 +67,11 @@ def _meanings(sizes: Mapping[Any, int], mesh_axes: Mapping[str, str] | None) -> 
 
 
 def engine_mesh(mesh: Mesh, mesh_axes: Mapping[str, str] | None) -> tuple[Mesh, bool]:
-    """Return the mesh with axes data, attn and model, and the second result of `devices_by_axes`, whose errors it
-    raises.
+    """Return the mesh with its axes changed to data, attn and model, and whether the given mesh itself decides how
+    tensor parallelism is split into attn and model.
+
+    mesh_axes: maps axes of the mesh to "data", "tensor", "attn" or "model", as in `devices_by_axes`. Raises
+    ConfigError, which names the axis that has no valid meaning.
     """
     devices, is_exact = devices_by_axes(mesh, mesh_axes)
     return Mesh(devices, MESH_AXES), is_exact

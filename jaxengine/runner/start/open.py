@@ -1,6 +1,6 @@
-"""From a configuration to a ModelRunner: open the model, settle open options, load weights, compile steps.
+"""From a configuration to a ModelRunner: open the model, resolve open options, load weights, compile steps.
 
-Every process of an engine does this; host 0 then schedules, and the others execute what it sends.
+Every process of an engine does this; host 0 then schedules, and the others execute the steps that it sends.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class OpenedModel(NamedTuple):
-    """Settled facts of an engine before anything is loaded."""
+    """Opened model, resolved config and devices of an engine before any weights are loaded."""
 
     source: ModelSource  # open
     config: ResolvedConfig  # resolved for the source and the devices
-    platform: Platform  # whose kernels the devices run
+    platform: Platform  # its kernels run on the devices
     devices: Sequence[Any]  # of all stages, stage after stage
     mesh: (
         Mesh | None
@@ -54,14 +54,15 @@ def open_resolved(
     mesh: Mesh | None = None,
     mesh_axes: Mapping[str, str] | None = None,
 ) -> OpenedModel:
-    """Open the model of a config and settle options that the config leaves open; loads no weights. The source stays
-    open. Called before jax looks for devices, it claims the share of a CUDA card that the engine needs (`claim_card`).
+    """Open the model of a config and resolve the options that the config leaves open; loads no weights. The returned
+    source is open.
 
-    devices: candidates; None for `jax.devices()`. mesh: a user's own, in place of devices and parallel sizes.
-    mesh_axes: maps its axes to "data", "tensor", "attn" or "model"; None if these are their names.
-
-    Raises ConfigError, ModelConfigError or ModelFileError, and DefaultModelMissing if no model is named and the default
-    one is not installed.
+    Claims the share of a CUDA card's memory that the engine needs (`claim_card`), so call it before jax looks for
+    devices. devices: candidates; None for `jax.devices()`. mesh: a user's mesh, in place of devices and parallel sizes.
+    mesh_axes: maps its axes to "data", "tensor", "attn" or "model"; None if these are their names. With a max_model_len
+    of AUTO_LENGTH, compiles to find the longest that fits; with a bundle, checks it. Raises ConfigError,
+    ModelConfigError or ModelFileError, and DefaultModelMissing if no model is named and the default one is not
+    installed.
     """
     if mesh is None and mesh_axes is not None:
         raise ConfigError("mesh_axes", mesh_axes, "None without a mesh")
@@ -81,7 +82,10 @@ def open_resolved(
 
 
 def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, ResolvedConfig]:
-    """Open the model of a config and fill in what the config leaves open. Raises as `open_resolved`."""
+    """Open the model of a config for a platform's kernels and return it, open, with the config in which every open
+    option is resolved. Raises ConfigError, ModelConfigError, ModelFileError or DefaultModelMissing; the source is then
+    closed.
+    """
     source, config = settle_model(config, platform)
     with source.closing_on_error():
         return source, config.resolved(source.config, platform, item_sizes(source, config))
@@ -89,9 +93,10 @@ def resolve_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource
 
 def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSource, ResolvedConfig]:
     """Return the opened model and its config with the longest max_model_len whose pages fit, at most the model's own
-    context; reads no weights.
+    context length. Reads no weights, and logs the length.
 
-    Compiles what start-up compiles before the pages are known. Raises ConfigError where no page fits.
+    Compiles the programs that start-up compiles before the number of pages is known. opened: is replaced by a new
+    opened model if a shorter length is tried. Raises ConfigError if not even two tokens fit.
     """
     source, resolved = opened.source, opened.config
     while True:
@@ -109,9 +114,12 @@ def _with_longest(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSourc
 
 
 def settle_model(config: EngineConfig, platform: Platform) -> tuple[ModelSource, EngineConfig]:
-    """Open the model of a config for the kernels of a platform, and settle what depends on the model's files.
+    """Open the model of a config for the kernels of a platform, and return it, open, with the config in which the
+    options that depend on the model's files are settled.
 
-    No devices are needed. The source stays open. Raises as `open_resolved`.
+    The returned config names the downloaded tokenizer and has no hub token or tokenizer revision. For a model class of
+    the user it turns off the storage of executables. Needs no devices. Raises ConfigError, ModelConfigError,
+    ModelFileError or DefaultModelMissing.
     """
     source = open_model(config, keep_tables=platform.keeps_tables)
     with source.closing_on_error():
@@ -133,14 +141,13 @@ def load_runner(
     *,
     peers: Peers = ALONE,
 ) -> ModelRunner:
-    """Load the weights, prove kernels, compile, and return the runner; closes the source, also on an error. Every
-    process of an engine does this. Scales of a pool of codes that `known_scales` lacks are measured on random
-    tokens.
+    """Load the weights, prove kernels, compile all programs, and return the runner. Closes the source, also on an
+    error.
 
-    source, config, platform, devices, mesh: from `open_resolved`. peers: the engine's other processes; ALONE for none.
-
-    Raises ConfigError for sizes or memory that do not fit, and where several processes would have to measure scales;
-    ModelFileError for weights that do not fit.
+    Every process of an engine calls this. If keys and values are stored as codes and `known_scales` has no scales for
+    them, they are measured on random tokens. source, config, platform, devices, mesh: from `open_resolved`. peers: the
+    engine's other processes; ALONE for none. Raises ConfigError for sizes or memory that do not fit, and if several
+    processes would have to measure scales; ModelFileError for weights that do not fit.
     """
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
     with source.closing_on_error():
@@ -167,10 +174,10 @@ def load_runner(
 def proven(
     stages: Sequence[StageRunner], config: ResolvedConfig, platform: Platform, show: bool
 ) -> frozenset[tuple[str, str]]:
-    """Prove the kernels of the stages' programs, unless kernel_proof is "off" or the platform has none; return the rows
-    (operation, kind) that programs are to be compiled without.
+    """Prove the kernels of the stages' programs, and return the rows (operation, kind) that programs must be compiled
+    without; an empty set, without a proof, if kernel_proof is "off" or the platform has no kernels.
 
-    show: whether to show progress.
+    show: whether to show a progress bar.
     """
     platforms = {platform.name, product_platform_of(stages[0].programs.mesh.local_devices[0])}
     if config.kernel_proof == "off" or not any(map(has_kernels, platforms)):
@@ -182,7 +189,9 @@ def proven(
 
 
 class ProgressBar:
-    """Progress bar for (done, total, what) calls, a context manager; shows nothing unless `show`."""
+    """Progress bar on stderr, a context manager; its `update` takes (done, total, what) calls. Shows nothing if `show`
+    is False.
+    """
 
     def __init__(self, title: str, unit: str, show: bool):
         """Show the bar. unit: "B" for bytes, which get prefixes such as M."""
@@ -197,18 +206,18 @@ class ProgressBar:
         self._bar.close()
 
     def rename(self, title: str) -> None:
-        """Change the title."""
+        """Change the title of the bar."""
         self._bar.set_description_str(title)
 
     def update(self, done: int, total: int, what: str) -> None:
-        """Show that `done` of `total` units are done, and the name of the current one."""
+        """Show that `done` of `total` units are done, and `what`, the name of the current one."""
         self._bar.total = total
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update(done - self._bar.n)
 
 
 def kernel_platform(device: Any) -> str:
-    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Warns about a GPU without kernels
+    """Return the platform, a key of PLATFORMS, whose kernels a device runs. Logs a warning for a GPU without kernels
     ("gpu_xla").
     """
     platform = platform_of(device)

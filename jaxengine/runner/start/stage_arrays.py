@@ -23,7 +23,7 @@ SLOTS_AND_SAMPLING = SLOTS, SAMPLING
 
 
 def abstract_mesh(layout: MeshLayout) -> Any:
-    """Return a mesh without devices, of the sizes of `layout`, over which shapes can be split."""
+    """Return a mesh without devices, with the sizes of `layout`, over which abstract arrays can be split."""
     sizes = tuple(getattr(layout, name) for name in MESH_AXES)
     return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
@@ -32,13 +32,15 @@ class StageArrays:
     """Abstract arrays of one stage.
 
     Attributes:
-      programs: of the stage.
-      params: the model's leaves, weights and adapter pools.
-      draft_params: the leaves of what drafts at it; empty without that.
+      programs: the stage's StepPrograms.
+      params: the model's leaves: weights and adapter pools.
+      draft_params: the leaves of the stage's draft model or head; empty without one.
     """
 
     def __init__(self, stage: SplitStage):
-        """Sort the leaves of a stage's models."""
+        """Collect the leaves of the stage's model, separated into weights and adapter pools, and those of its draft
+        model.
+        """
         self.programs, self._draft = stage.programs, None if stage.draft is None else stage.draft.programs
         named = abstract_leaves(self.programs.model, self.programs.mesh)
         self.params = [leaf for _, leaf in named]
@@ -58,16 +60,18 @@ class StageArrays:
         return None if self._draft is None else self._draft.model
 
     def sizes(self, total: int, limit: int | None = None) -> StageSizes:
-        """Return the sizes that `plan_stages` takes. total: bytes of one device. limit: as `plan_memory` has it."""
+        """Return the stage's weight and page bytes, drafts included, in the form that `plan_stages` takes.
+
+        total: bytes of one device. limit: limit in bytes that `plan_memory` takes; None for none.
+        """
         weights, page = sum(map(part_bytes, self.params)), self.programs.page_bytes
         if self._draft is not None:
             weights, page = weights + self._draft.weight_bytes(self.draft_params), page + self._draft.page_bytes
         return StageSizes(total, weights, page, limit)
 
     def arrays(self, num_pages: int) -> dict[str, list[Any]]:
-        """Return the abstract arrays by purpose, with pools of `num_pages` pages for each replica; without pools for 0.
-
-        Purposes without arrays are left out.
+        """Return the abstract arrays by purpose, with pools of `num_pages` pages for each replica; 0 leaves out the
+        pools. Purposes without arrays are left out.
         """
         programs, state = self.programs, self.programs.state_shapes
         counted = {each.name for each in programs.extensions if each.counts_slots}
@@ -88,10 +92,10 @@ class StageArrays:
         return {purpose: leaves for purpose, own in found.items() if (leaves := jax.tree.leaves(own))}
 
     def bytes_of(self, num_pages: int) -> dict[str, int]:
-        """Return the bytes of one device, by purpose, of the arrays of `arrays`."""
+        """Return the bytes that `arrays(num_pages)` take on one device, by purpose."""
         return total_bytes(self.arrays(num_pages))
 
 
 def total_bytes(arrays: Mapping[str, Sequence[Any]]) -> dict[str, int]:
-    """Return the bytes of one device, by purpose, of arrays, abstract or real."""
+    """Return the bytes that arrays, abstract or real, take on one device, by purpose."""
     return {purpose: sum(map(part_bytes, leaves)) for purpose, leaves in arrays.items()}

@@ -1,4 +1,6 @@
-"""Weights and sleep of an engine of several processes: orders from host 0 to the others, and its own part."""
+"""Weight updates and sleep in an engine of several processes: orders from host 0 to the others, and the part that each
+process does.
+"""
 
 from __future__ import annotations
 
@@ -23,49 +25,50 @@ _keys = itertools.count(1)
 
 
 class Spread:
-    """Orders for new weights in all processes: each reads its parts, and all put them in place between the same two
-    steps, or drop them.
+    """Orders of host 0 for new weights in all processes. Each process reads its parts; all put them in place between
+    the same two steps, or drop them.
 
     Attributes:
       key: number by which the other processes identify these weights.
     """
 
     def __init__(self, runner: ModelRunner):
-        """Give no order yet. runner: of host 0, with other processes."""
+        """Take the orders of a runner's peers and a new key; sends nothing. runner: of host 0, with other processes."""
         self._orders: Orders = runner.peers.orders
         self._peers = runner.peers
         self.key = next(_keys)
 
     def begin(self, path: str | None, **options: Any) -> Callable[[], list[Answer]]:
-        """Have the other processes read their parts of the folder `path`, or, with None, wait for tensors; return a
-        function that waits for their answers, as of `Orders.give`.
+        """Order the other processes to read their parts of the folder `path`, or, if it is None, to wait for tensors.
+        Return a function that waits for their answers and returns them.
 
-        options: those of `jaxengine.runner.weights.weight_update.ReadOptions`.
+        options: fields of `jaxengine.runner.weights.weight_update.ReadOptions`. This method and the returned function
+        raise ClusterError if a process is lost.
         """
         return self._orders.give("read_weights", key=self.key, path=path, **options)
 
     def sending(self, tensors: Iterator[tuple[str, Any]], chunk_bytes: int | None) -> Iterator[tuple[str, Any]]:
-        """Yield the same tensors, each after it was sent to the other processes; one that is no numeric array is only
-        yielded. Raises ClusterError if a process is lost.
+        """Yield the tensors unchanged, each after it has been sent to the other processes. An item that is not a
+        numeric array is yielded without being sent. Raises ClusterError if a process is lost.
 
-        chunk_bytes: largest size of a message, None for the default; a row of a tensor is copied to host memory in one
-        piece in any case.
+        chunk_bytes: largest size of a message in bytes, at most MAX_PIECE_BYTES; None for the default. A row of a
+        tensor is always copied to host memory in one piece.
         """
         most = min(chunk_bytes or _DEFAULT_PIECE_BYTES, MAX_PIECE_BYTES)
         for name, array in tensors:
             held = [array]
-            del array  # who takes a tensor may be its only holder
+            del array  # the consumer may hold the only reference
             if fault_of(held[0]) is None and _is_numeric(held[0].dtype):
                 self._send(name, held[0], most)
             yield name, held.pop()
 
     def _send(self, name: str, array: Any, most: int) -> None:
-        """Send one tensor to the other processes in pieces of at most `most` bytes, and wait for each. Raises
-        ClusterError if a process is lost.
+        """Send one tensor to the other processes in pieces of at most `most` bytes, each after the one before has been
+        received. A tensor without elements is sent as one empty piece. Raises ClusterError if a process is lost.
         """
         source, shape = ArraySource({name: array}), tuple(array.shape)
         dtype = jnp.dtype(array.dtype)
-        dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not tell the order
+        dtype = dtype if dtype.isnative else dtype.newbyteorder("=")  # a dtype's name does not include the byte order
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         about = {"key": self.key, "name": name, "dtype": dtype.name, "shape": list(shape)}
         about["num_bytes"], sent = math.prod(shape) * dtype.itemsize, 0
@@ -81,25 +84,33 @@ class Spread:
             self._orders.give("take_tensor", [np.empty(0, np.uint8)], first=0, **about)()
 
     def end(self) -> Callable[[], list[Answer]]:
-        """Tell the other processes that there are no more tensors; return a function that waits for their answers."""
+        """Report to the other processes that there are no more tensors. Return a function that waits for their answers
+        and returns them. Both raise ClusterError if a process is lost.
+        """
         return self._orders.give("end_tensors", key=self.key)
 
     def put(self, put: Callable[[], None]) -> None:
-        """Have all processes put their arrays in place between the same two steps; `put` does it in this process."""
+        """Replace the weights in all processes between the same two steps; `put` does so in this process."""
         arguments = {"key": self.key}
         self._peers.call("order", (), put, number=NO_ANSWER, name="put_weights", arguments=arguments)
 
     def forget_with(self, new: Any) -> None:
-        """Have the other processes drop their weights once `new`, this process's part of them, is garbage-collected."""
+        """Order the other processes to drop their new weights once `new`, this process's part of the weights, is
+        garbage-collected.
+        """
         weakref.finalize(new, self._orders.leave, "forget_weights", key=self.key).atexit = False
 
     def forget(self) -> None:
-        """Have the other processes drop their weights now; waits for it."""
+        """Order the other processes to drop their new weights now, and wait for that. Raises ClusterError if a process
+        is lost.
+        """
         self._orders.give("forget_weights", key=self.key)()
 
 
 def raise_faults(answers: Sequence[Answer]) -> None:
-    """Raise WeightUpdateError with all faults that other processes found, or the first error of one that found none."""
+    """Raise WeightUpdateError with all faulty tensors that other processes report or, if there are none, with the first
+    other error. Does nothing if no answer has an error.
+    """
     failed = [each for each in answers if "error" in each.content]
     faults = [(name, f"{text} ({each.who})") for each in failed for name, text in each.content["faults"]]
     if faults:
@@ -109,11 +120,11 @@ def raise_faults(answers: Sequence[Answer]) -> None:
 
 
 def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function of `jaxengine.runner.weights.sleep` in all processes, each with its runner; return its result
-    here.
+    """Call a function of `jaxengine.runner.weights.sleep` in all processes, each with its own runner, and return this
+    process's result.
 
-    arguments: plain JSON. Raises what it raises here, and RuntimeError, with the process's name, for an error
-    elsewhere.
+    arguments: plain JSON. Raises the function's own errors in this process, and RuntimeError, with the process's name,
+    for an error in another process.
     """
     if runner.config.nnodes == 1:
         return function(runner, **arguments)
@@ -130,8 +141,9 @@ def everywhere(runner: ModelRunner, function: Callable[..., Any], **arguments: A
 
 
 def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
-    """Return a weight as a host array; parts that other processes have are fetched. index: in the stage's list of
-    arrays. Raises ClusterError if a process is lost.
+    """Return a weight as a host array. Parts that only other processes hold are fetched from them.
+
+    stage: number of the stage. index: index in the stage's list of arrays. Raises ClusterError if a process is lost.
     """
     array: Any = runner.stages[stage].params[index]
     if array.is_fully_addressable:
@@ -145,9 +157,10 @@ def whole(runner: ModelRunner, stage: int, index: int) -> np.ndarray:
 
 
 def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> np.ndarray | None:
-    """Return the bytes u8[n] of a part of a weight, in C order, if this process is the one to send it; else None.
+    """Return the bytes u8[n] of a part of a weight, in C order, if this process is the one that sends this part; else
+    None.
 
-    index: in the stage's list of arrays. part: number of the part, see `_owners`.
+    stage: number of the stage. index: index in the stage's list of arrays. part: index of the part in `_owners`.
     """
     array: Any = runner.stages[stage].params[index]
     bounds, process = _owners(array)[part]
@@ -158,10 +171,11 @@ def bytes_of_part(runner: ModelRunner, *, stage: int, index: int, part: int) -> 
 
 
 def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.ndarray) -> np.ndarray:
-    """Fetch a part of a weight from the process that has it, in messages of at most MAX_PIECE_BYTES; waits for it.
+    """Fetch a part of a weight from the process that owns it, in messages of at most MAX_PIECE_BYTES, and return it as
+    an array of the shape and dtype of `like`.
 
-    index: in the stage's list of arrays; part: its number, see `_owners`. like: an array of the part's shape and dtype.
-    Raises ClusterError if a process is lost.
+    stage: number of the stage. index: index in the stage's list of arrays. part: index of the part in `_owners`. Raises
+    ClusterError if a process is lost.
     """
     orders: Orders = runner.peers.orders
     data = np.empty(like.nbytes, np.uint8)
@@ -174,8 +188,8 @@ def _fetched(runner: ModelRunner, stage: int, index: int, part: int, like: np.nd
 
 
 def _owners(array: Any) -> list[tuple[tuple[tuple[int, int], ...], int]]:
-    """Return the parts of an array in an order that all processes agree on: the bounds along each axis, and the lowest
-    index of a process that has the part.
+    """Return the distinct parts of an array, sorted so that all processes agree on the order: [begin, end) along each
+    axis, and the lowest index of the processes that hold the part.
     """
     found: dict[tuple[tuple[int, int], ...], int] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
@@ -190,5 +204,5 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
 
 
 def _is_numeric(dtype: Any) -> bool:
-    """Whether arrays of this dtype are plain numbers, which other processes can send as bytes."""
+    """Whether arrays of this dtype are numbers or bools, which can be sent as bytes."""
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)

@@ -17,18 +17,21 @@ from jaxengine.runner.model_runner import ModelRunner
 
 
 class Absent(NamedTuple):
-    """Description of a freed array, with fields as jax.Array's; it can be restored if copies are kept (`host`)."""
+    """Description of a freed array, with the fields of a jax.Array. The array can be restored if its copies are in
+    `host`.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     format: Any  # layout on the devices, and sharding
     sharding: Any
-    # Copies of its parts by device, None if none are kept. Devices with equal parts have one copy.
+    # Copies in host memory of its parts, with their devices; None for no copies. Devices with equal parts share a copy.
     host: list[tuple[Any, np.ndarray]] | None = None
 
     def restored(self, memory: HugePages | None) -> jax.Array:
-        """Return the array, on its devices again, from its copies in `host`, which must not be None. memory: huge pages
-        for devices that share the host's memory; None for none.
+        """Return the array on its devices again, made from its copies in `host`, which must not be None.
+
+        memory: huge pages that are used for devices which share the host's memory; None for none.
         """
         assert self.host is not None
         parts = [jax.device_put(part if memory is None else memory.copy(part), device) for device, part in self.host]
@@ -37,10 +40,12 @@ class Absent(NamedTuple):
 
 
 def release_weights(runner: ModelRunner, *, keep: bool) -> None:
-    """Free the weights' memory on the devices: each leaf of the stages becomes an Absent.
+    """Free the weights' memory on the devices: replace each leaf of the stages by an Absent, and return free memory to
+    the system.
 
-    keep: copies stay in host memory; those of adapters always do. If weights are absent already and have copies,
-    keep=False drops the copies. Arrays to which other code, such as a trainer, has references keep their memory.
+    keep: whether copies stay in host memory; those of adapters always do. If weights are absent already and have
+    copies, keep=False drops the copies. Arrays to which other code, such as a trainer, has references keep their
+    memory.
     """
     for stage in runner.stages:
         adapters = {pool.index for pool in declared_pools(stage.programs.model)}
@@ -50,10 +55,11 @@ def release_weights(runner: ModelRunner, *, keep: bool) -> None:
 
 
 def restore_weights(runner: ModelRunner) -> bool:
-    """Put the weights back on the devices, and wait for that. Returns False, with nothing changed, if host memory lacks
-    copies of some: these must be replaced first.
+    """Put the weights back on the devices from their copies, wait for that, and return True. Return False, with nothing
+    changed, if some absent weights have no copies in host memory: these must be replaced first.
 
-    Raises jax's RuntimeError if memory cannot be allocated; weights that are on the devices by then stay there.
+    Copies are dropped as their arrays are restored. Raises jax's RuntimeError if memory cannot be allocated; weights
+    that are on the devices by then stay there.
     """
     params = (each for stage in runner.stages for each in stage.params)
     if any(isinstance(each, Absent) and each.host is None for each in params):
@@ -61,7 +67,7 @@ def restore_weights(runner: ModelRunner) -> bool:
     memory = HugePages() if runner.on_cpu else None
     for stage in runner.stages:
         for index, each in enumerate(stage.params):
-            if isinstance(each, Absent):  # whose copies are given up once the array is there
+            if isinstance(each, Absent):  # its copies are dropped once the array is on the devices
                 stage.params[index] = jax.block_until_ready(each.restored(memory))
     return True
 
@@ -72,20 +78,26 @@ def are_present(runner: ModelRunner) -> bool:
 
 
 def release_pools(runner: ModelRunner) -> None:
-    """Free the memory of keys and values, and of extensions' arrays whose content can be computed again."""
+    """Free the device memory of keys and values, and of extensions' arrays whose content can be computed again; return
+    free host memory to the system.
+    """
     for stage in runner.stages:
         stage.release_pools()
     return_free_memory()
 
 
 def allocate_pools(runner: ModelRunner) -> None:
-    """Allocate what `release_pools` freed again, empty. Raises jax's RuntimeError if memory cannot be allocated."""
+    """Allocate empty pools in place of those that `release_pools` freed. Raises jax's RuntimeError if memory cannot be
+    allocated.
+    """
     for stage in runner.stages:
         stage.allocate_pools()
 
 
 def _absent(array: Any, keep: bool) -> Absent:
-    """Return the description of an array, or of one that is absent already, with copies of its parts if `keep`."""
+    """Return the description of an array, with copies of its parts in host memory if `keep`. One that is absent already
+    is returned as it is, without its copies if not `keep`.
+    """
     if isinstance(array, Absent):
         return array if keep else array._replace(host=None)
     host = _parts(array) if keep else None
@@ -93,7 +105,9 @@ def _absent(array: Any, keep: bool) -> Absent:
 
 
 def _parts(array: Any) -> list[tuple[Any, np.ndarray]]:
-    """Return copies of an array's parts in host memory, by device; devices with equal parts share one copy."""
+    """Return copies in host memory of the parts of an array, each with its device. Devices with equal parts share one
+    copy. Only devices of this process are included.
+    """
     copies: dict[tuple[tuple[Any, Any], ...], np.ndarray] = {}
     parts = []
     for shard in array.addressable_shards:

@@ -1,4 +1,4 @@
-"""Conversion of a trainer's tensor names and shapes to those of Hugging Face checkpoints."""
+"""Conversion of a trainer's tensor names and shapes to the names and shapes of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from jaxengine.models.weights.formats.arrays import as_array, fault_of, is_in_pieces, on_host, read_slice
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
-# Whose weights are replaced: the model's, or those of its draft model.
+# Model whose weights are replaced: the engine's model, or its draft model or head.
 Target = Literal["model", "draft"]
-# Faults that the text of an error names.
+# Largest number of faults that the text of an error names.
 MAX_SHOWN = 10
 _LONGEST_SHOWN = 200
 _LAYER = "{layer}"
@@ -34,8 +34,10 @@ class WeightUpdateError(RequestError):
 
     @classmethod
     def of(cls, faults: Sequence[tuple[str, str]]) -> WeightUpdateError:
-        """Return the error for at least one fault; its message names the first ones, of each kind as many as of the
-        others.
+        """Return the error for at least one fault. Its message names at most MAX_SHOWN of them, chosen so that every
+        kind of fault is represented about equally often, and says how many more there are.
+
+        faults: (tensor's name, what is wrong).
         """
         seen = Counter[str]()
         numbers = [seen.update([text]) or seen[text] for _, text in faults]
@@ -64,11 +66,11 @@ class ScannedLayers:
     function: Callable[[Any], Any] | None = None
 
     def split(self, source: str, array: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the tensor, in host memory, of each layer.
+        """Yield each layer's tensor name and its array, in host memory, after transposition and `function`.
 
-        source: the array's name, for messages. Raises WeightUpdateError if `array` is no array, the name lacks
-        "{layer}", or the number of layers differs; ValueError for `axes` that do not fit, and whatever `function`
-        raises.
+        source: the array's name, for messages. Raises WeightUpdateError if `array` is not an array, the rule's name
+        lacks "{layer}", or the number of layers differs; ValueError for `axes` that do not fit, and any error of
+        `function`.
         """
         if _LAYER not in self.name:
             raise WeightUpdateError.of([(source, f"is split into {self.name}, which must have {_LAYER} in it")])
@@ -85,8 +87,8 @@ class ScannedLayers:
             yield self.name.replace(_LAYER, str(number)), layer if self.function is None else self.function(layer)
 
     def _layers_of(self, array: Any, count: int) -> Iterator[np.ndarray]:
-        """Yield each layer's array. From an array split over devices, only that layer is copied to host memory at a
-        time.
+        """Yield the array of each of `count` layers along `axis`, with this axis removed. If the array is split over
+        devices, only one layer at a time is copied to host memory.
         """
         axis = self.axis % len(array.shape)
         if is_in_pieces(array):
@@ -97,13 +99,13 @@ class ScannedLayers:
             yield from np.moveaxis(on_host(array), axis, 0)
 
 
-# Parts of names that wrappers of modules add: torch.compile, FSDP, activation checkpointing, PEFT; and prefixes of all.
+# Parts of names that module wrappers add (torch.compile, FSDP, activation checkpointing, PEFT); prefixes of names.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
 _PREFIXES = ("module.", "base_model.model.")  # DistributedDataParallel, PEFT
 
 
 def unwrapped(name: str) -> str:
-    """Return a tensor's name without what PyTorch's and PEFT's wrappers of modules add to it."""
+    """Return a tensor's name without the parts and prefixes that PyTorch's and PEFT's module wrappers add to it."""
     name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
@@ -111,19 +113,24 @@ def unwrapped(name: str) -> str:
 
 
 def with_names(name_of: Callable[[str], str], tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors under the names that `name_of` maps theirs to, without holding on to them."""
+    """Yield each tensor under the name that `name_of` returns for its own name. Keeps no reference to the array, so
+    that the consumer can hold the only one.
+    """
     for name, array in tensors:
         held = [array]
-        del array  # who takes a tensor may be its only holder
+        del array  # the consumer may hold the only reference
         yield name_of(name), held.pop()
 
 
 def _shown(name: str) -> str:
-    """Return a tensor's name for a message: quoted and cut if it is long or has characters that do not print."""
+    """Return a tensor's name for a message, quoted and cut if it is longer than _LONGEST_SHOWN characters or has
+    characters that cannot be printed.
+    """
     return name if name.isprintable() and len(name) <= _LONGEST_SHOWN else show_value(name)
 
 
-# A Hugging Face name for a trainer's, or that name, an order of axes and a function of the array, None for neither.
+# Rule for a trainer's tensor: its Hugging Face name; or that name with an order of axes and a function of the array, of
+# which either may be None; or a rule for an array of several layers.
 Renamed = (
     str
     | tuple[str, Sequence[int] | None]
@@ -133,14 +140,14 @@ Renamed = (
 
 
 def check_chunk_bytes(chunk_bytes: Any) -> None:
-    """Raise RequestError unless chunk_bytes is None or a number of bytes."""
+    """Raise RequestError unless chunk_bytes is None or an integer from 1."""
     if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
         text = f"chunk_bytes is {show_value(chunk_bytes)}; allowed: None, and integers from 1"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
 
 
 def check_mapping(mapping: Any) -> None:
-    """Raise RequestError unless `mapping` is None or has, for each name, a Renamed."""
+    """Raise RequestError unless `mapping` is None or a mapping whose values are all rules of the form `Renamed`."""
     allowed = "a mapping from names to a Hugging Face name, (name, axes or None, function or None) or ScannedLayers"
     if mapping is not None and not isinstance(mapping, Mapping):
         text = f"mapping must be {allowed}, got {show_value(mapping)}"
@@ -152,7 +159,7 @@ def check_mapping(mapping: Any) -> None:
 
 
 def _is_changed(rule: Any) -> bool:
-    """Whether a rule is (name, axes or None) or (name, axes or None, function or None)."""
+    """Whether a rule is a tuple or list (name, axes or None) or (name, axes or None, function or None)."""
     if not (isinstance(rule, tuple | list) and len(rule) in (2, 3) and isinstance(rule[0], str)):
         return False
     axes = rule[1]
@@ -166,11 +173,11 @@ def renamed(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (Hugging Face name, array) for pairs of a trainer's names and arrays.
 
-    pairs: (name, array); names that `mapping` lacks are kept. donate: a jax array that is yielded in converted form is
-    deleted. lazily: of an array that is split by layers, one layer is made at a time, and with `donate` the array is
-    deleted after the last one. Raises WeightUpdateError for an item that is no pair, for axes that do not fit, after
-    all has been yielded for names of `mapping` that did not come, and as ScannedLayers.split does. Errors of functions
-    in `mapping` are raised.
+    pairs: (name, array). A name that `mapping` lacks stays as it is. donate: delete a jax array once it has been
+    converted to other arrays; one that is yielded itself is not deleted. lazily: split an array of several layers one
+    layer at a time; with `donate` it is deleted after the last one. Raises WeightUpdateError for an item that is not a
+    pair, for axes that do not fit, for an array that ScannedLayers cannot split, and, after everything has been
+    yielded, for names of `mapping` that did not occur. Errors of functions in `mapping` are raised.
     """
     unused = set(mapping)
     for pair in pairs:
@@ -193,7 +200,7 @@ def renamed(
             new = [(target, np.array(each) if isinstance(each, np.ndarray) else each) for target, each in new]
             jax.block_until_ready([each for _, each in new if isinstance(each, jax.Array)])
             array.delete()
-        del array, pair  # who takes a tensor may be its only holder
+        del array, pair  # the consumer may hold the only reference
         while new:
             yield new.pop(0)
     if unused:
@@ -201,7 +208,8 @@ def renamed(
 
 
 def _changed(rule: tuple[Any, ...], array: Any) -> tuple[str, Any]:
-    """Return (name, array) by a rule (name, axes, function): transposed in host memory, then given to the function.
+    """Return the name and the array that a rule (name, axes or None[, function or None]) gives: the array is transposed
+    in host memory, then given to the function.
 
     Raises WeightUpdateError for axes that do not fit.
     """

@@ -1,6 +1,7 @@
-"""New weights for a running engine: read, checked and placed in addition to the old ones, then put in their place.
+"""Weight updates of a running engine: new weights are read, checked and placed in addition to the old ones, then
+replace them.
 
-Nothing of the engine changes before `put`, so faulty new weights leave the old ones at work.
+Nothing in the engine changes before `NewWeights.put`, so faulty new weights leave the old ones in use.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ _Read = TypeVar("_Read")
 
 
 class _Stage(NamedTuple):
-    """Model, or stage of one, that gets new weights."""
+    """Model, or pipeline stage of one, that receives new weights."""
 
     model: Any  # abstract
     mesh: Any  # of its devices
-    params: list[Any]  # its leaves, which are replaced in place
+    params: list[Any]  # its leaves; an update replaces entries of this list
 
 
 class NewWeights:
     """New arrays on the devices, ready to replace an engine's weights.
 
     Attributes:
-      seconds: time to read and place them.
+      seconds: time in seconds to read and place them.
       are_of_draft: whether they are a draft model's.
     """
 
@@ -80,41 +81,40 @@ class NewWeights:
         are_of_draft: bool = False,
         spread: Spread | None = None,
     ):
-        """Hold the new arrays. stages: those that get them. found: for each stage, the new arrays by index among its
-        leaves, with their sharding and layout.
-
-        spread: the other processes' parts; None without any.
+        """Store the new arrays; changes no stage. stages: those that receive the arrays. found: for each stage, the new
+        arrays by index among its leaves, with the leaf's sharding and layout. spread: orders for the other processes;
+        None for one.
         """
         self._stages, self._found, self.seconds, self.are_of_draft = stages, found, seconds, are_of_draft
         self._spread = spread
 
     @property
     def num_leaves(self) -> int:
-        """Return the number of arrays, over all stages."""
+        """Number of new arrays, over all stages."""
         return sum(map(len, self._found))
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the arrays in bytes, on all devices of this process."""
+        """Size of the new arrays in bytes, summed over all devices of this process."""
         arrays = [each for new in self._found for each in new.values()]
         return sum(part_bytes(each) * len(each.sharding.addressable_devices) for each in arrays)
 
     def put(self) -> None:
-        """Replace the old weights by these arrays, in all processes, from the next step on."""
+        """Replace the old weights by these arrays in all processes, from the next step on."""
         if self._spread is None:
             self._put_here()
         else:
             self._spread.put(self._put_here)
 
     def _put_here(self) -> None:
-        """Replace the old weights in this process."""
+        """Replace the old weights in this process: store the new arrays in the stages' lists of leaves."""
         for stage, new in zip(self._stages, self._found, strict=True):
             for index, array in new.items():
                 stage.params[index] = array
 
 
 class ReadOptions(NamedTuple):
-    """Options of `read_weights` that say how to read, under its argument names and with their meanings."""
+    """Options of `read_weights` with the same names and meanings, except `stop`."""
 
     mapping: Mapping[str, Renamed] | None = None
     strict: bool = True
@@ -134,24 +134,23 @@ def read_weights(
     chunk_bytes: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> NewWeights:
-    """Read new weights for all stages and place them on their devices, in addition to the old ones.
+    """Read new weights for all stages and place them on their devices, in addition to the old ones. The engine uses its
+    old weights until the result's `put` is called.
 
     Args:
       params: a folder with safetensors or in device layout, or a GGUF file; tensors by Hugging Face name, as a mapping
         or as pairs; or the engine's own tree, an nnx.State or an nnx.Module.
-      mapping: from the names of `params` to Hugging Face names, for tensors by name. Names that it lacks are kept.
-      strict: every weight must be there. Otherwise weights without any of their tensors stay as they are.
-      donate: jax arrays of `params` are deleted as soon as they have been read, even if later ones are faulty.
-      target: whose weights; "draft" for a draft model, an MTP layer or an EAGLE-3 head.
+      mapping: from the names of `params` to Hugging Face names, for tensors by name. A name that it lacks stays.
+      strict: whether every weight must be given. Otherwise a weight of which no tensor is given stays as it is.
+      donate: delete jax arrays of `params` as soon as they have been read, even if later ones are faulty.
+      target: "model", or "draft" for the weights of a draft model, an MTP layer or an EAGLE-3 head.
       chunk_bytes: size of tensor copies in host memory at a time, see `LLM.update_weights`.
-      stop: called before each tensor of a safetensors folder; True ends the reading with WeightUpdateError.
+      stop: called before each tensor of a folder with safetensors or GGUF file; True ends it with WeightUpdateError.
 
-    In an engine of several processes each reads its parts, of its own folder of this path, or of the tensors that this
-    process sends; none has new weights unless all have.
-
-    Matrices that were quantised at loading are quantised again in the same way. Raises WeightUpdateError for whatever
-    does not fit, in any process; RequestError for target "draft" without draft weights, for chunk_bytes and mapping;
-    ClusterError. Errors of functions in `mapping` are raised. The engine keeps its old weights until `put` in any case.
+    In an engine of several processes each reads its parts, from the folder of this path on its own machine, or from the
+    tensors that this process sends. Either all processes have new weights or none has. Matrices quantised at loading
+    are quantised again. Raises WeightUpdateError for weights that do not fit, in any process; RequestError for "draft"
+    without draft weights, invalid chunk_bytes or mapping; ClusterError. Errors of functions in `mapping` are raised.
     """
     check_chunk_bytes(chunk_bytes)
     check_mapping(mapping)
@@ -186,9 +185,10 @@ def read_here(
     stop: Callable[[], bool] | None = None,
     spread: Spread | None = None,
 ) -> NewWeights:
-    """Read this process's parts of new weights. Arguments, result, WeightUpdateError, RequestError: as `read_weights`.
-
-    spread: sends tensors by name to the other processes as they are read; None for one process.
+    """Read this process's parts of new weights, and place them on its devices. Nothing of the engine changes. params,
+    options, stop: the arguments of `read_weights`. spread: sends tensors by name to the other processes as they are
+    read; None for a single process. Raises WeightUpdateError, also if the engine sleeps and not all weights are given,
+    and RequestError.
     """
     start = time.monotonic()
     mapping, strict, donate, target, chunk_bytes = options
@@ -229,10 +229,9 @@ def read_here(
 
 
 def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
-    """Read an adapter's tensors, under PEFT's names, by calling `read` with a source of them; return its result.
-
-    params: a mapping or pairs of names and arrays. Raises WeightUpdateError with all faults, including the
-    ModelFileError of `read`; other errors of `read` are raised.
+    """Call `read` with a source of an adapter's tensors under PEFT's names, and return its result. params: a mapping or
+    pairs of names and arrays. Raises WeightUpdateError with all faults, including those of a ModelFileError of `read`,
+    and `read`'s other errors.
     """
     tensors, faults = _collected(renamed(_pairs(params), {}))
     try:
@@ -246,11 +245,9 @@ def read_adapter(params: Any, read: Callable[[WeightSource], _Read]) -> _Read:
 
 
 def checksums(runner: ModelRunner) -> dict[str, str]:
-    """Return the SHA-256, in hex, of each weight's bytes by name, as of a whole C-contiguous array; adapters are left
-    out.
-
-    Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights are not on the
-    devices, ClusterError if a process is lost.
+    """Return the SHA-256, in hex, of each weight by name, computed over the bytes of the whole C-contiguous array,
+    without adapters. Parts in other processes are fetched, one weight at a time. Raises RequestError while the weights
+    are not on the devices, ClusterError if a process is lost.
     """
     if not are_present(runner):
         raise RequestError("the engine sleeps: its weights are not on the devices", param="checksum")
@@ -262,9 +259,9 @@ def checksums(runner: ModelRunner) -> dict[str, str]:
 
 
 def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | None = None) -> dict[str, str]:
-    """Return the part of `checksums` for one stage's weights, with layers numbered over all stages.
-
-    fetch: returns a whole array by its index in stage.params; None for a stage that is all on devices of this process.
+    """Return the SHA-256, in hex, of each weight of one stage by name, without adapters. Layer numbers count over all
+    stages. fetch: returns a whole host array by its index in stage.params; None if all of the stage is on this
+    process's devices.
     """
     model, found = stage.programs.model, {}
     layers = model.stage.layers
@@ -278,7 +275,7 @@ def stage_checksums(stage: StageRunner, fetch: Callable[[int], np.ndarray] | Non
 
 
 def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
-    """Return the model's stages, or the one with its draft's weights. Raises RequestError for a draft without any."""
+    """Return the model's stages; for "draft" its draft model or head. Raises RequestError without draft weights."""
     if target == "model":
         return [_Stage(stage.programs.model, stage.programs.mesh, stage.params) for stage in runner.stages]
     chosen = runner.config.speculative_config
@@ -291,7 +288,7 @@ def _stages(runner: ModelRunner, target: Target) -> list[_Stage]:
 
 
 def _pairs(params: Any) -> Iterable[Any]:
-    """Return the items of a mapping, or an iterable as it is. Raises WeightUpdateError for anything else."""
+    """Return the items of a mapping, or any other iterable unchanged. Raises WeightUpdateError for other objects."""
     if not isinstance(params, Mapping | Iterable):
         raise WeightUpdateError(
             f"params must be a folder, tensors by name, an nnx.State or an nnx.Module, got {type(params).__name__}"
@@ -307,7 +304,7 @@ class _StoppableSource(WrappedSource):
         self._stop = stop
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Read as the wrapped source does. Raises WeightUpdateError once `stop` returns True."""
+        """Read from the wrapped source. Raises WeightUpdateError, without reading, once `stop` returns True."""
         if self._stop():
             raise WeightUpdateError("the update was given up before all weights were read")
         return self._source.read(name, rows, columns)
@@ -322,7 +319,7 @@ def _of_folder(
     head: HeadTensors | None,
 ) -> list[dict[int, jax.Array]]:
     """Return each stage's new arrays by leaf index, from a folder with safetensors or a GGUF file. head: of a draft
-    head, or None. Raises ModelFileError, and WeightUpdateError if stopped or for numbers that are not finite.
+    head, or None. Waits for them. Raises ModelFileError, and WeightUpdateError if stopped or for non-finite numbers.
     """
     states, first, in_gguf = [], stages[0].model, is_gguf(folder)
     checkpoint = open_gguf_weights(folder, first.config) if in_gguf else SafetensorsCheckpoint(folder)
@@ -341,9 +338,8 @@ def _of_folder(
 
 
 def _head(runner: ModelRunner, stage: _Stage, strict: bool) -> HeadTensors | None:
-    """Return the selection of tensors of an MTP layer or EAGLE-3 head, if `stage` is one; None for a draft model.
-
-    strict: whether all of its weights must be given.
+    """Return the selection of tensors for an MTP layer or EAGLE-3 head, whose abstract model is in `stage`; None for a
+    draft model. strict: whether all of its weights must be given.
     """
     from jaxengine.config.features.speculation import DRAFT_MODEL
     from jaxengine.runner.extensions.drafts.updates import HeadTensors
@@ -362,8 +358,9 @@ def _of_head(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return new arrays of a draft head, one dict by leaf index. Its few tensors are held until all have come; others
-    are ignored. donate: jax arrays are deleted once all have been read. Raises WeightUpdateError, ModelFileError.
+    """Return a list with one dict: a draft head's new arrays by leaf index. Its tensors are collected until all have
+    come; others are ignored. donate: delete jax arrays once all have been read. Raises WeightUpdateError,
+    ModelFileError.
     """
     given, faults = _collected((name, array) for name, array in tensors if head.wanted(name))
     if faults:
@@ -379,7 +376,9 @@ def _of_head(
 
 
 def _collected(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tensors by name, empty ones for what is no array, and faults by name, also for a name given twice."""
+    """Return tensors by name, the first of each name, and faults by name: of names given twice and of items that are
+    not arrays, which are replaced by empty tensors.
+    """
     given, faults = dict[str, Any](), dict[str, str]()
     for name, array in tensors:
         if name in given:
@@ -399,7 +398,9 @@ def _of_tensors(
     donate: bool,
     chunk_bytes: int | None,
 ) -> list[dict[int, jax.Array]]:
-    """Return each stage's new arrays by leaf index, read tensor by tensor. Raises ModelFileError, WeightUpdateError."""
+    """Return each stage's new arrays by leaf index, from tensors that are read and placed one by one; waits for the
+    arrays. strict, donate, chunk_bytes: see `read_weights`. Raises ModelFileError, WeightUpdateError.
+    """
     models = [(model, mesh) for model, mesh, _ in stages]
     if stages[0].model.config.pooler is not None:
         name_of = naming([model for model, _ in models])
@@ -409,19 +410,18 @@ def _of_tensors(
 
 
 def _of_finite(stages: Sequence[_Stage], states: Sequence[nnx.State]) -> list[dict[int, jax.Array]]:
-    """Check and return each stage's new arrays, by leaf index, that were made from finite numbers: only float16 can
-    have overflowed, for which this raises WeightUpdateError.
+    """Return each stage's new arrays by leaf index, for finite tensors: only float16 arrays can have overflowed in the
+    conversion, so only these are checked. Raises WeightUpdateError for numbers that are not finite.
     """
     return [_checked(stage, state, overflowing=(jnp.float16,)) for stage, state in zip(stages, states, strict=True)]
 
 
 def _checked(stage: _Stage, state: nnx.State, overflowing: Sequence[Any] = ()) -> dict[int, jax.Array]:
-    """Return a stage's new arrays by leaf index, in the form that the compiled programs take; waits for them.
+    """Return a stage's new arrays by leaf index, in the layout that the compiled programs take; waits for them.
 
-    state: the new weights, all or some. overflowing: dtypes to check for numbers that are not finite, for arrays made
-    from finite numbers; () to check all.
-
-    Raises WeightUpdateError for numbers that are not finite. Shapes, dtypes and layouts are asserted.
+    state: the new weights, all or some. overflowing: dtypes whose arrays are checked for numbers that are not finite;
+    () for all. Raises WeightUpdateError for such numbers. Shapes, dtypes and layouts are asserted to equal the old
+    ones.
     """
     loaded = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     new = {}
@@ -440,9 +440,9 @@ def _own_tree(
     stage: _Stage, num_stages: int, tree: Any, strict: bool, donate: bool, chunk_bytes: int | None
 ) -> dict[int, jax.Array]:
     """Return a stage's new arrays by leaf index, from a tree of the engine's own structure, an nnx.State or nnx.Module.
-
-    An array that already lies as the engine's is not copied. strict: all weights must be there. donate: copied arrays
-    are deleted. Raises WeightUpdateError with all faulty arrays, and for an engine of several stages (num_stages).
+    An array that already has the engine's sharding and layout is not copied. strict: whether all weights must be given.
+    donate: delete arrays that were copied. Raises WeightUpdateError with all faulty arrays, for an engine of several
+    stages (num_stages), and for a weight that joins several tensors and is split along the joined axis.
     """
     state = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
     given = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
@@ -481,14 +481,14 @@ def _own_tree(
 
 
 def _refuse_chunks(chunk_bytes: int | None) -> None:
-    """Raise RequestError for chunk_bytes with a folder in device layout."""
+    """Raise RequestError unless chunk_bytes is None: a folder in device layout cannot be read in chunks."""
     if chunk_bytes is not None:
         text = f"chunk_bytes is {chunk_bytes}; allowed for a folder in device layout, which orbax reads: None"
         raise RequestError(text, param="chunk_bytes", value=chunk_bytes)
 
 
 def _refuse_mapping(mapping: Any) -> None:
-    """Raise WeightUpdateError for a mapping with a form of params whose names it cannot change."""
+    """Raise WeightUpdateError for a non-empty mapping; called for forms of params whose names it cannot change."""
     if mapping:
         raise WeightUpdateError(
             "mapping renames tensors by name; this form of params has the engine's or its own names"
@@ -496,5 +496,5 @@ def _refuse_mapping(mapping: Any) -> None:
 
 
 def _text(path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf by its path in the tree."""
+    """Return the dotted name of a leaf, given by its path in the tree."""
     return ".".join(map(str, path))

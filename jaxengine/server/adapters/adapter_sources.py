@@ -1,4 +1,4 @@
-"""Adapters that a request's model name stands for before they are loaded: folders here, and owners on the hub."""
+"""Sources of adapters that requests may name before they are loaded: local folders, and owners on the hub."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jaxengine.server.base.options import ServerConfig
 logger = logging.getLogger(__name__)
 
 CONFIG, FILES = "adapter_config.json", ("adapter_config.json", "adapter_model.safetensors")
-# A name of a folder in lora_dirs, or of a repository: nothing that leads elsewhere.
+# Name of a folder in lora_dirs, or of a repository; it cannot lead out of the folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}){0,3}")
-# Seconds for which a name that the hub does not have is not asked for again, how many of these are remembered, and how
-# many names are looked for at a time.
+# Seconds for which a name that was not found is not searched for again, largest number of such names that are
+# remembered, and largest number of simultaneous searches.
 _MISSING_SECONDS, _MOST_MISSING, _MOST_SEARCHES = 60.0, 4096, 8
 
 
 class AdapterSources:
     """Finder of adapters, by the options lora_dirs and lora_hub_owners, for use on one event loop.
 
-    Raises ConfigError for a folder that is missing, or something that is no owner's name.
+    Raises ConfigError for a folder that is missing, and for a text that is not an owner's name.
     """
 
     def __init__(self, config: ServerConfig):
@@ -48,12 +48,13 @@ class AdapterSources:
         self._missing: dict[str, float] = {}
 
     async def find(self, engine: EngineClient, name: str) -> bool:
-        """Load the adapter that a name stands for, and return True once it is loaded; False if there is none, at once
-        for a text that is no name and for one that the hub did not have in the last minute. Calls for one name share a
-        search.
+        """Find the adapter of a name, in a local folder or on the hub, load it into the engine, and return True. Return
+        False if there is none.
 
-        Raises RequestError for an adapter that the engine refuses, OverloadedError while many names are looked for, and
-        EngineDeadError. A caller who leaves does not end the search.
+        Returns False at once for a text that is not a valid name and, if there are hub owners, for a name that was not
+        found in the last minute. Concurrent calls for the same name share one search, which goes on if a caller is
+        cancelled. Raises RequestError for an adapter that the engine refuses, OverloadedError while _MOST_SEARCHES
+        names are being searched for, and EngineDeadError.
         """
         if not _NAME.fullmatch(name) or time.monotonic() < self._missing.get(name, 0.0):
             return False
@@ -66,14 +67,16 @@ class AdapterSources:
         return await asyncio.shield(search)
 
     def _end(self, name: str, search: asyncio.Task[bool]) -> None:
-        """Forget a search that has ended, and log its error, which nobody gets if all its callers have left."""
+        """Remove a search that has ended, and log its error, which would be lost if all its callers were cancelled."""
         self._searches.pop(name, None)
         if not search.cancelled() and (error := search.exception()) is not None:
             logger.debug("adapter %s: %s", name, error)
 
     async def _search(self, engine: EngineClient, name: str) -> bool:
-        """Load the adapter of a name if there is one, else, if there are hub owners, remember the name as missing for a
-        minute; return whether there is one. Raises what `load_adapter` raises.
+        """Load the adapter of a name and return True, or return False if there is none. If there are hub owners, a name
+        without an adapter is remembered as missing for a minute.
+
+        Raises the errors of `load_adapter`.
         """
         path = await asyncio.to_thread(self._path_of, name)
         if path is not None:
@@ -85,8 +88,9 @@ class AdapterSources:
         return path is not None
 
     def _path_of(self, name: str) -> Path | None:
-        """Return the folder of an adapter, downloaded if it is the hub's; None if there is none, or if the download
-        fails, which is logged. Blocks meanwhile.
+        """Return the folder of an adapter: one in lora_dirs, or a downloaded one if the name is OWNER/REPOSITORY of a
+        configured owner. Return None if there is none, or if the download fails, which is logged. Blocks during the
+        download.
         """
         for folder in self._folders:
             found = (folder / name).resolve()

@@ -1,4 +1,4 @@
-"""LoRA adapters of a server: those it starts with, and the folder from which others may be loaded at run time."""
+"""LoRA adapters of a server: those that it starts with, and those that are loaded at run time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from jaxengine.server.base.options import ServerConfig
 
 
 def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Parse lora_modules, each "name=path" or JSON with name and path, to (name, path) pairs in their order.
+    """Parse the option lora_modules, texts of the form "name=path" or JSON with name and path, to (name, path) pairs in
+    the same order.
 
-    base_model_name in the JSON has no effect. Raises ConfigError for other texts, and for two names that look alike
-    (adapter_names.alike), such as by case. Paths are not looked at.
+    base_model_name in the JSON has no effect. Raises ConfigError for other texts, and for two names that differ only in
+    case or white space (adapter_names.alike). Does not check that the paths exist.
     """
     found: list[tuple[str, str]] = []
     for text in modules:
@@ -44,9 +45,9 @@ def read_modules(modules: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def load_adapters(core: EngineCore, config: ServerConfig) -> None:
-    """Load the adapters of the option lora_modules into an engine.
+    """Load the adapters of the option lora_modules into an engine, in order.
 
-    Raises ConfigError for an adapter that the engine refuses, ModelFileError for a folder that holds no adapter.
+    Raises ConfigError for an adapter that the engine refuses, ModelFileError for a folder that contains no adapter.
     """
     names = names_of(core.config.model, config)
     for name, path in read_modules(config.lora_modules):
@@ -59,7 +60,7 @@ def load_adapters(core: EngineCore, config: ServerConfig) -> None:
 
 
 def refuse_models_name(name: str, names: Iterable[str]) -> None:
-    """Raise RequestError for an adapter's name that is, or looks like, one of `names`, the model's."""
+    """Raise RequestError if an adapter's name is one of `names`, the model's names, or looks like one of them."""
     if (own := alike(name, names)) is not None:
         how = "is" if own == name else f"looks like {show_value(own)}, which is"
         raise RequestError(f"lora_name {show_value(name)} {how} the model's own", param="lora_name", value=name)
@@ -68,11 +69,13 @@ def refuse_models_name(name: str, names: Iterable[str]) -> None:
 async def load_from_root(
     engine: EngineClient, config: ServerConfig, names: tuple[str, ...], name: str, path: str, *, in_place: bool = False
 ) -> None:
-    """Load an adapter from a folder in lora_root, and return when it is loaded. Cancelling the call does not stop it.
+    """Load an adapter from a folder in lora_root, and return when it is loaded. A cancelled call leaves the load
+    running to its end.
 
-    names: the model's, which the adapter may not have. path: relative to lora_root, or absolute. in_place: the name may
-    be that of an adapter, whose running requests continue with its own matrices. Raises RequestError for a name that is
-    taken, a path out of lora_root and an unusable adapter, and EngineDeadError; then nothing has changed.
+    names: the model's names, which no adapter may have. path: relative to lora_root, or absolute. in_place: whether
+    `name` may be that of a loaded adapter, which is then replaced; its running requests continue with the old matrices.
+    Raises RequestError if there is no lora_root, for a name that is taken, a path outside lora_root and an unusable
+    adapter, and EngineDeadError; nothing is loaded in these cases.
     """
     refuse_models_name(name, names)
     if config.lora_root is None:
@@ -97,9 +100,10 @@ async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:
 
 
 async def has_adapter(engine: EngineClient, name: str) -> bool:
-    """Whether requests may name an adapter: it is loaded, or found and loaded now (lora_dirs, lora_hub_owners).
+    """Return whether requests may name an adapter: True if it is loaded already, or is found in lora_dirs or at
+    lora_hub_owners and is loaded by this call.
 
-    engine: an OwnedEngine. Raises RequestError for one that is found and cannot be loaded, and EngineDeadError.
+    engine: an OwnedEngine. Raises RequestError for an adapter that is found and cannot be loaded, and EngineDeadError.
     """
     if any(each["name"] == name for each in await loaded_adapters(engine)):
         return True

@@ -1,4 +1,4 @@
-"""Names of models that stand for adapters by weight: one for each customer, or two that are compared."""
+"""Routes from model names to adapters, chosen by weight: one adapter for each customer, or two that are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxengine.requests.params.options import SESSION
 from jaxengine.scheduler.base.adapter_names import seen_as
 from jaxengine.server.base.options import ServerConfig
 
-# By what the request of the current task is routed: see `route_key`.
+# Key by which the request of the current task is routed, as `route_key` returns it.
 ROUTE_KEY: ContextVar[str] = ContextVar("route_key", default="")
 
 _FORM = 'JSON: {"name": [["adapter", weight], ...], ...}, with weights above 0, at most 1e12'
@@ -23,10 +23,10 @@ _NAME_LENGTH, _MOST_ROUTES, _MOST_WEIGHT = 256, 1 << 16, 1e12
 
 
 def route_key(session: str, request_id: str) -> str:
-    """Return by what a request is routed, "session ID" or "request ID": its conversation, so that all of that gets one
-    adapter, or else its own id.
+    """Return the key by which a request is routed: "session SESSION" if it has a valid session id, so that all requests
+    of a conversation get one adapter, else "request REQUEST_ID".
 
-    session: value of the header X-Session-ID; one that is no valid session id, such as "", counts as none.
+    session: value of the header X-Session-ID; "" for none.
     """
     return f"session {session}" if SESSION.fullmatch(session) else f"request {request_id}"
 
@@ -34,7 +34,7 @@ def route_key(session: str, request_id: str) -> str:
 class LoraRoutes:
     """Routes from names to adapters.
 
-    rows: by the route's name, (adapters, sums of their weights up to each).
+    rows: for the name of each route, (its adapters, the cumulative sums of their weights).
     """
 
     def __init__(self, rows: Mapping[str, tuple[list[str], list[float]]]):
@@ -42,10 +42,11 @@ class LoraRoutes:
 
     @classmethod
     def of(cls, config: ServerConfig, names: Iterable[str] = ()) -> Self:
-        """Return the routes of the option lora_routes, none if it is None. names: the model's own.
+        """Return the routes of the option lora_routes; none if it is None. names: the model's names.
 
         Raises ConfigError for a text that is not JSON of the option's form, with names of 1 to 256 characters and
-        weights above 0 and at most 1e12, and for two names that look alike (adapter_names.seen_as), `names` included.
+        weights above 0 and at most 1e12, and for two names that look alike (adapter_names.seen_as), where `names` count
+        too.
         """
         text = config.lora_routes
         if text is None:
@@ -73,8 +74,10 @@ class LoraRoutes:
         return tuple(self._rows)
 
     def pick(self, name: str, key: str) -> str:
-        """Return the adapter that a route stands for: by a hash of name and key, so the same one for the same key, and
-        in proportion to the weights. `name` if it is no route's.
+        """Return the adapter to which a route leads for a key; `name` itself if it is not the name of a route.
+
+        The adapter is drawn by a hash of name and key, in proportion to the weights, so the same key always gets the
+        same one.
         """
         row = self._rows.get(name)
         if row is None:
@@ -86,7 +89,9 @@ class LoraRoutes:
 
 
 def _is_arm(value: Any) -> bool:
-    """Whether a value is [adapter, weight]: a text of 1 to 256 characters, and a number above 0 and at most 1e12."""
+    """Whether a value is a list [adapter, weight]: a text of 1 to 256 characters, and a number above 0 and at most
+    1e12.
+    """
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
         return False
     weight = value[1]

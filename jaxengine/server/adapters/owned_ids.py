@@ -1,6 +1,6 @@
-"""Separation of request ids by owner: two owners may use one id, and neither sees the other's.
+"""Separation of request ids by owner: two owners may use the same id, and neither sees the other's requests.
 
-In the engine, the id of a request whose owner has a key is "ID@OWNER". Clients write and see the first part.
+In the engine, the id of a request whose owner has a key is "ID@OWNER". Clients write and see ID only.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _STEP_IDS = ("admitted", "preempted", "first_tokens", "finished")
 
 
 def shown_id(engine_id: str) -> str:
-    """Return the part of an id that its client knows: what is before "@", or all of it."""
+    """Return the part of a request id that its client knows: the text before "@", or all of it if there is none."""
     return engine_id.partition(_AT)[0]
 
 
 class OwnedEngine(EngineWrapper):
-    """EngineClient that wraps another one and keeps the ids of owners (`RequestOptions.owner`) apart.
+    """EngineClient that wraps another one and keeps the request ids of different owners (`RequestOptions.owner`) apart.
 
-    It has two more utilities: "find_adapter", which is AdapterSources.find, and "route_model", the name that
-    lora_routes put in place of another one for the current request.
+    It adds two utilities: "find_adapter", which calls AdapterSources.find, and "route_model", which returns the adapter
+    that lora_routes choose for a model name and the current request.
     """
 
     def __init__(self, engine: EngineClient, sources: AdapterSources | None = None, routes: LoraRoutes | None = None):
         super().__init__(engine)
         self._sources, self._routes = sources, routes
-        # Id that clients know -> ids in the engine, of running requests.
+        # Id that clients know -> ids in the engine of the running requests with this id.
         self._running: dict[str, list[str]] = {}
 
     def stream(
@@ -47,8 +47,8 @@ class OwnedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Yield the outputs of a request, as EngineClient.stream. Outputs, and the error for an id in use, have
-        `request_id` as given, whatever the owner of `options` adds to it in the engine.
+        """Yield the outputs of a request, with the arguments and errors of EngineClient.stream. Outputs, and the error
+        for an id in use, have `request_id` as given, although the engine's id includes the owner of `options`.
         """
         return self._named(self._engine.stream, prompt, sampling_params, request_id, options)
 
@@ -59,12 +59,16 @@ class OwnedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[Any]:
-        """Yield the output of a pooling request, as EngineClient.pool, with ids as in `stream`."""
+        """Yield the output of a pooling request, with the arguments and errors of EngineClient.pool. The output, and
+        the error for an id in use, have `request_id` as given.
+        """
         return self._named(self._engine.pool, prompt, pooling_params, request_id, options)
 
     async def utility(self, name: str, *arguments: Any) -> Any:
-        """Call a utility, one of the two of this class or the engine's; return its result. "find_adapter" is False
-        without `sources`, "route_model" its argument without `routes`. Raises the utility's errors.
+        """Call a utility, one of the two of this class or the engine's, and return its result.
+
+        "find_adapter" returns False without `sources`; "route_model" returns its argument without `routes`. Raises the
+        utility's errors.
         """
         if name == "find_adapter":
             return self._sources is not None and await self._sources.find(self._engine, *arguments)
@@ -73,8 +77,8 @@ class OwnedEngine(EngineWrapper):
         return await super().utility(name, *arguments)
 
     async def abort(self, request_id: str) -> None:
-        """Abort every owner's request of an id, as clients know it or as it is in the engine. An unknown id has no
-        effect. Raises EngineDeadError.
+        """Abort the requests of all owners that have this id, given as clients know it or as it is in the engine. An
+        unknown id has no effect. Raises EngineDeadError.
         """
         for engine_id in self._running.get(request_id, (request_id,)):
             await self._engine.abort(engine_id)
@@ -82,8 +86,8 @@ class OwnedEngine(EngineWrapper):
     def _named(
         self, run: Any, prompt: Any, params: Any, request_id: str | None, options: RequestOptions | None
     ) -> AsyncIterator[Any]:
-        """Return the outputs of `run(prompt, params, id, options)`. id: "REQUEST_ID@OWNER" where both are given, and
-        outputs then have `request_id`; else `request_id`.
+        """Return the outputs of `run(prompt, params, id, options)`. If both a request id and an owner are given, the id
+        is "REQUEST_ID@OWNER" and the outputs get `request_id` back; otherwise it is `request_id`.
         """
         if request_id is None or options is None or not options.owner:
             return run(prompt, params, request_id, options)
@@ -91,14 +95,17 @@ class OwnedEngine(EngineWrapper):
         return self._outputs(run(prompt, params, engine_id, options), request_id, engine_id)
 
     async def _outputs(self, stream: AsyncIterator[Any], request_id: str, engine_id: str) -> AsyncGenerator[Any, None]:
-        """Yield the outputs of a stream with the id that the client knows; close the stream in every case. The id is
-        running meanwhile, for `abort`. Raises the stream's errors; the RequestError of an id in use has the client's.
+        """Yield copies of a stream's outputs with `request_id` in place of the engine's id, and close the stream in
+        every case.
+
+        While it runs, `abort(request_id)` reaches the request. Raises the stream's errors; the RequestError for an id
+        in use names the client's id.
         """
         running = self._running.setdefault(request_id, [])
         running.append(engine_id)
         try:
             async for output in stream:
-                named = copy.copy(output)  # the engine goes on with its own
+                named = copy.copy(output)  # the engine continues to use the original
                 named.request_id = request_id
                 yield named
         except RequestError as error:
@@ -116,11 +123,10 @@ class OwnedEngine(EngineWrapper):
 
 
 def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngine:
-    """Return `engine` in an OwnedEngine, or itself if it is one.
+    """Return `engine` wrapped in an OwnedEngine, or `engine` itself if it is one.
 
-    config: says where adapters are found, and which names stand for them; None: nowhere, and none.
-
-    Raises ConfigError for a folder of lora_dirs that is missing, and for lora_routes that cannot be.
+    config: options about the sources of adapters and the routes to them; None for neither. Raises ConfigError for a
+    folder of lora_dirs that is missing, and for invalid lora_routes.
     """
     if isinstance(engine, OwnedEngine):
         return engine
@@ -132,9 +138,10 @@ def owned(engine: EngineClient, config: ServerConfig | None = None) -> OwnedEngi
 
 
 class Viewer:
-    """View of request ids by one client: its own ids, and numbers in place of others'.
+    """One client's view of request ids: its own ids without the owner, and numbers in place of the ids of others.
 
-    owner: the client's `RequestOptions.owner`; None for an operator and if there are no keys, who see all.
+    owner: the client's `RequestOptions.owner`. None for an operator and if there are no keys: such a view shows all ids
+    unchanged.
     """
 
     def __init__(self, owner: str | None):
@@ -142,8 +149,9 @@ class Viewer:
         self._others: dict[str, str] = {}
 
     def show(self, engine_id: str) -> str:
-        """Return an id as this client sees it: without the owner if it is its own, else "other-N", N counting from 1
-        the ids that this view has shown. Unchanged for who sees all.
+        """Return an id as this client sees it: without the owner if the request is its own, else "other-N", where N
+        counts from 1 the distinct ids of others that this view has shown. A view without an owner returns the id
+        unchanged.
         """
         if self._owner is None:
             return engine_id
@@ -169,5 +177,5 @@ class Viewer:
         return {**timeline, "steps": steps, "requests": [self._named(each) for each in timeline["requests"]]}
 
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return a request's dict with its id as this client sees it."""
+        """Return a copy of a request's dict in which "id" is replaced by what `show` returns for it."""
         return {**request, "id": self.show(request["id"])}

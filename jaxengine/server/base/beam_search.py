@@ -21,20 +21,22 @@ async def beam_search(
     options: RequestOptions,
     n: int | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield one output, when the search has ended, with a completion for each sequence, best first.
+    """Yield a single output, when the search has ended, with a completion for each sequence, best first.
 
     Texts and token ids are those after the prompt; texts are empty without a tokenizer.
 
     Args:
-      prompt: its prompt_token_ids are where all beams begin; cache_salt holds for all, and "prompt" is the output's.
-      params: verified already.
-      request_id: of the output; the engine's requests have ids that begin with it.
-      options: of each of the engine's requests, of which at most max_num_seqs run at a time.
-      n: number of best sequences to return, None for all beam_width.
+      prompt: its prompt_token_ids are the beginning of all beams, its cache_salt is used for all requests, and its
+        "prompt" is copied to the output.
+      params: validated already.
+      request_id: id of the output. The engine's requests have ids that begin with it.
+      options: options of all requests to the engine, of which at most max_num_seqs run at a time.
+      n: number of best sequences to return; None for all beam_width.
 
-    A search of which the engine aborts a part ends with the sequences so far. Those that had not stopped have
-    finish_reason "abort" and the part's stop_reason: "timeout" beyond `options.timeout`, None where an update of the
-    weights ends what runs. Raises the same errors as EngineClient.stream, and RequestError for a part without logprobs.
+    If the engine aborts one of the requests, the search ends with the sequences so far. Those that had not stopped have
+    finish_reason "abort" and the aborted request's stop_reason: "timeout" after `options.timeout`, None if an update of
+    the weights ends running requests. Raises the errors of EngineClient.stream, and RequestError for an output without
+    logprobs.
     """
     inputs, one = engine.inputs, params.token_params()
     token_ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt")
@@ -44,8 +46,10 @@ async def beam_search(
     slots = asyncio.Semaphore(max(1, inputs.config.max_num_seqs))
 
     async def follow(number: int, index: int, beam: list[int]) -> RequestOutput:
-        """Return the output of step `number` of the beam with this index, as soon as fewer than max_num_seqs run. beam:
-        its token ids, with the prompt's.
+        """Return the finished output of one request: step `number` of the beam with this index. Waits until fewer than
+        max_num_seqs requests run.
+
+        beam: its token ids, those of the prompt included.
         """
         own = {"prompt_token_ids": beam, "cache_salt": salt}
         async with slots:
@@ -85,7 +89,9 @@ async def beam_search(
 
 
 async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """Return the output of a stream that is `finished`, and close the stream. Raises AssertionError without one."""
+    """Return the first output of a stream that is `finished`, and close the stream. Raises AssertionError if the stream
+    ends without one.
+    """
     async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
         async for output in outputs:
             if output.finished:

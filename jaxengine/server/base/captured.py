@@ -1,4 +1,4 @@
-"""Activations in answers (fields `capture` and `return_hidden_states`): a safetensors file, in JSON as base64."""
+"""Activations in answers (fields `capture` and `return_hidden_states`): a safetensors file, base64-encoded in JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from jaxengine.server.base.options import ServerConfig
 def check_captured(
     inputs: InputProcessor, config: ServerConfig, params: SamplingParams, prompt_lengths: Iterable[int]
 ) -> None:
-    """Raise RequestError if the activations in an answer to prompts of these lengths, in tokens, could exceed
-    max_captured_bytes, or if the engine was started without them. Each of `n` outputs counts a row for each token of
-    its prompt and of max_tokens, at most max_model_len. A request without activations always passes.
+    """Raise RequestError if the activations in the answer to prompts of these lengths, in tokens, could exceed
+    max_captured_bytes, or if the engine was started without capture. A request without activations always passes.
+
+    Each of a prompt's `n` outputs counts one row for every token of the prompt and of max_tokens, together at most
+    max_model_len.
     """
     names = params.capture or ()
     if not (names or params.return_hidden_states):
@@ -41,17 +43,21 @@ def check_captured(
 
 
 def captured_file(output: CompletionOutput) -> bytes:
-    """Return a safetensors file whose tensors have the names of taps, and "hidden_states"; b"" if there are no rows."""
+    """Return the bytes of a safetensors file with an output's activations, as tensors named after the taps, and
+    "hidden_states" if they were requested; b"" if no tensor has rows.
+    """
     tensors = dict(output.captured or {})
     if output.hidden_states is not None:
         tensors[HIDDEN_STATES] = output.hidden_states
     if not any(len(each) for each in tensors.values()):
         return b""
-    # A row has all taps side by side; safetensors writes memory as it lies.
+    # A row has all taps side by side, so single taps are strided; safetensors needs contiguous arrays.
     return save({name: np.ascontiguousarray(each) for name, each in tensors.items()})
 
 
 def captured_fields(output: CompletionOutput) -> dict[str, Any]:
-    """Return {"captured": `captured_file` in base64}, a field of a choice; {} where there are no rows."""
+    """Return {"captured": FILE}, where FILE is `captured_file` in base64, to be added to a choice of an answer; {} if
+    there are no rows.
+    """
     content = captured_file(output)
     return {"captured": base64.b64encode(content).decode()} if content else {}

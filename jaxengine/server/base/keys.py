@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 
 
 class Keys:
-    """Digests of the valid keys. Comparison takes the same time whatever key is given, and however nearly it is right.
+    """Digests of the valid API keys. A comparison takes the same time whatever key is given and however much of it is
+    right.
 
-    Methods take the digest of a key, as `digest_of` makes it.
+    Methods take the digest of a key, as `digest_of` returns it.
 
     Args:
-      client_keys: none: the server is open to everyone who reaches it.
-      admin_keys: valid also wherever clients' keys are.
+      client_keys: keys of clients; if empty, the server is open to everyone who reaches it.
+      admin_keys: keys of operators, which are valid wherever clients' keys are.
     """
 
     def __init__(self, client_keys: Iterable[str], admin_keys: Iterable[str]):
@@ -22,16 +23,16 @@ class Keys:
         self._admins = [digest_of(key.encode()) for key in admin_keys]
 
     def is_admin(self, digest: bytes) -> bool:
-        """Whether a key is an operator's."""
+        """Whether a digest is that of an operator's key."""
         return _among(digest, self._admins)
 
     def is_client(self, digest: bytes) -> bool:
-        """Whether a key is a client's; an operator's is not."""
+        """Whether a digest is that of a client's key; False for an operator's."""
         return _among(digest, self._clients)
 
     def name_of(self, digest: bytes) -> str | None:
-        """Return "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index among those
-        given; None for an unknown key.
+        """Return "key-N" for a client's key and "admin-key-N" for an operator's, where N is its index, from 0, among
+        the keys given; None for an unknown key.
 
         The name reveals nothing about the key, and is the same in every process of a server.
         """
@@ -46,23 +47,23 @@ class Keys:
         return bool(self._clients)
 
     def turn_of(self, digest: bytes) -> str | None:
-        """Return the `name_of` the holder of a key, who takes turns with other holders; None for an unknown key, and if
-        there is only one key, clients' and operators' together.
+        """Return the name by which work is shared fairly among the holders of keys: `name_of` the key. None for an
+        unknown key, and if there is only one key, clients' and operators' keys together.
         """
         return self.name_of(digest) if len(self._clients) + len(self._admins) > 1 else None
 
     def admits(self, digest: bytes) -> bool:
-        """Whether the holder of a key, NO_KEY for none, may use the server: a client or operator, or anybody if there
-        are no client keys.
+        """Whether a caller may use the server: the holder of a client's or an operator's key, or anybody if there are
+        no client keys. digest: NO_KEY for a caller without a key.
         """
         known = self.is_client(digest) | self.is_admin(digest)
         return known or not self._clients
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return the SHA-256 of a key, 32 bytes: a name of its holder that does not reveal it.
+    """Return the SHA-256 of a key, 32 bytes, which identifies the key's holder without revealing the key.
 
-    key: b"" for a caller without one, whose digest is NO_KEY.
+    key: b"" for a caller without one; the result is then NO_KEY.
     """
     # Digests have equal lengths, so that the comparison time does not depend on the key's.
     return hashlib.sha256(key).digest()
@@ -72,8 +73,10 @@ NO_KEY = digest_of(b"")
 
 
 def bearer_key(values: Sequence[bytes]) -> bytes:
-    """Return the KEY of headers "authorization: Bearer KEY", however they are spelled; b"" for anything else, and for
-    headers with different keys. values: of all headers of that name.
+    """Return KEY of the headers "authorization: Bearer KEY", whatever their case and white space; b"" for other values,
+    for no header, and for headers with different keys.
+
+    values: the values of all headers of that name.
     """
     keys = {_bearer(value) for value in values}
     return keys.pop() if len(keys) == 1 else b""
@@ -85,17 +88,19 @@ def owner_tag(digest: bytes) -> str:
 
 
 def _bearer(value: bytes) -> bytes:
-    """Return the key in one header's value; b"" for another scheme."""
+    """Return the key in one header's value; b"" for another scheme than Bearer."""
     scheme, _, key = value.strip().replace(b"\t", b" ").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _among(digest: bytes, digests: Iterable[bytes]) -> bool:
-    """Whether a digest is one of these."""
+    """Whether a digest equals one of `digests`. Compares all of them."""
     return _index(digest, digests) is not None
 
 
 def _index(digest: bytes, digests: Iterable[bytes]) -> int | None:
-    """Return the index of the first digest that matches, None if none does. Compares all of them."""
+    """Return the index of the first of `digests` that equals `digest`; None if none does. Compares all of them, so that
+    the time does not depend on the result.
+    """
     found = [hmac.compare_digest(digest, each) for each in digests]
     return found.index(True) if True in found else None

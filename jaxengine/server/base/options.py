@@ -54,7 +54,7 @@ _BOUNDS = (
     ("max_batch_files_per_client", 1, 2**20),
     ("max_batches_per_client", 1, 2**20),
 )
-# Of those where 0 means none.
+# Field -> least and most value, of options where 0 means no limit.
 _BOUNDS_OR_NONE = (
     ("engine_hang_timeout", 1, 86400),
     ("api_hang_timeout", 1, 86400),
@@ -273,8 +273,8 @@ class ServerConfig:
         reasoning_format(self.reasoning_parser)
 
     def store_bounds(self) -> dict[str, int]:
-        """Return the bounds of the store of responses as arguments of StoreBounds, sizes in bytes. An option that is
-        None counts as its default, which follows from the others.
+        """Return the bounds of the store of responses as keyword arguments of StoreBounds, sizes in bytes. An option
+        that is None is replaced by its default, which is computed from the other options.
         """
         most = self.api_memory_limit_bytes // 4 if self.api_memory_limit_bytes else _STORED_BYTES
         total = self.max_stored_bytes or min(_STORED_BYTES, most)
@@ -287,8 +287,8 @@ class ServerConfig:
         }
 
     def _check_store(self) -> None:
-        """Raise ConfigError if one client may have more than all together, or one conversation more bytes than a
-        client; defaults of `store_bounds` count too.
+        """Raise ConfigError if the limit of one client exceeds that of all clients together, or the limit of one
+        conversation's bytes exceeds one client's. Options that are None count with the defaults of `store_bounds`.
         """
         bounds = self.store_bounds()
         for name, inner, outer_name, outer in (
@@ -301,21 +301,23 @@ class ServerConfig:
                 raise ConfigError.because(name, problem, f"allowed are at most {outer_name}")
 
     def api_keys(self) -> tuple[str, ...]:
-        """Return every key that a client may present, those of api_key_file read now; () if there are none. Raises
-        ConfigError for an unusable file.
+        """Return all client keys: those of api_key, then those of api_key_file, which is read now; () if there are
+        none. Raises ConfigError for an unusable file.
         """
         return (*self.api_key, *_read_keys("api_key_file", self.api_key_file))
 
     def admin_keys(self) -> tuple[str, ...]:
-        """Return every key that an operator may present, read from admin_key_file now; () without one. Raises
-        ConfigError for an unusable file.
+        """Return all operator keys, read from admin_key_file now; () without such a file. Raises ConfigError for an
+        unusable file.
         """
         return _read_keys("admin_key_file", self.admin_key_file)
 
 
 def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
-    """Return the keys in a file, one a line; () for None. Raises ConfigError for a file that cannot be read, that
-    others may write, or without a key. name: of the option.
+    """Return the keys in a file, one on each line, without surrounding white space; () if `path` is None.
+
+    name: of the option, for errors. Raises ConfigError for a file that cannot be read, that others may write, or that
+    has no key.
     """
     if path is None:
         return ()
@@ -337,14 +339,16 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
 
 
 def _is(value: object, kind: str) -> bool:
-    """Whether a value is exactly of the type of this name; an integer is a float, too, a bool no integer."""
+    """Whether a value's type has exactly this name; "float" accepts an integer too, and a bool is not an integer."""
     if kind == "float":
         return type(value) in (int, float)
     return type(value).__name__ == kind
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only; of names, only localhost is."""
+    """Whether a host is reachable only from this machine: a loopback address, or the name "localhost". Other names are
+    not resolved.
+    """
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Conversion of the prompts of a request to token ids, off the event loop if that takes long.
+"""Conversion of the prompts of a request to token ids, on a thread if that takes long.
 
 Owns the accepted forms of a prompt and its truncation. Independent of sampling and answers.
 """
@@ -15,8 +15,8 @@ from jaxengine.server.base.workers import Workers
 _T = TypeVar("_T")
 
 MAX_DETOKENIZE = 1 << 18  # token ids; a tenth of a second of work that blocks everything else
-_LONG_TEXT = 10_000  # characters; a few milliseconds of work
-# Characters for each that a token has, of tokenizers that need not keep all of a text.
+_LONG_TEXT = 10_000  # characters; more than a few milliseconds of work is done on a thread
+# Factor for the characters of a token, of tokenizers that may drop parts of a text.
 _SPACED = 8
 FORMS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 
@@ -24,12 +24,12 @@ FORMS = "a string, a list of strings, a list of token ids or a list of lists of 
 def read_prompts(
     prompt: Any, max_prompts: int, inputs: InputProcessor, longest: int | None, *, param: str = "prompt"
 ) -> list[str | list[int]]:
-    """Return the prompts that a request has in its field `param`: all texts, or all lists of token ids, in order.
+    """Return the prompts in a request's field `param`, in order: all of them texts, or all lists of token ids.
 
-    prompt: the field's value, of any type. longest: limit of a prompt's token ids; None if prompts are truncated. Texts
-    may have any length here. inputs: of the model, whose vocabulary has the ids. Raises RequestError for another form
-    than FORMS, for no prompts or more than `max_prompts`, for lists that are too long, for an empty prompt, and for ids
-    out of range.
+    prompt: the field's value, of any type. inputs: of the model, whose vocabulary limits the ids. longest: largest
+    number of token ids in a prompt; None if prompts are truncated. Texts may have any length here. Raises RequestError
+    for a value of another form than FORMS, for no prompts or more than `max_prompts`, for lists that are too long, for
+    an empty prompt, and for ids out of range.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
@@ -50,7 +50,9 @@ def read_prompts(
 
 
 def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raise RequestError for an id below 0 or from `vocab_size` on. param: the ids' field, for the error."""
+    """Raise RequestError if an id is below 0 or at least `vocab_size`; an empty list passes. param: name of the field,
+    for the error.
+    """
     least, most = min(token_ids, default=0), max(token_ids, default=0)
     if not 0 <= least <= most < vocab_size:
         wrong = least if least < 0 else most
@@ -67,12 +69,12 @@ def _begins_with_id(value: list[Any]) -> bool:
 
 
 def _is_ids(value: list[Any]) -> bool:
-    """Whether a list has integers alone, and at least one."""
+    """Whether a list has at least one entry and all its entries are integers."""
     return set(map(type, value)) == {int}
 
 
 class PromptEncoder:
-    """Encoder of prompts for an engine."""
+    """Encoder of prompts for an engine's tokenizer, with its own threads for long texts."""
 
     def __init__(self, inputs: InputProcessor):
         self._inputs = inputs
@@ -87,15 +89,14 @@ class PromptEncoder:
         param: str = "prompt",
         cut_side: str | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of each text; a thread computes them if the texts are long. param: their field, for
-        errors.
+        """Return the token ids of each text. A thread computes them if the texts have more than _LONG_TEXT characters
+        together.
 
-        texts: at least one. cut_side: "left" or "right" where the caller cuts token ids on that side, down to at most
-        max_model_len: of a text that is too long only the other end is encoded.
-
-        Raises RequestError for one with more characters than max_model_len tokens can have, before any work on it, and
-        where there is no tokenizer; OverloadedError if too many requests are waiting. Texts of too many tokens are not
-        refused here.
+        texts: at least one. param: name of their field, for errors. cut_side: "left" or "right" if the caller then cuts
+        token ids on that side down to at most max_model_len: of a text that is certainly too long, only the other end
+        is encoded. None encodes whole texts. Raises RequestError, before any work on it, for a whole text with more
+        characters than max_model_len tokens can have, and without a tokenizer; OverloadedError if too many calls wait
+        for a thread. Texts of too many tokens are not refused here.
         """
         tokenizer = self._inputs.require_tokenizer()
         if cut_side is None:
@@ -108,19 +109,19 @@ class PromptEncoder:
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
     def verify_length(self, num_chars: int, param: str) -> None:
-        """Raise RequestError, with `param` as its field, if a prompt of `num_chars` characters cannot fit into
-        max_model_len, whatever they are, or if there is no tokenizer.
+        """Raise RequestError, with `param` as its field, if no prompt of `num_chars` characters can fit into
+        max_model_len, or if there is no tokenizer.
         """
         most = self._most_chars()
         if num_chars > most:
             raise prompt_length_error(param, num_chars, most, self._inputs.config.max_model_len, "characters")
 
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
-        """Return a prompt's token ids truncated as its request says.
+        """Return a prompt's token ids, truncated as the request says.
 
-        keep: truncate_prompt_tokens, 1 or more; None: all; -1: as many as leave room for max_tokens, or for one token
-        if that is None or 0, but at least one. side: truncation_side; "right" keeps the first tokens, any other value
-        or None the last ones.
+        keep: truncate_prompt_tokens: the number of ids to keep, 1 or more. None keeps all; -1 keeps as many as leave
+        room in max_model_len for max_tokens (for one token if that is None or 0), and at least one. side:
+        truncation_side; "right" keeps the first ids, any other value or None the last ones.
         """
         if keep is None:
             return token_ids
@@ -129,19 +130,20 @@ class PromptEncoder:
         return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
     async def run(self, function: Callable[[], _T]) -> _T:
-        """Run `function` on one of the threads that encode; return its result. Raises its errors, and OverloadedError
-        if too many requests wait.
+        """Run `function` on one of the encoder's threads and return its result. Raises its errors, and OverloadedError
+        if too many calls wait for a thread.
         """
         return await self._workers.run(function)
 
     def _most_chars(self) -> int:
-        """Return the most characters of a prompt that may fit into max_model_len: as many for each token as the longest
-        one has, times _SPACED unless the tokenizer is byte-level. Raises RequestError without a tokenizer.
+        """Return an upper bound of the characters of a prompt that fits into max_model_len: max_model_len times the
+        length of the vocabulary's longest token, times _SPACED unless the tokenizer is byte-level. Raises RequestError
+        without a tokenizer.
         """
         tokenizer = self._inputs.require_tokenizer()
         if self._longest_token is None:
             vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
             self._longest_token = max(map(len, vocabulary), default=1)
-        # Others may drop white space, and make one token of a word that they do not know.
+        # Other tokenizers may drop white space, and replace an unknown word by one token.
         spaced = 1 if tokenizer.is_byte_level else _SPACED
         return spaced * self._inputs.config.max_model_len * self._longest_token

@@ -1,7 +1,7 @@
 """Choice of a replica for each request, where several replicas serve one model: by prefix, load, session and adapter.
 
-An index of what replicas say of themselves, for whatever routes: Ray Serve, or a simulation. Costs are in requests. The
-replica that would serve a request best may have `imbalance` more requests than another one, not more.
+An index of the state that replicas publish, for any router: Ray Serve, or a simulation. Costs are in requests. The
+replica that would serve a request best may have up to `imbalance` more requests than another one and is still chosen.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from jaxengine.scheduler.base.request import Adapter, Request
 from jaxengine.scheduler.base.token_params import TokenParams
 from jaxengine.scheduler.pages.groups import short_digest
 
-# A conversation stays where it is unless that costs twice what a whole prefix is worth.
+# Cost, in units of `imbalance`, of moving a session: twice what a whole cached prompt is worth.
 _SESSION = 2.0
 _U64 = np.uint64
 
 
 class Replicas:
-    """Index of the replicas that serve a model: the requests, adapters and pages of each.
+    """Index of the replicas that serve a model, with the requests, adapters and pages of each.
 
-    A replica has a number as long as it is there, the lowest that is free. Of a digest the index stores who has it: the
-    number of a single replica, or minus a bit mask of several. So a choice takes a few operations for each page of the
-    prompt, and array operations over all replicas. Methods raise KeyError for the name of a replica that is not there.
+    A replica has a number from `add` to `remove`: the lowest that is free. For each page digest the index stores which
+    replicas have the page: the number of a single replica, or minus a bit mask of several. So a choice takes a few
+    operations for each page of the prompt, and array operations over all replicas. Methods raise KeyError for the name
+    of a replica that has not been added.
     """
 
     def __init__(self):
         self._number_of: dict[str, int] = {}
-        # By number: requests, infinite where there is no replica, and in the second row also where it is draining.
+        # Requests by replica number. Infinite where there is no replica and, in the second row, where it is draining.
         self._queues = np.full((2, 0), np.inf)
         self._seeds = np.zeros(0, _U64)
         self._adapters: dict[str, int] = {}
@@ -47,9 +48,10 @@ class Replicas:
         return int(np.isfinite(self._queues[1]).sum())
 
     def add(self, name: str) -> int:
-        """Add a replica without requests, adapters and pages; return its number.
+        """Add a replica without requests, adapters and pages, and return its number.
 
-        name: the same for all who route. Raises ValueError if a replica of this name is there already.
+        name: must be the same in all routers, because ties are decided by a hash of it. Raises ValueError if a replica
+        of this name has been added already.
         """
         if name in self._number_of:
             raise ValueError(f"name is {name!r}; a replica of this name is there already")
@@ -65,7 +67,9 @@ class Replicas:
         return number
 
     def remove(self, name: str) -> None:
-        """Remove a replica, with all that is known of it; its number is free. Raises KeyError for an unknown name."""
+        """Remove a replica with its requests, adapters and pages. Its number becomes free. Raises KeyError for an
+        unknown name.
+        """
         number = self._number_of[name]
         self.forget(name, list(self._digests[number]))
         self.set_adapters(name, ())
@@ -73,8 +77,8 @@ class Replicas:
         del self._number_of[name]
 
     def set_queue(self, name: str, queue: int) -> None:
-        """Note the number of a replica's requests, running and waiting together. A draining one goes on draining.
-        Raises KeyError for an unknown name.
+        """Set the number of a replica's requests, running and waiting together. A draining replica stays so. Raises
+        KeyError for an unknown name.
         """
         number = self._number_of[name]
         self._queues[0, number] = queue
@@ -82,21 +86,21 @@ class Replicas:
             self._queues[1, number] = queue
 
     def set_queues(self, numbers: Sequence[int], queues: Sequence[int]) -> None:
-        """Note how many requests several replicas have, `queues[i]` of the replica numbered `numbers[i]`. Draining ones
-        go on draining.
+        """Set the number of requests of several replicas: `queues[i]` for the replica with number `numbers[i]`.
+        Draining replicas stay so.
         """
         self._queues[0, numbers] = queues
         self._queues[1, numbers] = np.where(np.isfinite(self._queues[1, numbers]), queues, np.inf)
 
     def set_draining(self, name: str, draining: bool) -> None:
-        """Note whether a replica is to get no further requests while others are open. Raises KeyError for an unknown
-        name.
+        """Set whether a replica is draining: it then gets no further requests unless all replicas are draining. Raises
+        KeyError for an unknown name.
         """
         number = self._number_of[name]
         self._queues[1, number] = np.inf if draining else self._queues[0, number]
 
     def set_adapters(self, name: str, adapters: Iterable[str]) -> None:
-        """Note the names of all adapters that a replica has loaded, in place of those noted before. Raises KeyError for
+        """Set the names of all adapters that a replica has loaded; they replace those set before. Raises KeyError for
         an unknown name.
         """
         bit, loaded = 1 << self._number_of[name], set(adapters)
@@ -107,8 +111,8 @@ class Replicas:
                 del self._adapters[each]
 
     def learn(self, name: str, digests: Iterable[int]) -> None:
-        """Note pages that a replica has in addition, by their short digests; known ones change nothing. Raises KeyError
-        for an unknown name.
+        """Add pages, given by their short digests, to those that a replica has. Digests that are known already change
+        nothing. Raises KeyError for an unknown name.
         """
         number = self._number_of[name]
         new = set(digests) - self._digests[number]
@@ -118,8 +122,8 @@ class Replicas:
             self._holders[digest] = number if holders is None else -(_mask(holders) | 1 << number)
 
     def forget(self, name: str, digests: Iterable[int]) -> None:
-        """Note pages that a replica does not have any more, by their short digests; unknown ones are ignored. Raises
-        KeyError for an unknown name.
+        """Remove pages, given by their short digests, from those that a replica has. Unknown digests are ignored.
+        Raises KeyError for an unknown name.
         """
         number = self._number_of[name]
         gone = self._digests[number].intersection(digests)
@@ -135,22 +139,23 @@ class Replicas:
         return self._number_of[name]
 
     def known(self, name: str) -> set[int]:
-        """Return the short digests of the pages that a replica has: the index's own set, not to be changed. Raises
-        KeyError for an unknown name.
+        """Return the short digests of the pages that a replica has. It is the index's internal set, which the caller
+        must not change. Raises KeyError for an unknown name.
         """
         return self._digests[self._number_of[name]]
 
     def least_loaded(self, last: int = -1) -> int:
-        """Return the number of a replica with the fewest requests: of equals, the next number after `last`, or the
-        lowest if there is none. Draining ones count only if all are. Raises ValueError if there are no replicas.
+        """Return the number of a replica with the fewest requests. Of several, it is the one with the lowest number
+        above `last`, or the lowest number if there is none above. Draining replicas count only if all are draining.
+        Raises ValueError if there are no replicas.
         """
         queues = self._open_queues()
         found = np.flatnonzero(queues == queues.min())
         return int(found[np.searchsorted(found, last + 1) % len(found)])
 
     def in_turn(self, last: int = -1) -> int:
-        """Return the next replica's number after `last`, or the lowest if there is none. Draining ones count only if
-        all are. Raises ValueError if there are no replicas.
+        """Return the lowest replica number above `last`, or the lowest of all if there is none above. Draining replicas
+        count only if all are draining. Raises ValueError if there are no replicas.
         """
         found = np.flatnonzero(np.isfinite(self._open_queues()))
         return int(found[np.searchsorted(found, last + 1) % len(found)])
@@ -164,19 +169,19 @@ class Replicas:
         key: str = "",
         imbalance: float = 8.0,
     ) -> int:
-        """Return the number of the replica that should get a request.
+        """Return the number of the replica with the lowest cost for a request.
 
-        A replica costs its queue, `imbalance` times the share of the prompt that it would have to compute, `imbalance`
-        more if it would have to load the adapter, and twice that if it is not the session's own. Ties, and the
-        session's own replica, are decided by a hash of names, so that all who route decide alike. Draining replicas are
-        chosen only if all are. Raises ValueError if there are no replicas.
+        A replica's cost is its number of requests, plus `imbalance` times the share of the prompt that it would have to
+        compute, plus `imbalance` if it would have to load the adapter, plus twice `imbalance` if another replica is the
+        session's. The session's replica, and ties, are decided by a hash of names, so that all routers decide alike.
+        Draining replicas are chosen only if all are draining. Raises ValueError if there are no replicas.
 
         Args:
-          request_digests: short digests of the prompt's full pages, in order; none if they are not known.
+          request_digests: short digests of the prompt's full pages, in order; empty if they are not known.
           session: conversation that the request continues; None for none.
           adapter: name of the adapter; None for none.
-          key: decides ties of requests without digests, such as the request's id.
-          imbalance: requests that a whole prompt in the cache is worth, at least 0.
+          key: decides ties of requests without adapter and digests, such as the request's id.
+          imbalance: number of requests that a whole prompt in the cache is worth, at least 0.
         """
         costs = self._open_queues().copy()
         if adapter is not None:
@@ -191,10 +196,12 @@ class Replicas:
         return int(best[0]) if len(best) == 1 else self._first(tie, best)
 
     def _credit(self, costs: np.ndarray, digests: Sequence[int], worth: float) -> None:
-        """Subtract from the costs f64[numbers] what the pages are worth that replicas have, `worth` each.
+        """Subtract from the costs f64[numbers], in place, `worth` for each page of the prompt that a replica has
+        cached.
 
-        A digest names the whole prefix, and replicas may publish some of theirs only: the last one that is known
-        counts. The request could not cost less anywhere than the least cost less what a prefix so long is worth.
+        A digest identifies the whole prefix up to its page, and replicas may publish only some of their digests, so the
+        last digest that a replica has counts for all pages up to it. It stops early once no shorter prefix can make any
+        replica the cheapest.
         """
         floor, least, holders, seen = costs.min(), np.inf, self._holders, 0
         for number in range(len(digests), 0, -1):
@@ -209,22 +216,23 @@ class Replicas:
                 least = min(least, costs[which].min())
 
     def _open_queues(self) -> np.ndarray:
-        """Return the queues f64[numbers] of the replicas that may be chosen, infinite at others: those that are not
-        draining, or all if all are. A view of the index. Raises ValueError if there are no replicas.
+        """Return the number of requests f64[numbers] of the replicas that may be chosen: those that are not draining,
+        or all if all are draining. It is infinite at other numbers. The result is a view of the index. Raises
+        ValueError if there are no replicas.
         """
         if not self._number_of:
             raise ValueError("there are no replicas")
         return self._queues[1] if np.isfinite(self._queues[1]).any() else self._queues[0]
 
     def _are(self, mask: int) -> np.ndarray:
-        """Return whether each number's bit is in a mask, bool[numbers]."""
+        """Return bool[numbers]: for each replica number, whether its bit is set in `mask`."""
         count = len(self._digests)
         bits = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), np.uint8)
         return np.unpackbits(bits, count=count, bitorder="little").view(np.bool_)
 
     def _first(self, what: str, numbers: np.ndarray) -> int:
-        """Return the one of the numbers whose replica has the highest hash of its name and `what`: it keeps that while
-        others come or go.
+        """Return the one of the numbers whose replica has the highest hash of its name and `what` (rendezvous hashing):
+        the result changes little when replicas come or go.
         """
         mixed = self._seeds[numbers] ^ _U64(_seed(what))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -251,10 +259,11 @@ def prompt_digests(
     weights: bytes = b"",
     most: int = 1 << 13,
 ) -> list[int]:
-    """Return the short digests of a prompt's full pages, at most the first `most` of them, as the engine names them.
+    """Return the short digests of the first `most` full pages of a prompt, equal to those that replicas publish for the
+    same pages.
 
-    adapter, weights: digests of the adapter and of the weights that compute them, as replicas publish them; b"" for
-    none, and for those that the engine was started with.
+    page_size: tokens in a page. adapter, weights: digests of the adapter and of the weights with which the pages are
+    computed, as replicas publish them; b"" for no adapter, and for the weights that the engine was started with.
     """
     prompt = np.array(token_ids[: most * page_size], np.int32)
     request = Request("", prompt, TokenParams(), 0, cache_salt=cache_salt)

@@ -1,6 +1,6 @@
-"""Threads for the slow parts of requests, reading and tokenising, so that the event loop stays responsive.
+"""Threads for the slow parts of requests, parsing and tokenising, so that the event loop stays responsive.
 
-Limits how many run at once and how many may wait.
+Limits how many calls run at once and how many may wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from jaxengine.scheduler.base.errors import OverloadedError
 
-# Calls that may wait for a thread. Each holds a request's body or its texts.
+# Calls that may wait for a thread. Each keeps a request's body or texts in memory.
 _MAX_WAITING = 256
 
 _P = ParamSpec("_P")
@@ -28,10 +28,10 @@ class Workers:
         self._count = 0
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run `function` on a thread; return its result or raise its exception. A cancelled call runs on there, and
-        counts until it has ended.
+        """Run `function` on a thread; return its result or raise its exception.
 
-        Raises OverloadedError if the queue is full, and then does not run it.
+        If the caller is cancelled, the function still runs to its end, and counts as running until then. Raises
+        OverloadedError, without running the function, if the queue is full.
         """
         if self._count >= self._most:
             raise OverloadedError(f"{self._count} requests are being read already; try again later")
@@ -44,7 +44,7 @@ class Workers:
         return await asyncio.shield(work)
 
     def _ended(self, work: asyncio.Future[_T]) -> None:
-        """Count a call that has ended on its thread out, whether its caller is still there or not."""
+        """Decrease the count of calls for one that has ended on its thread, and mark its exception as retrieved."""
         self._count -= 1
         if not work.cancelled():
             work.exception()  # mark as retrieved: there may be no caller any more

@@ -1,4 +1,4 @@
-"""`jaxengine run-batch`: its arguments, and its order of work: read all lines, start the engine, answer, write."""
+"""The command `jaxengine run-batch`: its arguments and its steps: read all lines, start the engine, answer, write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxengine.server.batch.lines import BatchLine
     from jaxengine.server.batch.results import Results
 
-# Options of the server that change answers; the others are about sockets and processes.
+# Server options that apply to a batch; the others are about sockets and processes.
 SERVER_OPTIONS = (
     "served_model_name",
     "lora_modules",
@@ -37,7 +37,7 @@ SERVER_OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine run-batch`."""
+    """Add the arguments of `jaxengine run-batch` to a parser, and set `run` as its function."""
     add_model(parser)
     parser.add_argument(
         "-i",
@@ -60,13 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the requests of a file that have no result yet, and write the output file. Returns 0, even if some
-    requests were refused: their results say why. After an error the results so far are kept, and the same command goes
-    on.
+    """Answer the requests of a file that have no result yet, and write the output file. Return 0, even if some requests
+    failed: their results contain the errors.
 
-    args: options of `add_arguments`.
-    Raises ConfigError for options, a line that is not a request, or results of another batch; OSError for files that
-    cannot be written; the engine's errors.
+    Prints the progress and the numbers of results to stderr. After an error the results so far are kept, and the same
+    command continues from them. args: options of `add_arguments`. Raises ConfigError for invalid options, a line that
+    is not a request, or results of another batch; OSError for files that cannot be written; the engine's errors.
     """
     from jaxengine.server.batch.lines import read_lines
     from jaxengine.server.batch.results import Results
@@ -93,10 +92,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig, options: dict[str, Any]) -> int:
-    """Answer `lines` with a new engine, adding each answer to `results`; return how many requests failed.
+    """Answer `lines` with a new engine, adding each answer to `results`, and return how many requests failed, which is
+    those with HTTP status 400 or above.
 
-    options: of the engine, which is shut down in the end, also after an error. Raises ConfigError for options, OSError
-    for results that cannot be written, and the engine's errors.
+    options: of the engine, which is shut down at the end, also after an error. Raises ConfigError for invalid options,
+    OSError for results that cannot be written, and the engine's errors.
     """
     from tqdm import tqdm
 
@@ -117,7 +117,9 @@ async def _answer(lines: list[BatchLine], results: Results, server: ServerConfig
         with tqdm(total=len(lines), desc="Requests", unit="request", disable=None) as bar:
 
             def done(line: BatchLine, status: int, answer: Any) -> None:
-                """Count a failed request and the tokens of an answer, and show them on the progress bar."""
+                """Count a failed request (status 400 or above) and the tokens of an answer, and advance the progress
+                bar.
+                """
                 nonlocal num_failed, num_tokens
                 num_failed += status >= 400
                 usage = answer.get("usage") if isinstance(answer, dict) else None

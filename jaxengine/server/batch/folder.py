@@ -1,7 +1,7 @@
 """Records of several owners in a folder: a JSON file for each, FOLDER/owners/OWNER/ID.json.
 
-One is written whole or not at all: a line of JSON, then its SHA-256 in hexadecimal, without which a changed bit may be
-another status or id.
+A record is written whole or not at all: a line of JSON, then the SHA-256 of that line in hexadecimal, without which a
+flipped bit could go unnoticed, such as in a status or an id.
 """
 
 from __future__ import annotations
@@ -20,43 +20,48 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-# Ids begin with the time of their creation, so that they are in its order.
+# Ids begin with the time of their creation, so sorting them sorts by time.
 ID = re.compile(r"(?:file-[0-9a-f]{32}(?:-output|-errors)?|batch_[0-9a-f]{32})")
 
 
 class RecordFolder:
-    """Records, each a JSON object with its `id`, by owner. All methods block, and raise OSError."""
+    """Records, each a JSON object with its `id`, stored by owner. All methods block on the disk and may raise OSError.
+
+    It logs each damaged record once.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._damaged: set[Path] = set()  # those that have been logged
+        self._damaged: set[Path] = set()  # damaged files that have been logged
 
     def make(self) -> None:
-        """Create the folder, for this user alone, unless it is there, and check that it can be written, by taking its
-        lock.
+        """Create the folder, accessible to this user alone, unless it exists. Take its lock for a moment, which raises
+        OSError if the folder cannot be written.
         """
         (self._folder / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.locked():
             pass
 
     def owners(self) -> list[Path]:
-        """Return the folders of all owners, each of which has its owner's name."""
+        """Return the folders of all owners; the name of each folder is the owner's."""
         return list((self._folder / "owners").iterdir())
 
     def folder_of(self, owner: str) -> Path:
-        """Return the folder of an owner's records, which need not be there."""
+        """Return the path of an owner's folder, which may not exist."""
         return self._folder / "owners" / owner
 
     def ids(self, owner: str, kind: str) -> list[str]:
-        """Return the ids of an owner's records whose id begins with `kind`, the newest first; [] for a new owner."""
+        """Return the ids of an owner's records that begin with `kind`, the newest first; [] for an owner without a
+        folder.
+        """
         folder = self.folder_of(owner)
         names = os.listdir(folder) if folder.is_dir() else []
         stems = (name.removesuffix(".json") for name in names if name.startswith(kind) and name.endswith(".json"))
         return sorted((stem for stem in stems if ID.fullmatch(stem)), reverse=True)
 
     def read(self, owner: str, record_id: str, kind: str) -> Record | None:
-        """Return a record; None if its owner has none of this id, which begins with `kind`, or if it is damaged,
-        which is logged once. A record without a digest is taken as it is.
+        """Return a record; None if its owner has none of this id, if the id does not begin with `kind` or is malformed,
+        or if the record is damaged, which is logged once. A record without a digest is accepted.
         """
         if not (ID.fullmatch(record_id) and record_id.startswith(kind)):
             return None
@@ -72,25 +77,25 @@ class RecordFolder:
         is_sound = isinstance(found, dict) and found.get("id") == record_id
         if is_sound and digest in (b"", _digest(content)):
             return found
-        if path not in self._damaged:  # the disk's fault, as records are written whole
+        if path not in self._damaged:  # the disk must have damaged it, as records are written whole
             self._damaged.add(path)
             logger.error("%s is damaged and left out", path)
         return None
 
     def write(self, owner: str, record: Record) -> None:
-        """Write a record under its `id`, in place of an earlier one. The owner's folder must be there."""
+        """Write a record under its `id`, replacing an earlier one. The owner's folder must exist."""
         content = json.dumps(record).encode()
         write_whole(self.folder_of(owner) / f"{record['id']}.json", [content, b"\n", _digest(content)])
 
     def remove(self, owner: str, record_id: str) -> None:
-        """Remove a record, its .data and its .results.partial, each if it is there."""
+        """Remove a record with its .data and .results.partial files. Files that do not exist are ignored."""
         for end in ("json", "data", "results.partial"):
             (self.folder_of(owner) / f"{record_id}.{end}").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager that keeps other threads and processes from changing records. Blocks while another one holds
-        the lock, also of this thread: it cannot be nested.
+        """Context manager that holds the folder's lock, which every change of records takes. Blocks while another
+        thread or process holds it; it cannot be nested, not even in one thread.
         """
         with open(self._folder / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -98,22 +103,22 @@ class RecordFolder:
 
 
 def _digest(content: bytes) -> bytes:
-    """Return the SHA-256 of a record's line, in hexadecimal."""
+    """Return the SHA-256 of a record's line as hexadecimal bytes."""
     return hashlib.sha256(content).hexdigest().encode()
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file in bytes; 0 for one that is gone."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> int:
-    """Write a file that appears complete or not at all, in place of an earlier one, and return its size in bytes.
+    """Write a file that appears complete or not at all, replacing an earlier one, and return its size in bytes.
 
-    lines: written one after the other, as they are. It is written and synced to disk as PATH.whole, then renamed.
-    Raises OSError, and whatever `lines` raises.
+    lines: written one after the other, unchanged. The file is written and synced to disk as PATH.whole, then renamed;
+    PATH.whole is removed after an error. Raises OSError, and any error of `lines`.
     """
     whole = path.with_name(f"{path.name}.whole")
     try:

@@ -1,4 +1,4 @@
-"""Lines of a batch: OpenAI's and vLLM's form of a request and of its result, one JSON object per line."""
+"""Lines of a batch: a request or its result, one JSON object per line, in the form of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxengine.scheduler.base.errors import show_value
 from jaxengine.server.http.request.errors import ApiError
 from jaxengine.server.http.request.limits import read_json
 
-# Routes that a line may name: those whose answer is one JSON object that depends on the line alone.
+# Routes that a line may name: their answer is a single JSON object that depends only on the line.
 URLS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -28,7 +28,7 @@ URLS = (
     "/classify",
     "/pooling",
 )
-# A key is repeated in the result.
+# A custom_id is repeated in the result.
 MAX_ID_CHARS = 512
 
 
@@ -37,10 +37,10 @@ class BatchLine:
     """A request of a batch.
 
     Attributes:
-      number: of its line in the file, from 1.
+      number: number of its line in the file, from 1.
       custom_id: the caller's name for it, unique in the file.
       url: the route that answers it.
-      body: JSON of its body.
+      body: the request's body as JSON.
     """
 
     number: int
@@ -50,8 +50,8 @@ class BatchLine:
 
     @property
     def order(self) -> tuple[str, bytes]:
-        """Sort key that puts lines whose prompts begin alike after each other, so that they find each other's prefix in
-        the cache.
+        """Sort key, (url, JSON of the tools and the prompt), that brings requests with the same beginning next to each
+        other, so that they share prefixes in the cache.
         """
         fields = json.loads(self.body)
         start = next(
@@ -61,11 +61,11 @@ class BatchLine:
 
 
 class LineError(ConfigError):
-    """A line of a file of requests that is not a request, or one too many.
+    """Error of a file of requests: a line that is not a valid request, too many requests, or none.
 
     Attributes:
-      number: of the line, from 1; None for the file as a whole.
-      problem: with that line, without the name of the file.
+      number: number of the line, from 1; None for the file as a whole.
+      problem: what is wrong, without the name of the file.
     """
 
     number: int | None
@@ -73,8 +73,9 @@ class LineError(ConfigError):
 
     @classmethod
     def at(cls, path: str, number: int | None, problem: str) -> LineError:
-        """Return the error of a problem with a file, or with one of its lines. number: of the line, from 1; None for
-        the file.
+        """Return the error for a problem with a file or one of its lines, with `number` and `problem` set.
+
+        number: of the line, from 1; None for the file as a whole.
         """
         where, advice = path, "give a file with one JSON object a line"
         if number is not None:
@@ -86,14 +87,16 @@ class LineError(ConfigError):
 
 
 def read_lines(path: str, only_url: str | None = None, most: int | None = None) -> tuple[list[BatchLine], str]:
-    """Return the requests of a file, and the SHA-256 of its bytes in hexadecimal. Empty lines are skipped.
+    """Return the requests of a file, and the SHA-256 of the file's bytes in hexadecimal. Empty lines are skipped.
 
-    only_url: the route of every line; None for any of URLS. most: number of requests that are allowed; None for any.
+    only_url: the url that every line must have; None for any of URLS. most: largest number of requests; None for no
+    limit.
 
     Raises:
       LineError: a line is not a request, has the custom_id of an earlier one or another url than `only_url`, or there
-        are no requests or too many; the message has the line's number.
-      ConfigError: the path is not a file's. OSError: the file cannot be read.
+        are no requests or too many. The message has the line's number.
+      ConfigError: the path is not that of a file.
+      OSError: the file cannot be read.
     """
     file = Path(path)
     if not file.is_file():
@@ -118,12 +121,14 @@ def read_lines(path: str, only_url: str | None = None, most: int | None = None) 
 
 
 def _read_line(path: str, number: int, text: bytes) -> BatchLine:
-    """Return the request on a line of an input file. number: of the line, from 1. Raises LineError for all but a JSON
-    object with a custom_id, POST, one of URLS and a body that does not stream. A byte order mark may begin line 1.
+    """Return the request on a line of an input file. number: of the line, from 1; a byte order mark may begin line 1.
+
+    Raises LineError unless the line is a JSON object with a custom_id of 1 to MAX_ID_CHARS characters, the method
+    "POST", one of URLS, and a body that does not request a stream.
     """
     try:
         fields = read_json(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
-    except ApiError as error:  # what no body of a request may have, such as half a surrogate pair
+    except ApiError as error:  # invalid JSON, or content that no request may have, such as half a surrogate pair
         raise LineError.at(path, number, error.detail.replace("the body", "it", 1)) from None
     if not isinstance(fields, dict):
         raise LineError.at(path, number, "it is not a JSON object")
@@ -143,9 +148,10 @@ def _read_line(path: str, number: int, text: bytes) -> BatchLine:
 
 
 def result_line(line: BatchLine, status: int, answer: Any) -> bytes:
-    """Return the result of a request as a line of the output file, line break included.
+    """Return the result of a request as a line of the output file, line break included, with new random ids.
 
-    status: of HTTP. answer: JSON value of its body; for a status of 400 and above, OpenAI's object with `error`.
+    status: HTTP status. answer: JSON value of the answer's body; for a status of 400 and above, OpenAI's object with
+    `error`, which the line then repeats as its own `error`.
     """
     failed = status >= 400
     error = answer.get("error", answer) if failed and isinstance(answer, dict) else None
@@ -154,14 +160,16 @@ def result_line(line: BatchLine, status: int, answer: Any) -> bytes:
 
 
 def expired_line(line: BatchLine) -> bytes:
-    """Return the result of a request that was not answered in time, its error code "batch_expired", as a line of the
-    error file, line break included.
+    """Return a line of the error file, line break included, for a request that was not answered in time: it has no
+    response, and the error code "batch_expired".
     """
     text = "This request could not be executed before the completion window expired."
     return _encoded(line, None, {"code": "batch_expired", "message": text})
 
 
 def _encoded(line: BatchLine, response: Any, error: Any) -> bytes:
-    """Return a result as a line, line break included, with a new id. response, error: JSON values; None for none."""
+    """Return a result as a line of JSON, line break included, with a new random id. response, error: JSON values; None
+    for none.
+    """
     result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
     return json.dumps(result, ensure_ascii=False).encode() + b"\n"

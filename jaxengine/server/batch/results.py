@@ -1,7 +1,7 @@
-"""Results of a batch on disk: each is written as soon as it is there, so that a batch that was killed can continue.
+"""Results of a batch on disk. Each is written as soon as it exists, so that a batch that was killed can continue.
 
-Next to the output file FILE lies FILE.partial while the batch runs: a line that identifies the batch, then a line for
-each result, in the order in which they arrived. At the end they are written to FILE in the order of the requests.
+While the batch runs, FILE.partial lies next to the output file FILE: a line that identifies the batch, then a line for
+each result, in order of arrival. At the end the results are written to FILE in the order of the requests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from jaxengine.server.batch.lines import BatchLine
 
 
 class Kept(NamedTuple):
-    """Place of a result in the partial file.
+    """Location of a result in the partial file.
 
     Attributes:
-      offset, size: of its line, in bytes.
+      offset: byte offset of its line.
+      size: size of its line in bytes, line break included.
       failed: whether its request failed.
     """
 
@@ -33,23 +34,24 @@ class Kept(NamedTuple):
 
 
 class Results:
-    """Results of one batch so far.
+    """Results of one batch so far, in a partial file that is locked while this object is open.
 
     Args:
-      path: the output file. A link stays, and the file that it names is written.
+      path: the output file. If it is a link, the file to which the link leads is written.
       batch: identifies the batch, so that results of another one are refused.
       input_file: the file of requests, which is never overwritten.
-
     Raises:
-      ConfigError: `path` cannot be an output file, the results next to it are of another batch, or another process
-        writes them.
+      ConfigError: `path` cannot be an output file or is the input file, the partial file has results of another batch,
+        or another process writes it.
       OSError: the files cannot be written.
-
     Attributes:
-      known: where results are, by custom_id.
+      known: location of each result, by custom_id.
     """
 
     def __init__(self, path: str, batch: str, input_file: str):
+        """Open and lock the partial file, read the results in it, and drop an incomplete one at its end. See the class
+        for arguments and errors.
+        """
         self.known: dict[str, Kept] = {}
         self._path = _output_path(path)
         self._partial, self._whole = Path(f"{self._path}.partial"), Path(f"{self._path}.whole")
@@ -62,15 +64,15 @@ class Results:
         try:
             self._lock()
             size = self._read()
-            self._file.truncate(size)  # what was being written when the batch was killed is no result
+            self._file.truncate(size)  # drop the result that was being written when the batch was killed
             self._file.seek(size)
         except BaseException:
             self._file.close()
             raise
 
     def _lock(self) -> None:
-        """Lock the partial file, until it is closed. Raises ConfigError if another process has the lock. Does nothing
-        on a file system without locks.
+        """Lock the partial file until it is closed. Raises ConfigError if another process holds the lock. On a file
+        system without locks, does nothing.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,8 +83,8 @@ class Results:
             pass
 
     def _read(self) -> int:
-        """Read the results in the partial file into `known`, up to the first damaged one; return the number of bytes up
-        to their end, 0 if there is only a part of the header or nothing.
+        """Read the results in the partial file into `known`, up to the first damaged line. Return the offset in bytes
+        at which they end; 0 if the file is empty or has only a part of the header.
 
         Raises ConfigError for a file that does not begin with this batch's header, or with a part of it.
         """
@@ -107,14 +109,16 @@ class Results:
 
     @property
     def num_failed(self) -> int:
-        """Return the number of results of requests that failed."""
+        """Number of results whose request failed."""
         return sum(kept.failed for kept in self.known.values())
 
     def add(self, line: BatchLine, result: bytes, *, failed: bool) -> None:
-        """Append the result of a request, a whole line, to the partial file, and note it in `known`. Raises OSError,
-        for example for a full disk; no result may be added then.
+        """Append the result of a request, a whole line, to the partial file, and add it to `known`. The first result is
+        preceded by the header.
+
+        Raises OSError, for example for a full disk; the caller must not add further results then.
         """
-        # Without results nothing says that the file is of this batch: its model or options may be mended.
+        # The header comes with the first result: before that, the batch's model or options may still be corrected.
         if not self.known:
             self._file.write(self._header)
         offset = self._file.tell()
@@ -123,9 +127,9 @@ class Results:
         self.known[line.custom_id] = Kept(offset, len(result), failed)
 
     def lines(self, lines: Iterable[BatchLine], *, failed: bool | None = None) -> Iterator[bytes]:
-        """Yield the results that are there of `lines`, in their order.
+        """Yield the stored results of `lines`, in the order of `lines`; those without a result are skipped.
 
-        failed: True for only those of requests that failed, False for only those of others, None for all.
+        failed: True for results of failed requests only, False for those of other requests only, None for all.
         """
         for line in lines:
             kept = self.known.get(line.custom_id)
@@ -133,9 +137,9 @@ class Results:
                 yield os.pread(self._file.fileno(), kept.size, kept.offset)
 
     def finish(self, lines: Iterable[BatchLine]) -> None:
-        """Write the output file whole, with the results of all `lines` in their order, and remove the partial one.
+        """Write the output file with the results of all `lines`, in their order, and remove the partial file.
 
-        The file appears complete or not at all. Raises OSError.
+        The output file appears complete or not at all. Raises OSError.
         """
         try:
             with open(self._whole, "wb") as file:
@@ -154,16 +158,16 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the partial file, and remove it if it has no results. Errors of the block are raised on."""
+        """Close the partial file, and remove it if it has no results. Errors of the block propagate."""
         if not self.known:
             self._partial.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # of the disk that was full already
+        with contextlib.suppress(OSError):  # the disk may be full, which has been reported already
             self._file.close()
 
 
 def _output_path(path: str) -> Path:
-    """Return the path of the output file without links. Raises ConfigError for a path without a file's name, and for a
-    folder, a device or a pipe.
+    """Return the path of the output file with links resolved. Raises ConfigError for a path without a file name, and
+    for a folder, a device or a pipe.
     """
     if not Path(path).name:
         raise ConfigError("output_file", path, "the name of a file")

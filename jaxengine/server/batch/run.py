@@ -1,5 +1,5 @@
-"""Requests of a batch, run through the HTTP application without a socket: each is checked, rendered and answered as
-by a server.
+"""Requests of a batch, run through the HTTP application without a socket: each is checked, rendered and answered as by
+a server.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ async def run_lines(
     check: Callable[[], Awaitable[None]],
     done: Callable[[BatchLine, int, Any], None],
 ) -> None:
-    """Answer `lines`, at most `concurrency` of them at a time, those whose prompts begin alike (`BatchLine.order`) one
-    after the other; return when all are answered.
+    """Answer `lines`, at most `concurrency` of them at a time, in the order of `BatchLine.order`, which puts prompts
+    with the same beginning next to each other. Return when all are answered.
 
-    answer: returns a request's HTTP status and the JSON value of its answer. results: receives each result. check:
-    raises an error if the engine has failed, so that its failure does not become a request's result. done: called after
-    each result was stored, with its line, status and answer.
-
-    Raises the error of `check`, or OSError if results cannot be written; requests in progress are cancelled then.
+    answer: returns a request's HTTP status and the JSON value of its answer. results: receives each result; a status of
+    400 and above is a failure. check: called before a result is stored; raises an error if the engine has failed, so
+    that its failure does not become a request's result. done: called after each result was stored, with its line,
+    status and answer. Raises the error of `check`, or OSError if results cannot be written; requests in progress are
+    cancelled then.
     """
     # Sorting parses every body, on a thread since that may take seconds.
     waiting = await asyncio.to_thread(sorted, lines, key=lambda line: line.order, reverse=True)
 
     async def work() -> None:
-        """Answer lines until none waits."""
+        """Answer waiting lines one after another until none is left."""
         while waiting:
             line = waiting.pop()
             status, said = await answer(line)
@@ -55,13 +55,12 @@ async def run_lines(
 
 
 async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, Any]:
-    """POST a request to the application; return (HTTP status, the answer's JSON value).
+    """POST a request to the application; return (HTTP status, JSON value of the answer).
 
-    state: what the caller says of the request to the application's middleware, such as whose it is. The request's id
-    follows from the line's custom_id, so a line that is tried again gets the adapter of lora_routes that it had.
-
-    An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400. Raises what the
-    application raises.
+    state: values for the ASGI scope's "state", by which the application's middleware knows, for example, the owner of
+    the request. The request's id is a hash of the line's custom_id, so a line that is sent again gets the same adapter
+    of lora_routes. An answer that is not JSON, such as embeddings as plain bytes, becomes an error with status 400.
+    Raises the application's exceptions.
     """
     name = hashlib.sha256(line.custom_id.encode()).hexdigest()[:32].encode()
     length = str(len(line.body)).encode()
@@ -84,15 +83,15 @@ async def call(app: ASGIApp, line: BatchLine, state: Mapping[str, Any] = Mapping
     sent, status, chunks = False, 500, []
 
     async def receive() -> Message:
-        """Return the body once; later calls wait for ever."""
+        """Return the body once; later calls never return."""
         nonlocal sent
-        if sent:  # the caller never leaves: a second call waits until it is cancelled
+        if sent:  # the client never disconnects: a second call waits until it is cancelled
             await asyncio.Event().wait()
         sent = True
         return {"type": "http.request", "body": line.body, "more_body": False}
 
     async def send(message: Message) -> None:
-        """Keep the status and the body's chunks of the answer."""
+        """Record the answer's status and append its body chunk."""
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]

@@ -1,6 +1,6 @@
-"""Runner of the batch API: it answers the batches of a store, line by line while the engine has slots to spare.
+"""Runner of the batch API: it answers the batches of a store, line by line, while the engine has slots to spare.
 
-Results are kept one by one, as `run-batch` does, so a batch goes on after the process was killed.
+Results are stored one by one, as `run-batch` does, so a batch continues after the process was killed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from jaxengine.server.batch.store import BatchStore, Record
 
 logger = logging.getLogger(__name__)
 
-# Requests of one batch, as of OpenAI's.
+# Largest number of requests in a batch, as in OpenAI's API.
 MAX_LINES = 50_000
-# Batches that run at a time, each of another owner, and requests of one of them.
+# Largest number of batches that run at a time, each of another owner, and of concurrent requests of one batch.
 _MOST_BATCHES, _MOST_REQUESTS = 4, 256
-# Of every so many slots one is left to others, at least one where there are two.
+# One of every _SPARE slots is left to other requests, and at least one if there are two or more.
 _SPARE = 4
-# Seconds between two looks at the engine's load, between two looks at the store, before a batch that could not go on is
-# tried again, before a request that was refused is, and between two removals of what is old.
+# Seconds between two queries of the engine's load, between two reads of the store, before a batch is tried again after
+# an error, before a refused request is sent again, and between two removals of expired files and batches.
 _LOAD_SECONDS, _LOOK_SECONDS, _PAUSE_SECONDS, _REFUSED_SECONDS, _SWEEP_SECONDS = 0.1, 1.0, 15.0, 1.0, 600.0
 # Statuses of requests that may be answered later: too many wait, or the engine is being started again.
 _LATER = (429, 503)
 
 
 class SpareSlots:
-    """Slots of the engine that requests of batches may take: three quarters, rounded up, but not all if there are two
-    or more, and none while other requests wait. An asynchronous context manager for one slot.
+    """Slots of the engine that requests of batches may take: at most three quarters, rounded up, but not all if there
+    are two or more, and none while the engine's other requests fill this share. An asynchronous context manager for one
+    slot.
     """
 
     def __init__(self, engine: EngineClient):
@@ -49,8 +50,8 @@ class SpareSlots:
         self._looked = 0.0
 
     async def __aenter__(self) -> None:
-        """Take a slot as soon as there is one, in the order of the calls. Asks the engine for its load if the last
-        answer is older than 0.1 s or left no slot. Raises EngineDeadError.
+        """Take a slot as soon as there is one, in the order of the calls. Queries the engine's load if the last answer
+        is older than 0.1 s or left no slot. Raises EngineDeadError.
         """
         async with self._turn:
             while self._num_spare <= 0 or time.monotonic() - self._looked > _LOAD_SECONDS:
@@ -58,7 +59,7 @@ class SpareSlots:
                 self._looked = time.monotonic()
                 num_slots, num_taken = load["num_slots"], load["num_running"] + load["num_waiting"]
                 spare = max(num_slots // _SPARE, 1) if num_slots > 1 else 0
-                # Its own that are still being prepared are not known to the engine.
+                # The engine does not know of batch requests that are still being prepared.
                 self._num_spare = num_slots - spare - max(num_taken, self._num_own)
                 if self._num_spare <= 0:
                     await asyncio.sleep(_LOAD_SECONDS)
@@ -66,17 +67,18 @@ class SpareSlots:
             self._num_own += 1
 
     async def __aexit__(self, *_: Any) -> None:
-        """Give the slot back, also after an error, which is raised on."""
+        """Give the slot back. Errors of the block propagate."""
         self._num_spare += 1
         self._num_own -= 1
 
 
 class BatchService:
-    """Runner of all batches of a server, in one of its processes; another one takes over if that ends.
+    """Runner of all batches of a server, in one of its processes; another process takes over if this one ends.
 
     Args:
-      app: the HTTP application. engine: the one that it serves. config: has enable_batch_api.
-
+      app: the HTTP application.
+      engine: the engine that the application serves.
+      config: server options, with enable_batch_api.
     Raises ConfigError if batch_storage_dir cannot be used.
     """
 
@@ -91,8 +93,8 @@ class BatchService:
         self._paused: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Run batches until cancelled. While another process runs them, look every second whether it has ended; after
-        an OSError, which is logged, go on 15 s later.
+        """Run batches until cancelled. While another process runs them, tries every second to take over. An OSError is
+        logged, and work continues 16 s later.
         """
         while True:
             try:
@@ -106,8 +108,9 @@ class BatchService:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self) -> None:
-        """Start the store's batches, at most one of each owner and four at a time, and remove what is old every ten
-        minutes, until cancelled; then cancel them and wait for their ends. Raises OSError.
+        """Start the store's batches, at most one of each owner and four at a time, and remove expired files and batches
+        every ten minutes. Runs until cancelled or an OSError; then cancels the running batches and waits for their
+        ends.
         """
         swept = -_SWEEP_SECONDS
         try:
@@ -131,8 +134,8 @@ class BatchService:
             self._work.clear()
 
     async def _try(self, owner: str, batch_id: str) -> None:
-        """Run a batch to its end. After an OSError or EngineDeadError, which is logged, it is not tried again for 15 s;
-        any other exception is logged and ends it as failed. Raises OSError if that cannot be stored.
+        """Run a batch to its end. After an OSError or EngineDeadError, which is logged, the batch is paused for 15 s.
+        Any other exception is logged and ends the batch as failed. Raises OSError if that cannot be stored.
         """
         self._paused.pop(batch_id, None)
         try:
@@ -146,8 +149,11 @@ class BatchService:
             await asyncio.to_thread(self._fail, owner, batch_id, problem)
 
     async def _run(self, owner: str, batch_id: str) -> None:
-        """Answer a batch and store its end; do nothing if it is gone. A file that cannot be read as requests ends it as
-        failed. Raises OSError, EngineDeadError, and ConfigError for results of another file's batch.
+        """Answer a batch and store its final state; do nothing if its record does not exist. A file that cannot be read
+        as requests ends it as failed.
+
+        Raises OSError, EngineDeadError, and ConfigError if the partial results are of another input file or in use by
+        another process.
         """
         record = await asyncio.to_thread(self._store.batch, owner, batch_id)
         if record is None:
@@ -174,10 +180,11 @@ class BatchService:
             await asyncio.to_thread(self._finish, owner, batch_id, lines, results, end)
 
     async def _answer(self, owner: str, batch_id: str, lines: list[BatchLine], results: Results) -> str:
-        """Answer the lines that have no result, until there are none, the batch is cancelled or its time is over.
+        """Answer the lines that have no result, until all have one, the batch is cancelled or its time is over. Return
+        the status with which the batch ends: "completed", "cancelled" (also if its record no longer exists) or
+        "expired".
 
-        Returns the status with which the batch ends: "completed", "cancelled" (also if its record is gone) or
-        "expired". Each second it stores the counts. Requests in progress are cancelled at the end. Raises the errors of
+        Stores the counts of results every second. Requests in progress are cancelled at the end. Raises the errors of
         `run_lines`.
         """
         left = [line for line in lines if line.custom_id not in results.known]
@@ -200,8 +207,10 @@ class BatchService:
             await asyncio.wait([working])
 
     async def _answer_line(self, holder: bytes, line: BatchLine) -> tuple[int, Any]:
-        """Return a request's HTTP status and answer, once the engine has a slot to spare. One with status 429 or 503 is
-        sent again after a second, as often as needed. holder: digest of its key. Raises EngineDeadError.
+        """Return a request's HTTP status and answer. Waits for a spare slot of the engine; a request with status 429 or
+        503 is sent again after a second, as often as needed.
+
+        holder: digest of the owner's key. Raises EngineDeadError.
         """
         while True:
             async with self._slots:
@@ -211,8 +220,11 @@ class BatchService:
             await asyncio.sleep(_REFUSED_SECONDS)
 
     def _finish(self, owner: str, batch_id: str, lines: list[BatchLine], results: Results, status: str) -> None:
-        """Store the output and error files of a batch that has ended, with its last state. The error file has the
-        failed requests, and, if the status is "expired", those without a result. status: as `_answer` returns it.
+        """Store the output and error files of a batch that has ended, with its final state. The output file has the
+        results of requests that succeeded. The error file has those of failed requests and, if the status is "expired",
+        a line for each request without a result.
+
+        status: "completed", "cancelled" or "expired".
         """
 
         def finalise(record: Record) -> None:
@@ -233,13 +245,13 @@ class BatchService:
         self._store.finish(owner, batch_id, output, (*failures, *errors), end)
 
     def _fail(self, owner: str, batch_id: str, problem: Record) -> None:
-        """End a batch as failed, without results. problem: the entry of its `errors`."""
+        """End a batch as failed, without results. problem: the only entry of the record's `errors`."""
         errors = {"object": "list", "data": [problem]}
         end = {"status": "failed", "failed_at": int(time.time()), "errors": errors}
         self._store.finish(owner, batch_id, (), (), end)
 
 
 def _count(record: Record, *, results: Results) -> None:
-    """Set the counts of completed and of failed requests in a batch's record from its results so far."""
+    """Set the counts of completed and of failed requests in a batch's record, in place, from its results so far."""
     failed = results.num_failed
     record["request_counts"].update(completed=len(results.known) - failed, failed=failed)

@@ -1,8 +1,8 @@
 """Store of the batch API: files and batches of every client in a folder, which outlive the server.
 
-Besides records (jaxengine.server.batch.folder), an owner's folder has ID.data, a file's content, and
+Besides records (jaxengine.server.batch.folder), an owner's folder has ID.data, the content of a file, and
 ID.results.partial, the results so far of a batch. FOLDER/live has an entry for each batch that has not ended. Several
-processes may use a folder; one at a time runs its batches.
+processes may use a folder; only one at a time runs its batches.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.batch.folder import ID, Record, RecordFolder, size_of, write_whole
 
 _LIVE = ("validating", "in_progress", "finalizing", "cancelling")
-# Uploads and entries without a record are what a killed process left, once they are so many seconds old.
+# Uploads and live entries without a record were left by a killed process once they are this many seconds old.
 _STALE_SECONDS = 3600.0
 _RETRY_SECONDS = 60.0
 
 
 class TooLargeError(RequestError):
-    """Raised for a file with more bytes than one may have."""
+    """Error of a file with more bytes than a file may have."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of what is kept.
+    """Limits of the store.
 
     Attributes:
-      file_bytes: size of one file.
+      file_bytes: largest size of one file.
       client_bytes, client_files, client_batches: of one client: bytes of all files and results, number of files, and
         number of batches.
-      retention: seconds for which anything is kept.
+      retention: seconds after which files and ended batches are removed.
     """
 
     file_bytes: int
@@ -56,12 +56,12 @@ class Bounds:
 class BatchStore:
     """Files and batches in a folder.
 
-    Methods block for as long as the disk takes; they may be called from any thread and process. Owners are digests of
-    keys in hexadecimal. An id that is unknown, or another owner's, is not found. All raise OSError.
+    Methods block on the disk; they may be called from any thread and process. Owners are digests of keys in
+    hexadecimal. Methods treat another owner's id like an unknown one. All may raise OSError.
     """
 
     def __init__(self, folder: str, bounds: Bounds):
-        """Create the folder if it is missing. Raises ConfigError if it cannot be used."""
+        """Create the folder, its subfolders and its lock if missing. Raises ConfigError if it cannot be used."""
         self.bounds = bounds
         path = named_path("batch_storage_dir", folder)
         self._records = RecordFolder(path)
@@ -75,7 +75,9 @@ class BatchStore:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """Return the store that the options of a server name, which have batch_storage_dir."""
+        """Return the store for a server's options, which have batch_storage_dir. Raises ConfigError if it cannot be
+        used.
+        """
         assert config.batch_storage_dir is not None
         bounds = Bounds(
             config.max_batch_file_bytes,
@@ -87,8 +89,8 @@ class BatchStore:
         return cls(config.batch_storage_dir, bounds)
 
     def upload(self, owner: str) -> Upload:
-        """Create an empty file that is being received, in the owner's folder, which is made if it is missing; return
-        it. Raises OverloadedError for an owner with `client_files` files or more than `client_bytes` bytes.
+        """Create and return an Upload with an empty temporary file in the owner's folder, which is created if it is
+        missing. Raises OverloadedError for an owner with `client_files` files or more than `client_bytes` bytes.
         """
         folder = self._records.folder_of(owner)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -96,22 +98,22 @@ class BatchStore:
         return Upload(self, folder)
 
     def file(self, owner: str, file_id: str) -> Record | None:
-        """Return the record of an owner's file; None if there is none, or if it has expired."""
+        """Return the record of an owner's file; None if there is none or it has expired."""
         record = self._records.read(owner, file_id, "file-")
         return record if record is None or record["expires_at"] > time.time() else None
 
     def files(self, owner: str) -> Iterator[Record]:
-        """Yield the records of an owner's files, the newest first."""
+        """Return an iterator over the records of an owner's files that have not expired, the newest first."""
         found = (self.file(owner, each) for each in self._records.ids(owner, "file-"))
         return (record for record in found if record is not None)
 
     def content(self, owner: str, file_id: str) -> Path:
-        """Return the path of a file's content, ID.data. file_id: of a record that was found, as it is not checked."""
+        """Return the path of a file's content, ID.data. file_id: of an existing record, as it is not checked."""
         return self._records.folder_of(owner) / f"{file_id}.data"
 
     def delete_file(self, owner: str, file_id: str) -> bool:
-        """Remove a file; return whether it was there and had not expired. Raises RequestError for the input of a batch
-        that has not ended.
+        """Remove a file. Return False, without removing anything, if it does not exist or has expired, else True.
+        Raises RequestError if it is the input of a batch that has not ended.
         """
         with self._records.locked():
             if self.file(owner, file_id) is None:
@@ -122,10 +124,11 @@ class BatchStore:
         return True
 
     def create(self, owner: str, fields: Record) -> Record:
-        """Store a new batch with a new id and the `fields` of its record, and list it as live; return the record.
+        """Store a new batch with a new id and the `fields` of its record, and add its entry to FOLDER/live; return the
+        record.
 
-        An owner with `client_batches` batches loses the oldest that has ended. Raises OverloadedError if none has, and
-        OSError for a disk that takes no more, which changes nothing.
+        If the owner has `client_batches` batches, the oldest one that has ended is removed. Raises OverloadedError if
+        none of them has ended, and OSError for a full disk; neither changes anything.
         """
         batch_id = f"batch_{_new_id()}"
         record = {"id": batch_id, **fields}
@@ -137,7 +140,7 @@ class BatchStore:
                     problem = f"{len(known)} batches of yours have not ended (max_batches_per_client)"
                     raise OverloadedError(problem, retry_after=_RETRY_SECONDS)
             try:
-                # The entry first: a record without one would wait for ever.
+                # The live entry first: a record without one would never run.
                 (self._live / batch_id).write_text(owner)
                 self._records.write(owner, record)
             except OSError:
@@ -148,17 +151,17 @@ class BatchStore:
         return record
 
     def batch(self, owner: str, batch_id: str) -> Record | None:
-        """Return the record of a batch; None if its owner has none of this id."""
+        """Return the record of a batch; None if its owner has none with this id."""
         return self._records.read(owner, batch_id, "batch_")
 
     def batches(self, owner: str) -> Iterator[Record]:
-        """Yield the records of an owner's batches, the newest first."""
+        """Return an iterator over the records of an owner's batches, the newest first."""
         found = (self.batch(owner, each) for each in self._records.ids(owner, "batch_"))
         return (record for record in found if record is not None)
 
     def change(self, owner: str, batch_id: str, edit: Callable[[Record], Any]) -> Record | None:
-        """Let `edit` change the record of a batch in place, under the folder's lock, and store it if it is another one
-        then; return it, None if there is no such batch.
+        """Call `edit` with the record of a batch, which it may change in place, under the folder's lock, and store the
+        record if it was changed. Return the record; None if there is no such batch, in which case `edit` is not called.
         """
         with self._records.locked():
             record = self.batch(owner, batch_id)
@@ -170,8 +173,8 @@ class BatchStore:
         return record
 
     def live(self) -> list[tuple[str, str]]:
-        """Return (owner, id) of the batches that have not ended, in the order of their creation. Removes the entries of
-        others in FOLDER/live; those without a record once they are an hour old.
+        """Return (owner, id) of the batches that have not ended, the oldest first. Removes from FOLDER/live the entries
+        of batches that have ended, and those without a record once they are an hour old.
         """
         found: list[tuple[str, str]] = []
         for batch_id in sorted(name for name in os.listdir(self._live) if ID.fullmatch(name)):
@@ -188,15 +191,16 @@ class BatchStore:
         return found
 
     def results_path(self, owner: str, batch_id: str) -> str:
-        """Return the path of a batch's results for `Results`, which keeps them as PATH.partial. Creates nothing."""
+        """Return the path to be given to `Results` for a batch, which stores them at PATH.partial. Creates nothing."""
         return str(self._records.folder_of(owner) / f"{batch_id}.results")
 
     def finish(self, owner: str, batch_id: str, output: Iterable[bytes], errors: Iterable[bytes], end: Record) -> None:
-        """Store a batch's output and error file, each only if it has lines, and its last state: the fields `end`, with
-        the ids of these files as output_file_id and error_file_id. Then remove its live entry and its partial results.
+        """Store a batch's output and error files, each only if it has lines, then its final state: the fields `end`,
+        with the ids of these files as output_file_id and error_file_id. Then remove its live entry and its partial
+        results.
 
-        The files expire after the seconds of the record's output_expires_after, else after `retention`. It may be
-        called again for a batch whose process was killed meanwhile.
+        The files expire after the record's output_expires_after.seconds, or else after `retention` seconds. The call
+        may be repeated for a batch whose process was killed in the middle of it.
         """
         number = batch_id.removeprefix("batch_")
         record = self.batch(owner, batch_id) or {}
@@ -217,9 +221,8 @@ class BatchStore:
         Path(f"{self.results_path(owner, batch_id)}.partial").unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what has been kept for long enough: expired files, except inputs of batches that have not ended;
-        batches that have ended and were created `retention` seconds ago; and, after an hour, what killed processes
-        left.
+        """Remove expired files, except inputs of batches that have not ended; batches that have ended and were created
+        `retention` seconds ago or earlier; and files that killed processes left, once these are an hour old.
         """
         now = time.time()
         for folder in self._records.owners():
@@ -239,18 +242,18 @@ class BatchStore:
 
     @contextlib.contextmanager
     def only_runner(self) -> Iterator[None]:
-        """Context manager for the one process that runs the batches: it holds a lock, without waiting for it. Raises
-        BlockingIOError if another process, or another call in this one, holds it.
+        """Context manager for the one process that runs the batches. It holds a lock, without waiting for it. Raises
+        BlockingIOError if another process, or another call in this one, holds the lock.
         """
         with open(self._live / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
 
     def keep(self, folder: Path, path: str, size: int, filename: str, purpose: str, lifetime: float | None) -> Record:
-        """Store a received file; return its record. folder: of its owner. Other arguments as of `Upload.keep`; path:
-        its content, which moves.
+        """Store a received file under a new id, and return its record.
 
-        Raises OverloadedError if its owner has no room for it.
+        folder: of its owner. path: its content, which is moved. size: in bytes. lifetime: seconds until it expires, at
+        most `retention`, which None stands for. Raises OverloadedError if the owner has no room for the file.
         """
         lifetime = min(self.bounds.retention, lifetime or self.bounds.retention)
         record = _file_record(f"file-{_new_id()}", size, filename, purpose, lifetime)
@@ -259,14 +262,14 @@ class BatchStore:
             os.replace(path, folder / f"{record['id']}.data")
             try:
                 self._records.write(folder.name, record)
-            except OSError:  # content without a record could never be deleted
+            except OSError:  # content without a record could not be deleted by its owner
                 self._records.remove(folder.name, record["id"])
                 raise
         return record
 
     def _check_quota(self, folder: Path) -> None:
-        """Raise OverloadedError if the owner of a folder has as many files as are allowed, or more bytes, those of
-        files that are being received included.
+        """Raise OverloadedError if the owner of a folder has `client_files` files or more, or more than `client_bytes`
+        bytes. Results and files that are being received count as bytes.
         """
         names = [name for name in os.listdir(folder) if not name.endswith(".json")]
         num_files, kept = sum(name.endswith(".data") for name in names), sum(size_of(folder / name) for name in names)
@@ -278,7 +281,7 @@ class BatchStore:
             raise OverloadedError(f"{problem} (max_batch_bytes_per_client); delete some", retry_after=_RETRY_SECONDS)
 
     def _reader(self, owner: str, file_id: str) -> str | None:
-        """Return the id of a batch that has not ended and whose input a file is; None without one."""
+        """Return the id of a batch that has not ended and whose input is this file; None if there is none."""
         return next((name for at, name in self.live() if at == owner and self._input(owner, name) == file_id), None)
 
     def _input(self, owner: str, batch_id: str) -> str | None:
@@ -287,7 +290,9 @@ class BatchStore:
 
 
 class Upload:
-    """File that is being received: `write` its content, then `keep` it; `discard` in the end."""
+    """File that is being received: call `write` with its content, then `keep` to store it, and `discard` at the end in
+    any case.
+    """
 
     def __init__(self, store: BatchStore, folder: Path):
         self._store, self._folder = store, folder
@@ -296,7 +301,7 @@ class Upload:
         self._size = 0
 
     def write(self, piece: bytes) -> None:
-        """Append to the content. Raises TooLargeError, and then writes nothing, if it would have more than `file_bytes`
+        """Append to the content. Raises TooLargeError, without writing, if the file would have more than `file_bytes`
         bytes; OSError.
         """
         self._size += len(piece)
@@ -306,23 +311,25 @@ class Upload:
         self._file.write(piece)
 
     def keep(self, filename: str, purpose: str, lifetime: float | None) -> Record:
-        """Store the file for `lifetime` seconds, None or more than the store's for as long as that keeps files; return
-        its record. Raises OverloadedError if its owner has no room for it, and OSError.
+        """Sync the content to disk, store the file, and return its record.
+
+        lifetime: seconds until it expires, at most the store's `retention`, which None stands for. Raises
+        OverloadedError if the owner has no room for the file, and OSError.
         """
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._store.keep(self._folder, self._path, self._size, filename, purpose, lifetime)
 
     def discard(self) -> None:
-        """Remove what was received, unless it was kept."""
-        with contextlib.suppress(OSError):  # of the disk that was full already
+        """Close the temporary file and remove it; a file that `keep` has stored stays."""
+        with contextlib.suppress(OSError):  # the disk may be full, which has been reported already
             self._file.close()
         Path(self._path).unlink(missing_ok=True)
 
 
 def check_lifetime(seconds: int | None, name: str) -> int | None:
-    """Return `seconds`, after which a file expires; None for no limit of its own. Raises RequestError, naming
-    the field `name`, unless they are 3600 to 2592000, both included.
+    """Return `seconds`, after which a file expires, unchanged; None stands for no limit in the request. Raises
+    RequestError, with the field `name`, unless it is None or 3600 to 2592000, both included.
     """
     if seconds is not None and not 3600 <= seconds <= 2592000:
         raise RequestError(f"{name} is {show_value(seconds)}; allowed are 3600 to 2592000", param=name)
@@ -330,14 +337,12 @@ def check_lifetime(seconds: int | None, name: str) -> int | None:
 
 
 def _new_id() -> str:
-    """Return 32 hexadecimal digits: the time in nanoseconds, by which ids are sorted, then a random number."""
+    """Return 32 hexadecimal digits: 16 of the time in nanoseconds, so that ids sort by time, then 16 random ones."""
     return f"{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def _file_record(file_id: str, size: int, filename: str, purpose: str, lifetime: float) -> Record:
-    """Return the record, OpenAI's object of a file, of one that is created now and expires after `lifetime` seconds.
-    size: in bytes.
-    """
+    """Return OpenAI's object for a file that is created now and expires after `lifetime` seconds. size: in bytes."""
     now = int(time.time())
     about = {"filename": filename, "purpose": purpose, "status": "processed", "status_details": None}
     return {

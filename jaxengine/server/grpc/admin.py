@@ -1,4 +1,4 @@
-"""Admin service: inspection and control by operators, who have been authenticated."""
+"""Admin service: inspection and control by operators, whom KeyInterceptor has authenticated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Context = grpc.aio.ServicerContext
 
 
 class AdminService(WeightMethods):
-    """Implementation of admin.proto; methods have its names and raise the exceptions that status.status_of handles."""
+    """Implementation of admin.proto. Its methods have the names of the proto's and raise exceptions that
+    status.status_of converts.
+    """
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], calls: OpenCalls):
         self._engine = engine
@@ -48,7 +50,7 @@ class AdminService(WeightMethods):
         )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
-        """Return the model's names, vocabulary size, eos tokens, and whether it takes texts."""
+        """Return the model's names, vocabulary size and eos tokens, and whether it accepts texts."""
         inputs = self._engine.inputs
         name, *aliases = self._model_names
         tokenizer = inputs.tokenizer
@@ -63,8 +65,8 @@ class AdminService(WeightMethods):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.Load:
-        """Return the number of requests that run and wait, the share of KV pages in use, 0 to 1, and the number of open
-        calls, this one included. Raises EngineDeadError.
+        """Return the number of requests that run and that wait, the fraction of KV pages in use, 0 to 1, and the number
+        of open calls, this one included. Raises EngineDeadError.
         """
         status = await self._engine.utility("status")
         return pb.Load(
@@ -75,8 +77,8 @@ class AdminService(WeightMethods):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Abort requests by id, without waiting for their ends; unknown ids are ignored. Raises RequestError for none,
-        and for more than MAX_IDS; EngineDeadError.
+        """Abort requests by id, without waiting for their ends. Unknown ids are ignored. Raises RequestError unless
+        there are 1 to MAX_IDS ids; EngineDeadError.
         """
         count = len(request.request_ids)
         if not 1 <= count <= MAX_IDS:
@@ -86,12 +88,14 @@ class AdminService(WeightMethods):
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
-        """Drop cached prefixes and images; success: whether both were dropped. Raises EngineDeadError."""
+        """Drop cached prefixes and images. `success` is whether both were dropped. Raises EngineDeadError."""
         done = [await self._engine.utility(name) for name in ("reset_prefix_cache", "reset_mm_cache")]
         return pb.FlushCacheResponse(success=all(done))
 
     async def LoadLoraAdapter(self, request: pb.LoadLoraAdapterRequest, context: Context) -> pb.LoadLoraAdapterResponse:
-        """Load an adapter from a folder in lora_root. Raises RequestError and EngineDeadError, as `load_from_root`."""
+        """Load an adapter from a folder in lora_root, and return when it is loaded. Raises RequestError for a name that
+        is taken, a path outside lora_root or an unusable adapter, and EngineDeadError.
+        """
         await load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)
         return pb.LoadLoraAdapterResponse()
 

@@ -29,7 +29,7 @@ class AnswerWriter:
         self._prompt_sent = False
 
     def response(self, output: RequestOutput) -> pb.GenerateResponse:
-        """Return the answer of a finished request. output: its only output, of kind FINAL_ONLY. To be called once."""
+        """Return the complete answer of a finished request. output: its only one, of kind FINAL_ONLY. Call it once."""
         return pb.GenerateResponse(
             prompt_info=self.prompt_info(output),
             outputs=[self._sequence(completion) for completion in output.outputs],
@@ -39,9 +39,10 @@ class AnswerWriter:
         )
 
     def chunks(self, output: RequestOutput) -> Iterator[pb.GenerateChunk]:
-        """Yield a chunk per sequence with the new part of an output of kind DELTA; outputs must come in order.
+        """Yield a chunk for each sequence of an output of kind DELTA, with the sequence's new part. Outputs must be
+        given in order.
 
-        The first chunk of sequence 0 also has the prompt's part, the request's last one the usage.
+        The first chunk of sequence 0 also has the prompt's information, and the request's last chunk has the usage.
         """
         for position, completion in enumerate(output.outputs, 1):
             sequence = self._sequence(completion)
@@ -55,21 +56,24 @@ class AnswerWriter:
             yield chunk
 
     def prompt_info(self, output: RequestOutput) -> pb.PromptInfo:
-        """Return the prompt's number of tokens, and their ids and log-probabilities if requested.
+        """Return the prompt's number of tokens, and its token ids and log-probabilities if they were requested.
 
-        Log-probabilities are left out unless the output has those of all tokens; the first token's are 0.
+        Log-probabilities are left out unless the output has those of all tokens; the first token's log-probability and
+        rank are 0.
         """
         info = pb.PromptInfo(num_prompt_tokens=len(output.prompt_token_ids))
         if self._wanted.prompt_token_ids:
             info.token_ids.extend(output.prompt_token_ids)
         scores = output.prompt_logprobs or []
-        # A request that was aborted early has only a part of them, which is dropped.
+        # A request that was aborted early has only some of them, which are dropped.
         if all(position is not None for position in scores[1:]):
             _write_scores(info, scores, self._wanted.prompt_logprobs, self._wanted.prompt_candidates)
         return info
 
     def usage(self, output: RequestOutput) -> pb.Usage:
-        """Return token counts: of the prompt, and of the outputs as far as they have been written."""
+        """Return the number of tokens of the prompt, of its cached part, and of all outputs that have been written so
+        far.
+        """
         return pb.Usage(
             num_prompt_tokens=len(output.prompt_token_ids),
             num_output_tokens=sum(self._num_tokens.values()),
@@ -77,8 +81,9 @@ class AnswerWriter:
         )
 
     def _sequence(self, completion: CompletionOutput) -> pb.SequenceOutput:
-        """Return the message of one of a request's n outputs, or of its new part: text, token ids and scores as far as
-        they are wanted, captured rows, and its end. Counts its tokens, so call it once for each part.
+        """Return the message of one of a request's n outputs, or of its new part: text, token ids and scores if they
+        were requested, captured activations, and the reason of its end if it has ended. Adds its tokens to the counts,
+        so call it once for each part.
         """
         index, new = completion.index, completion.token_ids
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(new)
@@ -95,8 +100,10 @@ class AnswerWriter:
         return message
 
     def _finish_info(self, completion: CompletionOutput) -> pb.FinishInfo:
-        """Return why an output has ended, and its tokens so far; after "stop" with the string or token that ended it,
-        its last token where stop_reason is None (eos). Raises KeyError for a reason that is not of FINISH_REASONS.
+        """Return why an output has ended, and its number of tokens. After "stop" it also has the stop string or stop
+        token or, if stop_reason is None (eos), the last token.
+
+        Raises KeyError for a reason that is not in FINISH_REASONS.
         """
         info = pb.FinishInfo(
             num_output_tokens=self._num_tokens[completion.index],
@@ -119,8 +126,9 @@ def _write_scores(
     logprobs: bool,
     candidates: bool,
 ) -> None:
-    """Append log-probabilities and ranks of tokens to a message if `logprobs`, and the other tokens of each position if
-    `candidates`; 0 for a position of None, and for a missing rank.
+    """Append one entry for each position to a message: log-probability and rank of its token if `logprobs`, and its
+    other tokens if `candidates`. A position of None counts as log-probability 0 without other tokens; a missing rank is
+    written as 0.
     """
     for position in positions:
         # The chosen token comes first.

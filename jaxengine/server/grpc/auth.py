@@ -16,11 +16,11 @@ ADMIN = "/jaxengine.v1.Admin/"
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that ends calls without a valid key before their message is read, calls of unknown methods included.
+    """Interceptor that ends calls without a valid key, those of unknown methods included, before their message is read.
 
     The status is UNAUTHENTICATED, or PERMISSION_DENIED for a client's key at the Admin service, which accepts only
-    operators' keys. The health service needs no key. Sets OWNER for the call, by which the reading of images is shared
-    fairly among clients.
+    operators' keys. The health service needs no key. OWNER is set for the call, so that image reading is shared fairly
+    among clients.
     """
 
     def __init__(self, keys: Keys):
@@ -31,18 +31,19 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Return the call's own handler, of `continuation`, or one that refuses it; set OWNER for this task. Called by
-        grpc for each call, before its message is read.
+        """Return the handler that `continuation` returns, or one that refuses the call; set OWNER for this task. grpc
+        calls this for each call, before its message is read.
         """
         method = str(handler_call_details.method)
-        # The call runs in this task: its images are read at this key's turn.
+        # The call runs in this task, so its images are read in this key's share.
         OWNER.set(self._keys.turn_of(holder_of(handler_call_details.invocation_metadata)))
         refused = self._refusal(method, handler_call_details.invocation_metadata)
         return await continuation(handler_call_details) if refused is None else _refusing(*refused)
 
     def _refusal(self, method: str, metadata: Any) -> tuple[grpc.StatusCode, str] | None:
-        """Return the status and the message with which a call is refused; None for one that is allowed. method: full
-        name, "/package.Service/Method".
+        """Return the status and the message with which a call is refused; None if it is allowed.
+
+        method: full name, "/package.Service/Method". metadata: the call's.
         """
         if method.startswith(HEALTH):
             return None
@@ -55,18 +56,18 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def holder_of(metadata: Any) -> bytes:
-    """Return the digest of the key in a call's metadata (pairs of name and value, or None); NO_KEY for no key, or
-    several different ones.
+    """Return the digest of the key in a call's metadata (pairs of name and value, or None); NO_KEY if there is no key,
+    or there are several different ones.
     """
     values = [value for name, value in metadata or () if name.lower() == "authorization"]
     return digest_of(bearer_key([value if isinstance(value, bytes) else value.encode() for value in values]))
 
 
 def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler:
-    """Return a handler that ends a call with this status and message, without reading from it."""
+    """Return a handler that ends a call with this status and message, without reading its message."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-        """End the call; grpc's AbortError leaves it."""
+        """End the call by raising grpc's AbortError."""
         await context.abort(code, details)
 
     # A stream handler does not wait for a message.

@@ -22,7 +22,7 @@ from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub
 # A text, token ids, or the messages of a conversation, each with the fields of ChatMessage.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-# As large as what a server sends whose max_captured_bytes is the default.
+# Fits all answers of a server whose max_captured_bytes is the default.
 MAX_MESSAGE_BYTES = 128 << 20
 
 
@@ -62,18 +62,18 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end open calls."""
+        """Close the connection. Open calls end."""
         self._channel.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.GenerateResponse:
-        """Generate the complete answer, and return when it is there. Raises grpc.RpcError.
+        """Generate the complete answer, and return it when it is finished. Raises grpc.RpcError.
 
         Args:
           prompt: a text, token ids, or messages with the fields of ChatMessage.
           timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None: only the server's limit applies.
           options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
             max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages also those of ChatMessages.
-            TypeError for others; TypeError or ValueError for a value that the field cannot hold.
+            Another name raises TypeError; a value that the field cannot hold raises TypeError or ValueError.
         """
         request = generate_request(prompt, **options)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
@@ -90,18 +90,17 @@ class Client:
         return self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Tokenize a text or conversation (messages with the fields of ChatMessage) to its token ids.
+        """Return the token ids of a text or of a conversation (messages with the fields of ChatMessage).
 
-        options: other fields of TokenizeRequest.
-        Raises ValueError for other options, TypeError for token ids or a value that its field cannot hold,
-        grpc.RpcError.
+        options: other fields of TokenizeRequest. Raises ValueError for other options, TypeError if `prompt` is a list
+        of token ids or for a value that its field cannot hold, grpc.RpcError.
         """
         request = pb.TokenizeRequest(**options)
         _set_prompt(request, prompt)
         return list(self._stub.Tokenize(request, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
-        """Convert token ids to text; options: other fields of DetokenizeRequest.
+        """Return the text of token ids. options: other fields of DetokenizeRequest.
 
         Raises ValueError for other options, grpc.RpcError.
         """
@@ -109,9 +108,11 @@ class Client:
         return self._stub.Detokenize(request, metadata=self._metadata).text
 
     def score(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.ScoreResponse:
-        """Compute the log-probabilities of the prompt's tokens; options: other fields of ScoreRequest.
+        """Return the log-probabilities of the prompt's tokens, which the server computes. options: other fields of
+        ScoreRequest.
 
-        timeout: as for `generate`. Raises ValueError for other options, grpc.RpcError.
+        timeout: seconds after which the call ends with DEADLINE_EXCEEDED; None for none. Raises ValueError for other
+        options, grpc.RpcError.
         """
         request = pb.ScoreRequest(**options)
         _set_prompt(request, prompt)
@@ -119,8 +120,8 @@ class Client:
 
 
 def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
-    """Return the message for the arguments of `Client.generate`. Raises TypeError for an unknown option, and TypeError
-    or ValueError for a value that its field cannot hold.
+    """Return the GenerateRequest for the arguments of `Client.generate`. Raises TypeError for an unknown option, and
+    TypeError or ValueError for a value that its field cannot hold.
     """
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
@@ -136,7 +137,7 @@ def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
 
 
 def bad_fields(error: grpc.RpcError) -> list[str]:
-    """Return the fields for which a call was refused, as spelt in the proto; [] if its error names none."""
+    """Return the names, as spelt in the proto, of the fields for which a call was refused; [] if its error has none."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     found = []
     for detail in () if status is None else status.details:
@@ -147,8 +148,10 @@ def bad_fields(error: grpc.RpcError) -> list[str]:
 
 
 def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
-    """Set a request's prompt: a text, messages or token ids; an empty list is token ids. Raises TypeError for token ids
-    in a TokenizeRequest, TypeError or ValueError for what is no prompt or no field of ChatMessage.
+    """Set a request's prompt to a text, messages or token ids. An empty list counts as token ids.
+
+    Raises TypeError for token ids in a TokenizeRequest, and TypeError or ValueError for a value that is not a prompt or
+    has fields that ChatMessage lacks.
     """
     if isinstance(prompt, str):
         request.text = prompt
@@ -161,8 +164,9 @@ def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeReque
 
 
 def _group_of() -> dict[str, str]:
-    """Map each option of GenerateRequest to the field of the group that contains it, "" for the request itself; the
-    prompt's fields are left out."""
+    """Return, for the name of each option of GenerateRequest, the field of the group that contains it, or "" if the
+    request itself does. The prompt's fields are left out.
+    """
     groups: dict[str, str] = {}
     for field in pb.GenerateRequest.DESCRIPTOR.fields:
         if field.containing_oneof is not None and field.containing_oneof.name == "prompt":

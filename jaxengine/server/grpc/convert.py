@@ -56,7 +56,7 @@ SAMPLING_FIELDS = {
     "response.return_hidden_states": "return_hidden_states",
 }
 GROUPS = ("sampling", "decoding", "stopping", "response")
-# Parameter -> field to name in its errors.
+# Parameter -> field that errors about it name.
 _OTHER_FIELDS = {
     "cache_salt": "kv.cache_salt",
     "prompt_token_ids": "token_ids",
@@ -77,8 +77,8 @@ class Wanted:
 
     Attributes:
       text, token_ids: of the output.
-      logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest ones at their positions.
-      prompt_token_ids, prompt_logprobs, prompt_candidates: the same of the prompt.
+      logprobs, candidates: log-probabilities of the output's tokens, and of the likeliest tokens at their positions.
+      prompt_token_ids, prompt_logprobs, prompt_candidates: the same three parts of the prompt.
     """
 
     text: bool = False
@@ -96,10 +96,10 @@ class Generation:
 
     Attributes:
       request_id: the caller's, or a new one.
-      prompt: for EngineClient.stream.
+      prompt: the prompt that EngineClient.stream takes.
       params: sampling parameters.
-      priority: as of RequestOptions.
-      wanted: parts of the output that the answer has.
+      priority: field of RequestOptions.
+      wanted: parts of the output that the answer contains.
     """
 
     request_id: str
@@ -110,7 +110,7 @@ class Generation:
 
 
 class RequestReader:
-    """Reader of requests for one engine. Raises RequestError for invalid ones."""
+    """Reader of gRPC requests for one engine. Its methods raise RequestError for invalid requests."""
 
     def __init__(self, inputs: InputProcessor, config: ServerConfig):
         self._inputs = inputs
@@ -118,8 +118,8 @@ class RequestReader:
         self._encoder = PromptEncoder(inputs)
 
     async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
-        """Read a request to generate: tokenize its prompt and read its media. stream: answer in chunks, not once.
-        Raises RequestError, OverloadedError.
+        """Convert a request to generate: check it, tokenize its prompt and read its media. stream: whether the answer
+        is sent in chunks. Raises RequestError, OverloadedError.
         """
         request_id = read_request_id(request)
         wanted = _wanted(request.response)
@@ -127,9 +127,10 @@ class RequestReader:
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def score(self, request: pb.ScoreRequest) -> Generation:
-        """Read a request to score as a generation of one token, of which only the prompt's
-        log-probabilities are used. Candidates are reported if the request asks for them. Raises RequestError,
-        OverloadedError.
+        """Convert a request to score to a generation of one token, of which the caller uses only the prompt's
+        log-probabilities. These include candidates if the request has the field.
+
+        Raises RequestError, OverloadedError.
         """
         request_id = read_request_id(request)
         asked = request.HasField("candidates")
@@ -144,27 +145,28 @@ class RequestReader:
         return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text. Raises RequestError for one that is empty or too long, or without a tokenizer;
-        OverloadedError if too many requests wait for a thread.
+        """Return the token ids of a text. Raises RequestError for a text that is empty or too long, or without a
+        tokenizer; OverloadedError if too many requests wait for a thread.
         """
         if not text:
             raise RequestError("text is empty; at least one character is needed", param="text", value=text)
         return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
-        """Tokenize a conversation, including placeholders of its images and videos, which are read for that. Raises
-        RequestError, OverloadedError.
+        """Return the token ids of a conversation. Its images and videos are read, as the number of their placeholder
+        tokens depends on them. Raises RequestError, OverloadedError.
         """
         token_ids, parts = await self._read_chat(chat)
         prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
         return prompt["prompt_token_ids"]
 
     async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
-        """Tokenize a conversation; return ids and media parts, which are not read yet. Its template runs in a thread.
+        """Render and tokenize a conversation on a thread; return its token ids and its media parts, which are not read
+        yet.
 
-        A generation prompt is added as add_generation_prompt says; without it, unless the last message is continued.
-        Raises RequestError for more than MAX_CHAT_MESSAGES, a content that cannot fit, template variables that are not
-        allowed, and what the template refuses.
+        A generation prompt is added if add_generation_prompt is true or, without that field, unless the last message is
+        continued. Raises RequestError for more than MAX_CHAT_MESSAGES messages, a content that cannot fit, template
+        variables that are not allowed, and errors of the template.
         """
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
@@ -189,8 +191,9 @@ class RequestReader:
         return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
-        """Read the prompt as the engine's mapping: token ids, media, and the cache salt: a new random one where the
-        prefix cache is to be bypassed. Raises RequestError, as `_tokens` and `_embedded` do.
+        """Return the request's prompt in the form that the engine takes: token ids or embeddings, media, and the cache
+        salt. To bypass the prefix cache, the salt is a new random one. Raises RequestError, also for a missing prompt
+        and for a salt together with bypass_prefix_cache.
         """
         kind = request.WhichOneof("prompt")
         if kind is None:
@@ -204,15 +207,15 @@ class RequestReader:
                 raise RequestError(
                     "kv.bypass_prefix_cache reads no cached pages, so kv.cache_salt must be empty", param="cache_salt"
                 )
-            # Cached pages are found by their salt, and this one is new.
+            # Cached pages are found only with their salt, and this one is new.
             prompt["cache_salt"] = secrets.token_hex(16)
         elif request.kv.cache_salt:
             prompt["cache_salt"] = request.kv.cache_salt
         return prompt
 
     async def _embedded(self, request: pb.GenerateRequest) -> dict[str, Any]:
-        """Read a prompt of embeddings. Raises RequestError for embeddings that cannot be read, and for
-        truncate_prompt_tokens and response.prompt_token_ids, as the prompt has no tokens.
+        """Return a prompt made of the request's embeddings. Raises RequestError for embeddings that cannot be read, and
+        for truncate_prompt_tokens and response.prompt_token_ids, as the prompt has no tokens.
         """
         for name, value in (
             ("truncate_prompt_tokens", request.truncate_prompt_tokens),
@@ -225,10 +228,12 @@ class RequestReader:
         return ready
 
     async def _tokens(self, request: pb.GenerateRequest | pb.ScoreRequest, kind: str) -> dict[str, Any]:
-        """Read a prompt of tokens and media. Tokens are cut to the last `truncate_prompt_tokens` if that is not 0.
+        """Return a prompt of tokens and media. If `truncate_prompt_tokens` is not 0, only that many of the last tokens
+        are kept.
 
-        kind: the field that has the prompt. Raises RequestError for a prompt that is empty or, cut, has more than
-        max_model_len - 1 tokens, for one with media that would be cut, and for media that cannot be read.
+        kind: name of the field that has the prompt. Raises RequestError for a prompt that is empty or, after
+        truncation, has more than max_model_len - 1 tokens, for one with media that would be truncated, and for media
+        that cannot be read.
         """
         keep = request.truncate_prompt_tokens
         parts: list[MediaPart] = []
@@ -251,9 +256,11 @@ class RequestReader:
         return prompt
 
     def _sampling_params(self, request: pb.GenerateRequest, wanted: Wanted, stream: bool) -> SamplingParams:
-        """Return the sampling parameters of a request over the model's defaults; with messages, max_tokens is None
-        unless either sets it. wanted: decides on logprobs and on texts. stream: outputs have only new tokens. Raises
-        RequestError for an invalid value, n above max_n, candidates that select nothing, and alignment.
+        """Return the sampling parameters of a request; the model's defaults apply to fields that it does not set. With
+        messages, max_tokens is None unless the request or the defaults set it.
+
+        wanted: decides on log-probabilities and texts. stream: whether each output has only new tokens. Raises
+        RequestError for an invalid value, n above max_n, candidates that select nothing, and extra_args with alignment.
         """
         values: dict[str, Any] = {}
         if request.WhichOneof("prompt") == "messages":
@@ -263,7 +270,7 @@ class RequestReader:
         for field, value in _fields_set(request):
             if field in SAMPLING_FIELDS:
                 param = SAMPLING_FIELDS[field]
-                # A trace has a token any number of times; what bounds it is the context.
+                # A trace may repeat tokens, so its limit is the context length and not the vocabulary.
                 longest = MAX_TOKEN_IDS if param == "trace_decode_token_ids" else vocab_size
                 values[param] = _plain(field, value, param, longest)
         if ALIGNMENT in values.get("extra_args", {}):
@@ -292,10 +299,10 @@ class RequestReader:
 
 
 def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
-    """Convert a message to the form that chat templates and media.parts read. Raises RequestError for one with
-    both content and parts, and for an empty part.
+    """Convert a message to the form that chat templates and media.parts take.
 
-    where: path of the message, for errors.
+    where: path of the message, for errors. Raises RequestError for a message with both content and parts, and for an
+    empty part.
     """
     if not message.parts:
         return {"role": message.role, "content": message.content}
@@ -308,9 +315,10 @@ def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
-    """Convert a Struct to a dict. Raises RequestError for one that is too large or has a number that is not finite.
+    """Convert a Struct to a dict. Raises RequestError if it has more than MAX_TEMPLATE_VARIABLES_BYTES or a number that
+    is not finite.
 
-    param, what: the field and what it contains, for errors.
+    param, what: name of the field and a description of its content, for errors.
     """
     if struct.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
         raise RequestError(f"{what} are too long; allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes", param=param)
@@ -321,8 +329,8 @@ def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
 
 
 def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
-    """Read mm_processor_kwargs with whole numbers as integers, None if not given. Raises RequestError for more than
-    MAX_TEMPLATE_VARIABLES_BYTES and numbers that are not finite.
+    """Return a conversation's mm_processor_kwargs, with whole numbers as integers; None if the field is not set. Raises
+    RequestError for more than MAX_TEMPLATE_VARIABLES_BYTES and for numbers that are not finite.
     """
     if not chat.HasField("mm_processor_kwargs"):
         return None
@@ -331,7 +339,7 @@ def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a JSON value with integers for whole floats, also in its lists and dicts: a Struct has only floats."""
+    """Return a JSON value in which whole floats are integers, in its lists and dicts too: a Struct has only floats."""
     if isinstance(value, dict):
         return {name: _with_integers(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -340,8 +348,9 @@ def _with_integers(value: Any) -> Any:
 
 
 def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
-    """Convert a part of a message to the form that media.parts reads. where: its path, for errors. Raises RequestError
-    for an empty one.
+    """Convert a part of a message to the form that media.parts takes.
+
+    where: path of the part, for errors. Raises RequestError for an empty part.
     """
     kind = part.WhichOneof("part")
     if kind is None:
@@ -363,8 +372,8 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    """Return the caller's request id, or a new one, "grpc-" and 32 hex digits, if it is empty. Raises RequestError for
-    one that is not of the allowed form, see names.REQUEST_ID.
+    """Return the caller's request id or, if it is empty, a new one: "grpc-" and 32 hex digits. Raises RequestError for
+    an id that does not match names.REQUEST_ID.
     """
     if not request.request_id:
         return f"grpc-{uuid.uuid4().hex}"
@@ -378,8 +387,8 @@ def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 
 def field_of(request: Message, param: str | None) -> str | None:
-    """Return the name of the proto field that corresponds to a RequestError's param, in groups as "group.field";
-    `param` itself, which may be None, if none is known.
+    """Return the name of the proto field that corresponds to a RequestError's param, "group.field" for a field in a
+    group; `param` itself, which may be None, if no field corresponds to it.
     """
     names = request.DESCRIPTOR.fields_by_name
     if param is None or param in names:
@@ -399,8 +408,8 @@ def field_of(request: Message, param: str | None) -> str | None:
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raise RequestError for a field, in nested messages, too, that this server does not know or that was sent as
-    another type. The error names the field unless the unknown ones are large.
+    """Raise RequestError if a message, or a message within it, has a field that this server does not know or that was
+    sent with another type. The error names the field unless the unknown fields have more than _MAX_UNKNOWN_BYTES.
     """
     known = type(message)()
     known.CopyFrom(message)
@@ -415,8 +424,10 @@ def refuse_unknown_fields(message: Message) -> None:
 
 
 def _name_unknown_field(message: Message, path: str) -> None:
-    """Raise RequestError for the first unknown field of a message, or of one in it. path: of the message, with a dot at
-    the end, "" for the outermost.
+    """Raise RequestError, with the field's name or number, for the first unknown field of a message or of a message
+    within it; return if there is none.
+
+    path: of the message, with a dot at the end; "" for the outermost one.
     """
     for unknown in UnknownFieldSet(message):
         field = message.DESCRIPTOR.fields_by_number.get(unknown.field_number)
@@ -433,7 +444,7 @@ def _name_unknown_field(message: Message, path: str) -> None:
 
 
 def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the fields that are set, the prompt's included; names in groups are "group.field"."""
+    """Yield (name, value) for each field that is set, the prompt's included. A field in a group is "group.field"."""
     for field, value in request.ListFields():
         if field.name in GROUPS:
             yield from ((f"{field.name}.{inner.name}", part) for inner, part in value.ListFields())
@@ -442,8 +453,10 @@ def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(field: str, value: Any, param: str, longest: int) -> Any:
-    """Convert a field's value to a scalar, dict or list. param: field of SamplingParams, for errors. Raises
-    RequestError for more than `longest` entries, and for kv_transfer_params.
+    """Convert a field's value to a scalar, dict or list.
+
+    field, param: names in the proto and in SamplingParams, for errors. longest: largest number of entries. Raises
+    RequestError for more entries, for a Struct with kv_transfer_params, and for one that `_read_struct` refuses.
     """
     if isinstance(value, bool | int | float | str):
         return value
@@ -458,7 +471,7 @@ def _plain(field: str, value: Any, param: str, longest: int) -> Any:
 
 
 def _wanted(response: pb.ResponseOptions) -> Wanted:
-    """Return which parts of an output a request asks for; the text unless it says otherwise."""
+    """Return the parts of an output that a request selects. The text is included unless output_text is false."""
     return Wanted(
         text=response.output_text if response.HasField("output_text") else True,
         token_ids=response.output_token_ids,
@@ -471,10 +484,10 @@ def _wanted(response: pb.ResponseOptions) -> Wanted:
 
 
 def _num_candidates(candidates: pb.CandidateTokens, field: str, asked: bool = True) -> int:
-    """Return the number of likeliest tokens to report: -1 for all; 0, which reports only the sampled one, if not
-    `asked`.
+    """Return the number of likeliest tokens to report: top_n, or -1 for all. Return 0, which reports only the sampled
+    token, if not `asked`.
 
-    Raises RequestError, naming `field`, if candidates select nothing.
+    field: name for the error. Raises RequestError if `candidates` selects nothing.
     """
     if not asked:
         return 0

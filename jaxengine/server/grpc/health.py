@@ -16,8 +16,8 @@ from jaxengine.server.grpc.service import Requests, first_message
 
 # Seconds between two checks of the engine's health.
 HEALTH_INTERVAL = 0.25
-# Name of a service that is always healthy while this process runs, for liveness probes: the server restarts its
-# engine itself.
+# Name of a service that is healthy as long as this process runs, for liveness probes: the server restarts its engine
+# itself.
 LIVE = "live"
 # Limits of watching streams, per address and in total. They need no key, and stay open.
 MAX_WATCHES_OF_ADDRESS, MAX_WATCHES = 16, 128
@@ -27,14 +27,16 @@ class Health(HealthServicer):
     """Implementation of grpc.health.v1 for the entire server (""), for each of its services, and for LIVE."""
 
     def __init__(self, services: tuple[str, ...]):
-        """Begin without a status and without watchers. services: full names of those whose health is reported."""
+        """Start without a status and without watchers. services: full names of services whose health is reported."""
         super().__init__()
         self._names = ("", *services)
         self._watches: collections.Counter[str] = collections.Counter()
 
     async def follow(self, engine: EngineClient) -> None:
-        """Publish the engine's health until cancelled: of the server and each service SERVING, or NOT_SERVING while
-        the engine is dead or drained; LIVE is always SERVING. An error other than EngineDeadError is raised."""
+        """Publish the engine's health, checked every HEALTH_INTERVAL seconds, until cancelled. The server and each
+        service are SERVING, or NOT_SERVING while the engine is dead or draining; LIVE is always SERVING. Errors other
+        than EngineDeadError propagate.
+        """
         known = None
         await self.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         while True:
@@ -50,8 +52,9 @@ class Health(HealthServicer):
             await asyncio.sleep(HEALTH_INTERVAL)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Stream the health of a service, now and at each change, until the client leaves. Ends the call
-        (RESOURCE_EXHAUSTED, AbortError) beyond MAX_WATCHES streams, or MAX_WATCHES_OF_ADDRESS of one address.
+        """Stream the health of a service, now and at each change, until the client leaves. Ends the call with
+        RESOURCE_EXHAUSTED, by raising AbortError, if there are MAX_WATCHES streams already, or MAX_WATCHES_OF_ADDRESS
+        from its address.
         """
         address = context.peer().rpartition(":")[0]
         if self._watches[address] >= MAX_WATCHES_OF_ADDRESS or self._watches.total() >= MAX_WATCHES:
@@ -66,13 +69,15 @@ class Health(HealthServicer):
 
 
 def health_handlers(servicer: Health, read_timeout: float) -> grpc.GenericRpcHandler:
-    """Return the handlers of grpc.health.v1's Check and Watch.
+    """Return the handlers of grpc.health.v1's Check and Watch, which call `servicer`.
 
-    A call whose message does not arrive within `read_timeout` seconds is ended with DEADLINE_EXCEEDED.
+    A call whose message does not arrive within `read_timeout` seconds ends with DEADLINE_EXCEEDED.
     """
 
     def waiting(method: Any) -> Any:
-        """Return `method` for calls whose message is still to be received, by `first_message`, within read_timeout."""
+        """Return a handler that waits for a call's message for at most read_timeout seconds, then calls `method` with
+        it.
+        """
 
         async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
             return await method(await first_message(requests, context, read_timeout), context)

@@ -30,8 +30,8 @@ Context = grpc.aio.ServicerContext
 
 
 class InferenceService:
-    """Implementation of inference.proto; methods have its names and raise the exceptions that
-    status.status_of handles.
+    """Implementation of inference.proto. Its methods have the names of the proto's and raise exceptions that
+    status.status_of converts.
     """
 
     def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], keys: Keys):
@@ -42,8 +42,8 @@ class InferenceService:
         self._model_names = model_names
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """Return the complete answer to a prompt, once it is there. Raises RequestError for an invalid request,
-        CallError for an unknown model, an id in use and a passed deadline, OverloadedError and EngineDeadError.
+        """Return the complete answer to a prompt. Raises RequestError for an invalid request, CallError for an unknown
+        model, an id in use and a passed deadline, OverloadedError and EngineDeadError.
         """
         model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=False)
@@ -51,9 +51,10 @@ class InferenceService:
         return AnswerWriter(generation.request_id, model, generation.wanted).response(output)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
-        """Write the answer to a prompt in chunks. The first one comes after metadata with the request's id. Raises
-        as `Generate`, after the last chunks if the deadline passes, and CallError (ABORTED) if a chunk is not read for
-        stream_write_timeout seconds; the request is aborted then.
+        """Write the answer to a prompt in chunks, after initial metadata with the request's id.
+
+        Raises the errors of `Generate`; if the deadline passes during the answer, after the last chunks. Raises
+        CallError (ABORTED), and aborts the request, if a chunk is not read for stream_write_timeout seconds.
         """
         model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=True)
@@ -69,8 +70,8 @@ class InferenceService:
                 _refuse_expired(output)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Return the log-probabilities of a prompt's tokens, and of likely ones if the request asks for candidates.
-        Raises as `Generate`.
+        """Return the log-probabilities of a prompt's tokens, and of likely tokens if the request has candidates. Raises
+        the errors of `Generate`.
         """
         model, lora = await self._model(request.model)
         generation = await self._reader.score(request)
@@ -84,9 +85,11 @@ class InferenceService:
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Return the token ids of a text or a conversation, and their texts if asked for. Special tokens are added to a
-        text unless add_special_tokens is false. Raises RequestError without a prompt or tokenizer, for
-        add_special_tokens with messages, and for an invalid prompt; CallError for an unknown model.
+        """Return the token ids of a text or a conversation, and the tokens as strings if requested. Special tokens are
+        added to a text unless add_special_tokens is false.
+
+        Raises RequestError without a prompt or tokenizer, for add_special_tokens with messages, and for an invalid
+        prompt; CallError for an unknown model; OverloadedError.
         """
         await self._model(request.model)
         inputs = self._engine.inputs
@@ -112,8 +115,8 @@ class InferenceService:
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Return the text of token ids, decoded on a thread. Raises RequestError for more than MAX_DETOKENIZE, for ids
-        outside the vocabulary, and without a tokenizer; CallError for an unknown model.
+        """Return the text of token ids, decoded on a thread. Raises RequestError for more than MAX_DETOKENIZE ids, for
+        ids outside the vocabulary, and without a tokenizer; CallError for an unknown model.
         """
         await self._model(request.model)
         inputs = self._engine.inputs
@@ -127,11 +130,12 @@ class InferenceService:
         return pb.DetokenizeResponse(text=text)
 
     async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:
-        """Run a request of kind FINAL_ONLY; return its only output. lora: name of its adapter, or None.
+        """Run a request of kind FINAL_ONLY and return its only output. If the call is cancelled, the request is
+        aborted.
 
-        Raises CallError if its deadline passes or its id is in use, RequestError for too many captured bytes, the
-        errors of EngineClient.stream, and RuntimeError if the engine gives no last output. If it is cancelled, the
-        request is aborted.
+        lora: name of its adapter, or None. Raises CallError if its deadline passes or its id is in use, RequestError
+        for too many captured bytes, the errors of EngineClient.stream, and RuntimeError if the engine returns no final
+        output.
         """
         async with aclosing(self._run(generation, lora, context)) as outputs:
             async for output in outputs:
@@ -143,9 +147,10 @@ class InferenceService:
     async def _run(
         self, generation: Generation, lora: str | None, context: Context
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request to the engine; closing it early aborts the request. lora: name of its adapter,
-        or None. Raises CallError if its deadline has passed or its id is in use, RequestError for too many captured
-        bytes (`check_captured`), and the errors of EngineClient.stream.
+        """Submit a request to the engine and yield its outputs. Closing this generator early aborts the request.
+
+        lora: name of its adapter, or None. Raises CallError if its deadline has passed already or its id is in use,
+        RequestError for too many captured bytes (`check_captured`), and the errors of EngineClient.stream.
         """
         prompt_length = len(generation.prompt["prompt_token_ids"])
         check_captured(self._engine.inputs, self._config, generation.params, [prompt_length])
@@ -167,18 +172,18 @@ class InferenceService:
                 await outputs.aclose()
 
     def _client(self, context: Context) -> str | None:
-        """Return the name of the client, by its key, if the engine's scheduling_policy is "fair"; else, and for an
-        unknown key, None.
+        """Return the name of the caller's key, as which the "fair" scheduling_policy counts its requests; None for an
+        unknown key and under other policies.
         """
         if self._engine.inputs.config.scheduling_policy != "fair":
             return None
         return self._keys.name_of(holder_of(context.invocation_metadata()))
 
     def _timeout(self, context: Context) -> float | None:
-        """Return the seconds from arrival to the caller's deadline or to request_timeout after arrival, whichever is
-        earlier; None for neither.
+        """Return how long the request may take, in seconds from its arrival: until the caller's deadline or
+        request_timeout, whichever is earlier; None without either.
 
-        Raises CallError (DEADLINE_EXCEEDED) if that time has passed.
+        Raises CallError (DEADLINE_EXCEEDED) if that time has passed already.
         """
         age, left = time.monotonic() - ARRIVAL.get(), context.time_remaining()
         limits = [None if left is None else age + left, self._config.request_timeout]
@@ -188,7 +193,7 @@ class InferenceService:
         return timeout
 
     async def _write(self, context: Context, chunk: pb.GenerateChunk) -> None:
-        """Write a chunk, waiting until the reader has room; meanwhile further outputs are merged.
+        """Write a chunk, after waiting until the reader has room. While it waits, the engine merges further outputs.
 
         Raises CallError (ABORTED) after stream_write_timeout seconds without room.
         """
@@ -200,11 +205,11 @@ class InferenceService:
             raise CallError(grpc.StatusCode.ABORTED, f"the stream was left unread for {limit:g} s") from None
 
     async def _model(self, name: str) -> tuple[str, str | None]:
-        """Return (model name for the answer, adapter name or None) for a request's `model`, "" for the default, or
-        for the adapter that lora_routes put in its place.
+        """Return (model name for the answer, adapter name or None) for a request's `model`. "" stands for the default
+        model; the name of a route in lora_routes is replaced by one of its adapters.
 
-        Loads an adapter that is found by its name. Raises CallError (NOT_FOUND) for a model or adapter that is not
-        served, and the errors of `has_adapter`.
+        An adapter that is not loaded and can be found by its name is loaded. Raises CallError (NOT_FOUND) for a model
+        or adapter that is not served, and the errors of `has_adapter`.
         """
         name = await self._engine.utility("route_model", name)
         if not name or name in self._model_names:
@@ -215,11 +220,11 @@ class InferenceService:
 
 
 def _refuse_expired(output: RequestOutput) -> None:
-    """Raise CallError (DEADLINE_EXCEEDED) for an output that the engine ended at its timeout."""
+    """Raise CallError (DEADLINE_EXCEEDED) if the engine ended the output because of its timeout."""
     if any(each.finish_reason == "abort" and each.stop_reason == "timeout" for each in output.outputs):
         raise _expired()
 
 
 def _expired() -> CallError:
-    """Return, not raise, the error of a request whose deadline has passed: DEADLINE_EXCEEDED."""
+    """Return the error of a request whose deadline has passed (DEADLINE_EXCEEDED), for the caller to raise."""
     return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of this request has passed")

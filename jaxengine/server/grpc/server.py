@@ -29,11 +29,11 @@ from jaxengine.server.grpc.service import OpenCalls, handlers
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 MAX_SEND_BYTES = 64 * MIB
-# Calls in addition to those that the engine runs and queues: tokenising, admin calls, calls to be refused.
+# Calls in addition to those that the engine runs and queues: tokenising, admin calls, calls that will be refused.
 SPARE_CALLS = 256
-# Calls in addition to all these and to health watchers: refused ones and health checks.
+# Calls in addition to all those and to health watchers: refused calls and health checks.
 OPEN_TO_ALL = 256
-# Age at which a connection must end; its calls have the same time again. So no client keeps a connection for ever.
+# Age at which a connection is closed to new calls; its open calls then have the same time again.
 _CONNECTION_AGE_MS = 3_600_000
 _IDLE_MS, _HANDSHAKE_MS = 300_000, 10_000
 
@@ -53,22 +53,22 @@ class GrpcServer:
         self._watch = asyncio.create_task(health.follow(engine))
 
     async def stop(self, grace: float) -> None:
-        """Report NOT_SERVING, refuse new calls as UNAVAILABLE, and end open ones after `grace` seconds.
-
-        Returns when all have ended and the port is closed.
+        """Report NOT_SERVING, refuse new calls as UNAVAILABLE, and end the calls that are still open after `grace`
+        seconds. Return when all have ended and the port is closed.
         """
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watch
         await self._health.enter_graceful_shutdown()
-        # Health watchers are informed, but not waited for.
+        # Health watchers get the new status; their streams are not waited for.
         await self._calls.drain(grace)
         await self._server.stop(None)
 
 
 async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
-    """Begin to serve `engine` on config.grpc_port, on the running event loop; return once it is listening. The Admin
-    service is served if enable_admin, reflection if enable_reflection (None: on loopback).
+    """Start to serve `engine` on config.grpc_port, on the running event loop, and return once the server is listening.
+    The Admin service is served if enable_admin, reflection if enable_reflection (None: if the host is a loopback
+    address).
 
     Raises ConfigError, naming the option, for a port in use and for unusable keys or certificates.
     """
@@ -97,8 +97,8 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
 
 
 def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
-    """Return how many calls may be open: max_num_seqs of all replicas, max_num_queued_reqs (None: four times as many)
-    and SPARE_CALLS.
+    """Return how many calls may be open: max_num_seqs summed over all replicas, plus max_num_queued_reqs (None: four
+    times that sum), plus SPARE_CALLS.
     """
     engine_config = engine.inputs.config
     max_num_seqs = engine_config.max_num_seqs * engine_config.data_parallel_size
@@ -107,8 +107,8 @@ def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Return gRPC's channel options: sizes of messages and headers and the number of connections by `config`, no
-    compression, SO_REUSEPORT, pings, and the ages of connections.
+    """Return gRPC's channel options: limits of message and header sizes and of connections from `config`, no
+    compression, SO_REUSEPORT, keepalive pings, and connection ages.
     """
     return [
         ("grpc.max_receive_message_length", config.max_request_bytes),
@@ -135,8 +135,10 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
-    """Open grpc_port, with TLS if there is a certificate; return the port, the one taken if it is 0. Raises ConfigError
-    for None, a port that cannot be opened and certificate files that cannot be used.
+    """Open grpc_port, with TLS if there is a certificate, and return the port number, which the system has chosen if
+    the option is 0.
+
+    Raises ConfigError if the option is None, the port cannot be opened or certificate files cannot be used.
     """
     if config.grpc_port is None:
         raise ConfigError("grpc_port", None, "0 to 65535")
@@ -155,7 +157,7 @@ def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
 class Certificates:
     """Files of a server's certificate, read again when they change, so that renewal needs no restart.
 
-    Making one, and `credentials`, raise ConfigError for a file that cannot be read.
+    The constructor and `credentials` raise ConfigError for a file that cannot be read.
     """
 
     def __init__(self, config: ServerConfig):
@@ -166,14 +168,14 @@ class Certificates:
         self._changed = self._times()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a port, which look at the files at each handshake. With ssl_ca_certs, clients must
-        present a certificate, too. Raises ConfigError for a file that cannot be read.
+        """Return credentials for a port, which check for changed files at each handshake. With ssl_ca_certs, clients
+        must present a certificate. Raises ConfigError for a file that cannot be read.
         """
         return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, "ssl_ca_certs" in self._files)
 
     def _renewed(self) -> Any:
-        """Handshake callback: return a new ServerCertificateConfiguration, or None to keep the current one while files
-        are unchanged or cannot be read.
+        """Return a new ServerCertificateConfiguration for a handshake if the files have changed, else None, which keeps
+        the current one. Files that cannot be read count as unchanged.
         """
         try:
             times = self._times()
@@ -192,11 +194,11 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration([pair], contents.get("ssl_ca_certs"))
 
     def _times(self) -> list[int]:
-        """Return when each file was last changed, in nanoseconds. Raises ConfigError for one that is missing."""
+        """Return the modification time of each file, in nanoseconds. Raises ConfigError for a file that is missing."""
         return [self._open(name, Path.stat).st_mtime_ns for name in self._files]
 
     def _open(self, name, read):
-        """Return `read(path)` of the file of an option. Raises ConfigError, naming the option, for an OSError."""
+        """Return `read(path)` for the file of the option `name`. Raises ConfigError, naming it, for an OSError."""
         try:
             return read(self._files[name])
         except OSError as error:

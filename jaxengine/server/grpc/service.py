@@ -34,11 +34,12 @@ ARRIVAL: ContextVar[float] = ContextVar("arrival")
 
 
 class OpenCalls:
-    """Tracker of open calls; refuses new ones while draining and beyond `most`.
+    """Counter of open calls, which refuses new ones while draining and beyond `most`.
 
     Args:
-      log: write a log line for each call.
-      most: number of calls that may be open.
+      log: whether to write a log line for each call.
+      most: largest number of open calls.
+      read_timeout: see the attribute.
     Attributes:
       read_timeout: seconds within which a call's message must arrive.
     """
@@ -57,14 +58,15 @@ class OpenCalls:
         return self._count
 
     def enter(self, name: str, context: Any) -> None:
-        """Count a call, even if it is refused here, until its status is sent. name: its method, for the log.
+        """Count a call until its status has been sent, even if it is refused here; then log it with its status and
+        duration, if logging is on. name: its method, for the log.
 
-        Raises EngineDrainingError while draining, OverloadedError beyond `most`.
+        Raises EngineDrainingError while draining, OverloadedError if more than `most` calls are open.
         """
         started = time.monotonic()
 
         def leave(_: Any) -> None:
-            """Count the call out and log it; called by grpc when its status was sent."""
+            """Decrease the count of calls and log the call. grpc calls this when the status has been sent."""
             self._count -= 1
             if not self._count:
                 self._idle.set()
@@ -81,7 +83,9 @@ class OpenCalls:
             raise OverloadedError(f"{self._most} calls are open already")
 
     async def drain(self, grace: float) -> None:
-        """Refuse new calls, and wait at most `grace` seconds until the open ones have ended. It ends none itself."""
+        """Refuse new calls from now on, and wait at most `grace` seconds until the open ones have ended. Does not end
+        calls itself; if some are left, logs their number.
+        """
         self._draining = True
         try:
             async with asyncio.timeout(grace):
@@ -91,11 +95,11 @@ class OpenCalls:
 
 
 def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grpc.GenericRpcHandler:
-    """Return handlers that serve each method of the service by the servicer's coroutine method of the same name.
+    """Return handlers that serve each method of `service` by the servicer's coroutine method of the same name.
 
-    That method takes (request, context), and for a stream of requests the first one and an iterator of the others. A
-    call is counted in `calls`; its exceptions end it with the status of status.status_of, as does a message that does
-    not come within calls.read_timeout or cannot be read.
+    That method takes (request, context) or, if the client streams, (first request, async iterator of the others,
+    context). Each call is counted in `calls`. An exception ends the call with the status from status.status_of, and so
+    does a message that does not arrive within calls.read_timeout or cannot be parsed.
     """
     made = {}
     for method in service.methods:
@@ -110,13 +114,14 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
 
 
 def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls, streams: bool) -> Any:
-    """Return the handler of one method, as described at `handlers`: it takes messages as bytes, and sets ARRIVAL,
-    ROUTE_KEY and the caller's trace for the call.
+    """Return the handler of one method. It counts the call, parses its messages, sets ARRIVAL, ROUTE_KEY and the
+    caller's trace context, calls `method`, and ends the call with a status for any exception.
 
-    name: for the log. request_type: of the messages. streams: whether requests are a stream.
+    name: for the log. request_type: type of the messages. streams: whether the client sends several messages.
     """
 
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
+        """Handle one call; end it with a status by raising grpc's AbortError if anything raises an exception."""
         ARRIVAL.set(time.monotonic())
         request = request_type()
         try:
@@ -141,10 +146,10 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
 
 
 async def first_message(requests: Requests, context: grpc.aio.ServicerContext, timeout: float) -> Any:
-    """Return the call's first message.
+    """Return the first message of a call.
 
-    Ends the call if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if it has none (INVALID_ARGUMENT), and
-    raises grpc.aio.AbortError then.
+    Ends the call, by raising grpc.aio.AbortError, if none arrives within `timeout` seconds (DEADLINE_EXCEEDED) or if
+    the call has none (INVALID_ARGUMENT).
     """
     try:
         async with asyncio.timeout(timeout):
@@ -157,8 +162,8 @@ async def first_message(requests: Requests, context: grpc.aio.ServicerContext, t
 
 
 async def _rest(requests: Requests, request_type: type[Message], timeout: float) -> AsyncIterator[Any]:
-    """Yield the messages of a call that follow its first one, parsed. Raises CallError (DEADLINE_EXCEEDED) if one takes
-    longer than `timeout` seconds, RequestError for one that cannot be read.
+    """Yield the messages of a call after its first one, parsed. Raises CallError (DEADLINE_EXCEEDED) if one takes
+    longer than `timeout` seconds, RequestError for one that cannot be parsed.
     """
     while True:
         try:
@@ -175,13 +180,13 @@ async def _rest(requests: Requests, request_type: type[Message], timeout: float)
 
 
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    """Return the metadata of a call whose values are texts, by name; of several of a name the last."""
+    """Return a call's metadata by name, without binary values. If a name occurs several times, the last counts."""
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _parse(request: Message, data: bytes) -> None:
-    """Parse a message into `request`, in place. Raises RequestError for bytes that are no such message, and for unknown
-    fields.
+    """Parse a message into `request`, in place. Raises RequestError for bytes that are not such a message, and for
+    unknown fields.
     """
     try:
         request.ParseFromString(data)

@@ -19,14 +19,14 @@ from jaxengine.server.observe.scrub import scrub
 
 logger = logging.getLogger(__name__)
 
-# A status is sent in headers, three times and encoded; clients accept 8 KiB of headers.
+# A message is sent three times in headers, percent- or base64-encoded; clients accept 8 KiB of headers.
 MAX_MESSAGE = 800
 
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
 
 class CallError(Exception):
-    """Raised to end a call with this status."""
+    """Exception that ends a call with a given status. code: the status code."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -36,9 +36,10 @@ class CallError(Exception):
 def status_of(error: Exception, field: str | None) -> Status:
     """Return (code, message, trailing metadata) for an exception.
 
-    A CallError has its own code; OverloadedError is RESOURCE_EXHAUSTED with retry-after-ms, UnknownAdapterError
-    NOT_FOUND, another RequestError INVALID_ARGUMENT with a BadRequest, EngineDeadError (draining, too) UNAVAILABLE. Any
-    other is logged, and is INTERNAL to the caller. field: proto field that a RequestError concerns, or None.
+    A CallError has its own code. OverloadedError is RESOURCE_EXHAUSTED with retry-after-ms, UnknownAdapterError
+    NOT_FOUND, any other RequestError INVALID_ARGUMENT with a BadRequest, EngineDeadError and EngineDrainingError
+    UNAVAILABLE. Any other exception is logged, and is INTERNAL without details. field: proto field that a RequestError
+    concerns, or None.
     """
     if isinstance(error, CallError):
         return error.code, public(str(error)), ()
@@ -58,16 +59,18 @@ def status_of(error: Exception, field: str | None) -> Status:
 
 
 def public(text: str, kept: str = "") -> str:
-    """Return the message in the form that may leave the server: scrubbed (kept: see `scrub`), ASCII with
-    backslash escapes, cut to MAX_MESSAGE characters and "...".
+    """Return a message in a form that may leave the server: scrubbed, in ASCII with backslash escapes, and cut to
+    MAX_MESSAGE characters and "...".
+
+    kept: text that `scrub` must not change.
     """
     text = scrub(text, kept).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 
 def _bad_request(message: str, field: str | None) -> Status:
-    """Return INVALID_ARGUMENT with a message that begins with the field's name, if it is known, and a BadRequest that
-    names it.
+    """Return the status INVALID_ARGUMENT. If `field` is not None, its message begins with the field's name and its
+    details have a BadRequest with the field.
     """
     if field is not None and not message.startswith(field):
         message = f"{field}: {message}"

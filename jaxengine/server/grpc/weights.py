@@ -24,7 +24,7 @@ _KV = {
     pb.KV_MODE_DROP: "drop",
     pb.KV_MODE_KEEP: "keep",
 }
-# Bits of a number of each dtype, by safetensors' names.
+# Bits of one number, by safetensors' name of the dtype.
 _BITS = {"BOOL": 8, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8} | {
     f"{kind}{bits}": bits
     for kind, sizes in (("F", (16, 32, 64)), ("I", (8, 16, 32, 64)), ("U", (8, 16, 32, 64)))
@@ -35,16 +35,16 @@ _BITS = {"BOOL": 8, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8} | {
 class WeightMethods:
     """Methods of admin.proto that pause an engine, put it to sleep and replace its weights.
 
-    A base class of jaxengine.server.grpc.admin.AdminService, which sets the attributes. They raise RequestError and
-    the other exceptions that status.status_of handles.
+    The base class of jaxengine.server.grpc.admin.AdminService, whose constructor sets the attributes. Methods raise
+    RequestError and other exceptions that status.status_of converts.
     """
 
     _engine: EngineClient
     _config: ServerConfig
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
-        """Pause the engine, with mode "abort" if the request has none, and drop cached prefixes unless clear_cache is
-        false; return when that is done. Raises RequestError for an unknown mode, and EngineDeadError.
+        """Pause the engine and return when that is done. The mode is "abort" if the request has none; cached prefixes
+        are dropped unless clear_cache is false. Raises RequestError for an unknown mode, and EngineDeadError.
         """
         clear_cache = request.clear_cache or not request.HasField("clear_cache")
         await weights.pause(self._engine, _mode(request.mode, "abort"), clear_cache=clear_cache)
@@ -60,16 +60,17 @@ class WeightMethods:
         return pb.IsPausedResponse(is_paused=(await weights.state(self._engine))["is_paused"])
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
-        """Pause the engine and free device memory; return when that is done. Without a level 1, without a mode "abort",
-        without tags all parts. Raises RequestError for an unknown mode and as `LLM.sleep`, and EngineDeadError.
+        """Pause the engine, free device memory and return when that is done. The defaults are level 1, mode "abort" and
+        all parts (tags). Raises RequestError for an unknown mode and for arguments that `LLM.sleep` refuses, and
+        EngineDeadError.
         """
         level, tags = request.level if request.HasField("level") else 1, list(request.tags) or None
         await weights.sleep(self._engine, level, _mode(request.mode, "abort"), tags, keep_kv=request.keep_kv)
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
-        """Restore what Sleep freed, all of it without tags; return the parts that still sleep. Raises RequestError as
-        `LLM.wake_up`, and EngineDeadError.
+        """Restore the parts that `tags` name, without tags all parts that Sleep freed; return the parts that still
+        sleep. Raises RequestError for tags that `LLM.wake_up` refuses, and EngineDeadError.
         """
         return pb.WakeUpResponse(asleep=await weights.wake_up(self._engine, list(request.tags) or None))
 
@@ -79,8 +80,8 @@ class WeightMethods:
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
         """Replace the weights by those of a folder on the engine's machine; return when they are in use. Raises
-        RequestError for an empty path, invalid options and unusable weights, after which the old ones stay, and
-        EngineDeadError.
+        RequestError for an empty path, invalid options and unusable weights, and EngineDeadError; after an error the
+        old weights stay.
         """
         if not request.path:
             raise RequestError("path is empty; it must be a folder with weights", param="path")
@@ -90,9 +91,11 @@ class WeightMethods:
     async def UpdateWeightsStream(
         self, request: pb.UpdateWeightsPart, rest: AsyncIterator[pb.UpdateWeightsPart], context: Context
     ) -> pb.UpdateWeightsResponse:
-        """Replace the weights by those that the messages carry: the first, `request`, describes the tensors, the
-        others, of `rest`, have their bytes. Raises RequestError if `request` has no start, for invalid options,
-        messages and weights, after which the old ones stay; OverloadedError for too many uploads; EngineDeadError.
+        """Replace the weights by those that the call's messages contain, and return when they are in use. The first
+        message, `request`, describes the tensors; the others, `rest`, have their bytes.
+
+        Raises RequestError if `request` has no start, and for invalid options, messages and weights; OverloadedError
+        for too many uploads; EngineDeadError. After an error the old weights stay.
         """
         if request.WhichOneof("part") != "start":
             raise RequestError("start is missing; the first message must have it", param="start")
@@ -107,14 +110,18 @@ class WeightMethods:
 
 
 def _mode(mode: int, default: str) -> str:
-    """Return the name of a PauseMode's number; `default` for UNSPECIFIED. Raises RequestError for an unknown number."""
+    """Return the name of a PauseMode, given by its number; `default` for UNSPECIFIED. Raises RequestError for an
+    unknown number.
+    """
     if mode == pb.PAUSE_MODE_UNSPECIFIED:
         return default
     return _known("mode", mode, _MODES)
 
 
 def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
-    """Return what a number of an enum means, by `allowed`. Raises RequestError, naming `field`, for an unknown one."""
+    """Return `allowed[value]`, the meaning of an enum's number. Raises RequestError, naming `field`, for an unknown
+    number.
+    """
     if value not in allowed:  # a number that this version's enum does not have
         names = ", ".join(dict.fromkeys(allowed.values()))
         raise RequestError(f"{field} is {value}; allowed: {names}", param=field, value=value)
@@ -122,12 +129,11 @@ def _known(field: str, value: int, allowed: dict[Any, str]) -> str:
 
 
 def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
-    """Return the options of an update, with "keep" for no mode, "recompute" for no kv and strict unless it is false.
-
-    Raises RequestError for a chunk_bytes below 1, an unknown mode and an unknown kv.
+    """Return the options of an update. The defaults are mode "keep", kv "recompute" and strict. Raises RequestError for
+    a chunk_bytes below 1, an unknown mode and an unknown kv.
     """
     given = options.WhichOneof("version")
-    if options.HasField("chunk_bytes") and options.chunk_bytes < 1:  # said before a file of weights is sent
+    if options.HasField("chunk_bytes") and options.chunk_bytes < 1:  # refused before a file of weights is sent
         text = f"chunk_bytes is {options.chunk_bytes}; allowed: to leave it out, and integers from 1"
         raise RequestError(text, param="chunk_bytes", value=options.chunk_bytes)
     return weights.UpdateOptions(
@@ -140,21 +146,25 @@ def _options(options: pb.UpdateOptions) -> weights.UpdateOptions:
 
 
 def _version(version: str | int) -> dict[str, Any]:
-    """Return the answer's fields with the version of the weights; a number beyond 64 bits becomes a text."""
+    """Return the weights' version as fields of an answer: weight_version_number for an integer of at most 64 bits, else
+    weight_version, a text.
+    """
     if isinstance(version, int) and -(2**63) <= version < 2**63:
         return {"weight_version_number": version}
     return {"weight_version": str(version)}
 
 
 def _updated(found: dict[str, Any]) -> pb.UpdateWeightsResponse:
-    """Return the answer to an update. found: a WeightUpdate's fields, of which `version` is removed."""
+    """Return the answer to an update. found: the fields of a WeightUpdate; its `version` is removed from the dict."""
     return pb.UpdateWeightsResponse(**_version(found.pop("version")), **found)
 
 
 async def _file(tensors: Sequence[pb.TensorInfo], parts: AsyncIterator[pb.UpdateWeightsPart]) -> AsyncIterator[bytes]:
-    """Yield the safetensors file made of these tensors, in pieces: the header, then the data of each of `parts`, whose
-    number of bytes is not checked. Raises RequestError for a name that comes twice or is __metadata__, for an unknown
-    dtype, and for a part without data.
+    """Yield, in pieces, the safetensors file made of these tensors: the header, then the data of each message of
+    `parts`, whose total size is not checked.
+
+    Raises RequestError for a tensor name that occurs twice or is __metadata__, for an unknown dtype, and for a message
+    without data.
     """
     header, start = dict[str, Any](), 0
     for each in tensors:

@@ -42,7 +42,9 @@ class UnloadRequest(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes by which operators load and unload adapters; none without enable_admin and enable_lora."""
+    """Return the routes by which operators load and unload adapters; a router without routes unless enable_admin and
+    enable_lora are set.
+    """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not (config.enable_admin and engine.inputs.config.enable_lora):
         return routes
@@ -69,5 +71,5 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _text(text: str) -> Response:
-    """Return a response 200 in plain text."""
+    """Return a response with status 200 and `text` as plain text."""
     return Response(text, media_type="text/plain")

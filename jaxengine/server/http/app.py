@@ -60,11 +60,12 @@ from jaxengine.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Methods with a count of their own: clients could invent others.
+# Kinds of calls and HTTP methods that are counted separately; all others are counted together, as clients could
+# invent any number of them.
 _CALL_KINDS = {"/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
 _METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"))
 
-# Functions that create the routes of one part each. GENERATING is for generating models, POOLING for pooling models.
+# Functions that each return one router. GENERATING is for generating models, POOLING for pooling models.
 GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
     batch.router,
@@ -98,8 +99,8 @@ ROUTERS = (
 def create_app(
     engine: EngineClient, config: ServerConfig, store: Responses | None = None, process: str = "api"
 ) -> FastAPI:
-    """Create the application over `engine`, which is wrapped by `owned`. `app.state` has `traffic` (TrafficState),
-    `workers` (Workers) and `store`.
+    """Return the HTTP application for `engine`, which is wrapped by `owned`. Its `app.state` has `traffic`
+    (TrafficState), `workers` (Workers) and `store`.
 
     config: parsers may be "auto". store: store of responses; None for a new one in this process, with the bounds of
     `config`. process: name of this process among the server's, for metrics. Raises ConfigError for an unknown parser,
@@ -142,13 +143,13 @@ def create_app(
 
 
 def cors(origins: Sequence[str]) -> dict[str, Any]:
-    """Return arguments of CORSMiddleware that allow calls from these origins, with any method and header."""
+    """Return keyword arguments of CORSMiddleware that allow calls from these origins with any method and header."""
     return {"allow_origins": [*origins], "allow_methods": ["*"], "allow_headers": ["*"]}
 
 
 def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: TrafficState) -> FastAPI:
-    """Create the application of metrics_port: /metrics and the routes of operations.router, for everybody, without
-    keys. traffic: of the whole server.
+    """Return the application of metrics_port: /metrics and the routes of operations.router, open to everybody without a
+    key. traffic: of the whole server.
     """
     limits = Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout)
     app = FastAPI(middleware=[limits], docs_url=None, redoc_url=None, openapi_url=None)
@@ -163,8 +164,10 @@ def create_metrics_app(engine: EngineClient, config: ServerConfig, traffic: Traf
 
 
 def _needs(router: Any, engine: EngineClient) -> list[Any]:
-    """Return dependencies of a router that raise RequestError, before a request is read, if the model does not support
-    its routes: those of GENERATING or of POOLING. [] for routes that every model has. router: one of ROUTERS.
+    """Return the FastAPI dependencies of a router: for routers of GENERATING or POOLING, one that raises RequestError,
+    before a request is read, if the model does not support these routes. [] for other routers.
+
+    router: one of ROUTERS.
     """
     inputs = engine.inputs
     needed = inputs.refuse_generation if router in GENERATING else inputs.require_pooling if router in POOLING else None
@@ -172,14 +175,14 @@ def _needs(router: Any, engine: EngineClient) -> list[Any]:
         return []
 
     async def ask() -> None:  # async, as FastAPI runs other functions in a thread
-        """Raise RequestError if the model lacks these routes."""
+        """Raise RequestError if the model does not support these routes."""
         needed()
 
     return [Depends(ask)]
 
 
 def _check(routes: APIRouter) -> None:
-    """Raise TypeError for a route that is no APIRoute, and for one that reads a body without the rules of JsonRoute."""
+    """Raise TypeError for a route that is not an APIRoute, and for one that reads a body and is not a JsonRoute."""
     for route in routes.routes:
         if not isinstance(route, APIRoute):
             raise TypeError(f"{route} has no route; add its router to ROUTERS")
@@ -191,9 +194,9 @@ class TrafficState:
     """Counts of the requests that an API process is answering.
 
     Attributes:
-      num_running: POST requests that are being answered, and responses generated in the background.
+      num_running: number of POST requests that are being answered, and of responses generated in the background.
       has_served: whether any POST request has been answered with status 200.
-      http: counts of all requests that have not been reported to the engine.
+      http: counts of all requests that have not been reported to the engine yet.
       process: name of this process among the server's.
     """
 
@@ -204,13 +207,13 @@ class TrafficState:
 
 
 class TrafficMiddleware:
-    """Middleware that assigns every request its id and arrival time, counts running requests, and answers failures.
+    """Middleware that assigns every request its id and arrival time, counts requests, and answers failures.
 
-    A client's X-Request-Id is kept if it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
-    in the response. `state["unique_id"]` may be used as the request's name in the engine. `state["arrival"]`, in
-    seconds of time.monotonic, is kept if the reader of the headers has set it. `state["priority"]`, the most urgent one
-    that the request may have, is None for any, unless a caller in this process has set it. root_path: of the server,
-    without "/" at its end.
+    A client's X-Request-Id is used if it is 1 to 128 letters, digits, "-" and "_"; otherwise the id is random. It is in
+    `state["request_id"]` and in the response's headers. `state["unique_id"]` is unique in the engine.
+    `state["arrival"]`, in seconds of time.monotonic, keeps the value that the reader of the headers has set, if any.
+    `state["priority"]`, the most urgent priority that the request may have, is None for no limit unless a caller in
+    this process has set it. root_path: of the server, without "/" at its end.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
@@ -219,12 +222,13 @@ class TrafficMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as an ASGI application: that of the application inside, or the error response to what it
-        raises before its response has begun; what it raises later is raised. Scopes other than HTTP are passed on.
+        """Answer a request, as an ASGI application, by the wrapped application. An exception before the response has
+        begun becomes an error response; a later one is raised. Scopes other than HTTP are passed on unchanged.
 
-        Sets scope["root_path"], ROUTE_KEY by X-Session-Id or else the request's id, and COUNT_PARSED. Logs exceptions
-        other than ApiError. POST requests count as running until they end. Metrics count all requests but those of a
-        batch, whose state has a holder already, and outputs that were parsed for these, too.
+        Sets scope["root_path"], ROUTE_KEY (from X-Session-Id, else the request's id) and COUNT_PARSED. Logs exceptions
+        other than ApiError. POST requests count as running until they end. Every request is counted in the metrics,
+        except those of a batch, whose state already has a holder. Outputs that were parsed are counted for all
+        requests.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -244,12 +248,14 @@ class TrafficMiddleware:
         COUNT_PARSED.set(lambda mode, outcome: self._traffic.http.parsed(mode, outcome, kind))
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
         started, status = False, "none"
-        # A request of a batch, whose caller is in this process, came with no HTTP.
+        # A request of a batch comes from a caller in this process, not over HTTP.
         is_http = "holder" not in state
 
         async def send_named(message: Message) -> None:
-            """Send a message of the response, whose headers get the request's id and its unknown and ignored fields.
-            Notes the status, in TrafficState.has_served if it is the 200 of a POST request. Logs unknown fields.
+            """Send a message of the response. Headers of the response get the request's id and the names of its unknown
+            and ignored fields; unknown fields are also logged.
+
+            Records the status, and in TrafficState.has_served that a POST request has been answered with 200.
             """
             nonlocal started, status
             if message["type"] == "http.response.start":
@@ -283,9 +289,10 @@ class TrafficMiddleware:
 
 
 def _header_text(names: list[str]) -> bytes:
-    """Return names of fields, chosen by a client, as the value of a header: the first 20, joined by ", ", each cut to
-    64 characters. Characters other than ASCII letters, digits, "_", "." and "-" become "?", as does an empty name.
+    """Return field names, which a client has chosen, as the value of a header: the first 20, joined by ", ", each cut
+    to 64 characters. Characters other than ASCII letters, digits, "_", "." and "-" become "?", and so does an empty
+    name.
     """
-    # A header's value must not end in white space, as it would after an empty name.
+    # A header's value must not end in white space, as it would with an empty name at the end.
     plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) or "?" for name in names[:20]]
     return ", ".join(plain).encode()

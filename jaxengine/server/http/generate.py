@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's form, as trainers request rollouts."""
+"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's format, as trainers request rollouts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GenerateSampling(_Numbers, ClosedModel):
     """
 
     refused = {
-        "flat_logprobs": (False, True),  # a form in Python
+        "flat_logprobs": (False, True),  # selects a Python class, not a JSON format
         "logits_processors": (),
         "output_kind": (0, 1, 2),
         "thinking_token_budget": (-1,),
@@ -103,9 +103,9 @@ class GenerateRequest(NamedRequest):
         "reasoning_parser_kwargs": (),
         "token_offsets": (),
     }
-    ignored = frozenset(("parse_context",))  # read for other values of output_mode alone
+    ignored = frozenset(("parse_context",))  # only used with other values of output_mode
 
-    # Checked by read_prompts, as those of completions.
+    # Checked by read_prompts, as the prompts of completions are.
     token_ids: Annotated[list[int], SkipValidation]
     sampling_params: GenerateSampling
     kv_transfer_params: TransferParams | None = None
@@ -115,7 +115,9 @@ class GenerateRequest(NamedRequest):
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
-        """Raise RequestError for log-probabilities of the prompt in a stream, and for stream_options without one."""
+        """Return this request after checking it. Raises RequestError for log-probabilities of the prompt in a stream,
+        and for stream_options without a stream.
+        """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         for name in ("prompt_logprobs", "prompt_logprob_token_ids") if self.stream else ():
@@ -125,8 +127,9 @@ class GenerateRequest(NamedRequest):
         return self
 
     def prompt(self, inputs: InputProcessor) -> dict[str, Any]:
-        """Return token_ids, checked, and cache_salt as a prompt for the engine. Raises RequestError for a value that is
-        no list of ids or is empty, for more than max_model_len - 1 of them, and for ids outside the vocabulary.
+        """Return token_ids, after checking them, and cache_salt as a prompt for the engine. Raises RequestError for a
+        value that is not a list of ids or is empty, for more than max_model_len - 1 ids, and for ids outside the
+        vocabulary.
         """
         ids = self.token_ids
         if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
@@ -135,9 +138,11 @@ class GenerateRequest(NamedRequest):
         return {"prompt_token_ids": ids, "cache_salt": self.cache_salt}
 
     def params(self, inputs: InputProcessor, config: ServerConfig) -> SamplingParams:
-        """Return the engine's sampling parameters: fields that are None have SamplingParams' defaults, max_tokens the
-        server's. A stream has outputs of kind DELTA; texts are made only with `stop`. Raises RequestError for a value
-        that is not allowed.
+        """Return the engine's sampling parameters. Fields that are None get SamplingParams' defaults, except
+        max_tokens, which gets the server's default. A stream has outputs of kind DELTA. Texts are generated only if
+        `stop` is given.
+
+        Raises RequestError for a value that is not allowed.
         """
         asked = self.sampling_params
         check_n(asked.n, config)
@@ -208,8 +213,10 @@ class GeneratedChunk(Answer):
 
 
 class _Writer:
-    """Writer of the answer to one request, or of the pieces of a stream. name: the response's request_id. model: its
-    name in the complete answer. num_prompt_tokens: for the usage.
+    """Writer of the answer to one request, complete or in pieces of a stream.
+
+    name: request_id of the response. model: model name in the complete answer. num_prompt_tokens: number of prompt
+    tokens for the usage.
     """
 
     def __init__(self, body: GenerateRequest, config: ServerConfig, name: str, model: str, num_prompt_tokens: int):
@@ -224,7 +231,7 @@ class _Writer:
         self._has_begun = False
 
     def whole(self, output: RequestOutput) -> Response:
-        """Return the complete answer, with choices by index. output: the request's only one; call it once."""
+        """Return the complete answer, with choices sorted by index. output: the request's only output. Call it once."""
         choices = []
         for each in output.outputs:
             more = {"stop_reason": each.stop_reason, "routed_experts": encoded_experts(each), "sampling_mask": None}
@@ -246,8 +253,8 @@ class _Writer:
         )
 
     def pieces(self, output: RequestOutput) -> bytes:
-        """Return events for what is new in `output`, one for each completion with new tokens or its
-        end; b"" for none.
+        """Return server-sent events with the new parts of `output`, one for each completion that has new tokens or has
+        ended; b"" if there are none.
         """
         self._count(output)
         found = b""
@@ -262,22 +269,24 @@ class _Writer:
         return found
 
     def end(self) -> bytes:
-        """Return the last event: token counts, if requested; b"" otherwise."""
+        """Return the last event, with the token counts, if usage is requested; b"" otherwise."""
         return event({**self._head, "choices": [], "usage": self._usage()}) if self._counts_last else b""
 
     def _count(self, output: RequestOutput) -> None:
-        """Add an output's tokens to the counts."""
+        """Add an output's tokens to the counts, and store its number of cached tokens."""
         self._num_tokens.update({each.index: len(each.token_ids) for each in output.outputs})
         self._num_cached_tokens = output.num_cached_tokens or 0
 
     def _usage(self, index: int | None = None) -> dict[str, Any]:
-        """Return the token counts so far, of the completion `index` or of all."""
+        """Return the usage object with the token counts so far, of the completion `index`, or of all completions for
+        None.
+        """
         num_tokens = self._num_tokens.total() if index is None else self._num_tokens[index]
         return usage(self._num_prompt_tokens, num_tokens, self._num_cached_tokens)
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return the JSON of one completion, or of its new part. Call it once for each, as it counts the tokens for
-        weight_versions.
+        """Return the JSON of one completion, or of its new part. Counts its tokens for weight_versions, so call it once
+        for each part.
         """
         logprobs = None
         if output.logprobs is not None:
@@ -294,8 +303,8 @@ class _Writer:
 
 
 def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
-    """Return JSON of the log-probability of `token_id`, the sampled token, with top_logprobs: all tokens of `position`,
-    the sampled one first and the others in their order there.
+    """Return the JSON of the log-probability of `token_id`, the sampled token, with top_logprobs: all tokens of
+    `position`, the sampled one first and the others in their given order.
     """
     others = [each for each in position if each != token_id]
     tops = [_json_logprob(each, position[each]) for each in (token_id, *others)]
@@ -303,13 +312,13 @@ def _json_logprobs(token_id: int, position: PositionLogprobs) -> dict[str, Any]:
 
 
 def _json_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
-    """Return JSON of one token, named "token_id:N", with its log-probability and rank."""
+    """Return the JSON of one token, named "token_id:N", with its log-probability and rank."""
     logprob = {"logprob": json_logprob(entry.logprob), "bytes": None, "rank": entry.rank}
     return {"token": f"token_id:{token_id}", "token_id": token_id, **logprob}
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /inference/v1/generate."""
+    """Return the route /inference/v1/generate."""
     routes = APIRouter(tags=["generate"], route_class=JsonRoute)
     names = served_names(engine, config)
 
@@ -337,7 +346,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
             return writer.whole(last)
 
         async def events() -> AsyncGenerator[bytes, None]:
-            """Run the request and yield its events, then that of the token counts."""
+            """Run the request and yield its events, then the event with the token counts."""
             outputs = engine.stream(prompt, params, name, options)
             async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
                 async for output in outputs:

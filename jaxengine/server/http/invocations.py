@@ -12,7 +12,7 @@ from jaxengine.scheduler.base.errors import RequestError
 from jaxengine.server.base.options import ServerConfig
 from jaxengine.server.http.request.limits import read_json
 
-# Path by a field that only its requests have.
+# Path of a route, by a field that only its requests have.
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 _SCORES = {"query": "/rerank", "text_1": "/score", "queries": "/score", "data_1": "/score"}
 _POOLING_PATHS = {"embed": {"input": "/v1/embeddings", **_SCORES}, "classify": {"input": "/classify", **_SCORES}}
@@ -20,7 +20,9 @@ _POOLING_PATHS |= {task: {"input": "/pooling", **_SCORES} for task in ("token_em
 
 
 class _PassedOn(Response):
-    """Response that forwards a request, whose body was already read, to the route of another path."""
+    """Response that forwards a request, whose body has been read already, to the route of another path of this
+    application.
+    """
 
     def __init__(self, request: Request, path: str, body: bytes):
         super().__init__()
@@ -29,10 +31,10 @@ class _PassedOn(Response):
         self._whole: bytes | None = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response of the other route, which reads the same body."""
+        """Send the response of the other route, which receives the same body."""
 
         async def again():
-            """Receive the body once more, and then what the client sends."""
+            """Return the body at the first call, and further messages of the client after that."""
             if (body := self._whole) is not None:
                 self._whole = None
                 return {"type": "http.request", "body": body, "more_body": False}
@@ -43,7 +45,7 @@ class _PassedOn(Response):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /invocations, which passes requests on to the other routes that the model has."""
+    """Return the route /invocations, which forwards requests to the model's other routes."""
     routes = APIRouter(tags=["invocations"])
     pooling = engine.inputs.pooling
     paths = _PATHS if pooling is None else _POOLING_PATHS[pooling.task]

@@ -18,9 +18,9 @@ from jaxengine.server.http.request.errors import ApiError
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> str:
-    """Return the model name for the response: `name`, or the first of `served` for None.
+    """Return the model name for the response: `name`, or the first of `served` if it is None.
 
-    Raises ApiError (404) for a model that is not served.
+    Raises ApiError (404) for a model that is not in `served`.
     """
     if name is not None and name not in served:
         shown = f"the model {show_value(name)} does not exist; this server has {', '.join(served)}"
@@ -29,11 +29,12 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
 
 
 async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
-    """Return (model name for the response, adapter name or None) for a request's `model`, `name`; None or "": the first
-    of `served`, the model's own names. For a name of lora_routes they are those of the adapter that it stands for.
+    """Return (model name for the response, adapter name or None) for `name`, the model that a request names. None or ""
+    stands for the first of `served`, the model's own names. The name of a route in lora_routes is replaced by one of
+    its adapters.
 
-    engine: an OwnedEngine. Raises ApiError (404) for a model or adapter that is not served; EngineDeadError if the
-    engine does not answer the request for its adapters.
+    An adapter that is not loaded and can be found by its name is loaded. engine: an OwnedEngine. Raises ApiError (404)
+    for a model or adapter that is not served, RequestError for an adapter that cannot be loaded, EngineDeadError.
     """
     name = name or None  # clients of vLLM that have no name send ""
     if name is not None and name not in served:
@@ -82,15 +83,15 @@ class ModelList(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes that list models and describe one."""
+    """Return the routes that list models and describe one."""
     routes = APIRouter(tags=["models"])
     names = served_names(engine, config)
     routes_to_adapters = LoraRoutes.of(config, names).names
     created = int(time.time())
 
     def card(name: str, root: str = names[0], parent: str | None = None) -> dict[str, Any]:
-        """Return the card of a name. parent: of an adapter, the model; None for the model itself. root: path of the
-        adapter, or the model's first name.
+        """Return the card of a name. root: path of an adapter; the model's first name for others. parent: the model's
+        first name for an adapter; None for the model itself.
         """
         return {
             "id": name,

@@ -33,7 +33,7 @@ class Load(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes about health, version and load, which every server has."""
+    """Return the routes about health, version and load, which every server has."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get("/health", response_class=Response)
@@ -67,7 +67,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes for operators; none without enable_admin."""
+    """Return the routes for operators; a router without routes unless enable_admin is set."""
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
@@ -128,7 +128,7 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _vllm_config(engine: EngineClient) -> dict[str, Any]:
-    """Return sections of vLLM's configuration by its names: those from which trainers (TRL) choose how they send
+    """Return the sections of vLLM's configuration, by vLLM's names, from which trainers (TRL) choose how they send
     weights. weight_transfer_config is None, as in a vLLM without a transport of weights between devices.
     """
     config = engine.inputs.config

@@ -1,4 +1,4 @@
-"""DELETE /v1/sessions/{id}: drops the pages that a conversation keeps. A session is its key's own."""
+"""DELETE /v1/sessions/{id}: drops the pages that a conversation keeps. A session belongs to the key that created it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class DroppedSession(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route DELETE /v1/sessions/{session_id}; none without pages outside of the devices
-    (kv_offloading_bytes).
+    """Return the route DELETE /v1/sessions/{session_id}; a router without routes unless pages are also kept outside of
+    the devices (kv_offloading_bytes).
     """
     routes = APIRouter(tags=["sessions"])
     if not engine.inputs.config.kv_offloading_bytes:

@@ -57,7 +57,9 @@ class TokenizeRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise RequestError unless there is a prompt or messages, and for fields that need messages."""
+        """Return this request after checking it. Raises RequestError unless either a prompt or messages are given, and
+        for fields that need messages.
+        """
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if self.messages is None:
@@ -88,7 +90,7 @@ class DetokenizeAnswer(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes /tokenize and /detokenize, and /tokenizer_info with enable_tokenizer_info_endpoint."""
+    """Return the routes /tokenize and /detokenize and, with enable_tokenizer_info_endpoint, /tokenizer_info."""
     routes = APIRouter(tags=["tokenize"], route_class=JsonRoute)
     inputs = engine.inputs
     encoder = PromptEncoder(inputs)

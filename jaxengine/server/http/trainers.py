@@ -1,4 +1,4 @@
-"""Admin routes under the names that trainers' clients have built in: those that AReaL and prime-rl add to vLLM."""
+"""Admin routes under the names that trainers' clients expect: routes that AReaL and prime-rl add to vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Ok(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes; none without enable_admin. Their errors are those of jaxengine.server.weights.weights."""
+    """Return the routes for trainers; a router without routes unless enable_admin is set. They raise the errors of the
+    functions in jaxengine.server.weights.weights.
+    """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
         return routes
@@ -86,5 +88,5 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _done(message: str) -> dict[str, bool | str]:
-    """Return a Done that reports success; failures are errors."""
+    """Return the JSON of a Done that reports success. Failures are answered by errors instead."""
     return {"success": True, "message": message}

@@ -21,18 +21,18 @@ from jaxengine.server.http.request.protocol import RequestModel
 from jaxengine.server.weights import weights
 
 Mode = Literal["keep", "wait", "abort"]
-# The processes' messages have 64 bits for it.
+# Messages between processes have 64 bits for this number.
 MAX_CHUNK_BYTES = 2**63 - 1
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
 ChunkBytes = Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
 
 
 class _BodyRoute(APIRoute):
-    """Route for bodies that are not JSON; JSON bodies go to the next route of its path."""
+    """Route for bodies that are not JSON. Requests with a JSON body are left to the next route of its path."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Whether the request is for this route, as Starlette's routes say it: never for a body that is not of
-        STREAMED.
+        """Return Starlette's result of matching the request to this route. It is (Match.NONE, {}) unless the body is
+        one of STREAMED.
         """
         return super().matches(scope) if scope["type"] == "http" and is_streamed(scope) else (Match.NONE, {})
 
@@ -57,7 +57,7 @@ class UpdateWeights(RequestModel):
     chunk_bytes: ChunkBytes | None = None
 
     def source(self) -> str:
-        """Return `path` or `weight_dir`. Raises RequestError unless one of them is given."""
+        """Return `path` or `weight_dir`. Raises RequestError unless exactly one of them is given."""
         if (self.path is None) == (self.weight_dir is None):
             given = "neither" if self.path is None else "both"
             text = f"path, weight_dir: {given} given; allowed: one; weights between devices are not served"
@@ -66,9 +66,9 @@ class UpdateWeights(RequestModel):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes that pause the engine, put it to sleep and replace its weights, for operators; none without
-    enable_admin. Their errors are those of the functions of jaxengine.server.weights.weights: RequestError and
-    EngineDeadError.
+    """Return the operators' routes that pause the engine, put it to sleep and replace its weights; a router without
+    routes unless enable_admin is set. They raise the errors of the functions in jaxengine.server.weights.weights:
+    RequestError and EngineDeadError.
     """
     routes = APIRouter(tags=["admin"], dependencies=ADMIN, route_class=JsonRoute)
     if not config.enable_admin:
@@ -131,7 +131,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -> None:
-    """Add the routes that concern weights: /update_weights, by a path or by the file itself as the body, and
+    """Add the routes about weights to `routes`: /update_weights, with a path or with the file itself as the body, and
     /weight_info.
     """
 
@@ -152,8 +152,8 @@ def _add_update(routes: APIRouter, engine: EngineClient, config: ServerConfig) -
         strict: bool = True,
         chunk_bytes: Annotated[int | None, Query(ge=1, le=MAX_CHUNK_BYTES)] = None,
     ) -> dict[str, Any]:
-        """Replace the weights as `update_weights` does, by a body that is a safetensors file, which weight_upload_dir
-        keeps until it has been read. Same errors.
+        """Replace the weights by those of the body, a safetensors file, which is stored in weight_upload_dir until it
+        has been read. Options, result and errors are those of `update_weights`.
         """
         options = weights.UpdateOptions(weight_version, mode, kv, strict, chunk_bytes)
         return await weights.update_from_pieces(engine, config, request.stream(), options)

@@ -1,7 +1,7 @@
-"""An API process's connection to the engine's process; it is replaced whenever the engine restarts.
+"""Connection of an API process to the engine's process; it is replaced whenever the engine restarts.
 
-Each connection begins with Hello and has its own socket, so that no message for a dead engine reaches the next one.
-Independent of requests.
+Each connection begins with Hello and has a socket of its own, so that no message for a dead engine reaches the next
+one. Independent of requests.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _BURST = 4
 
 
 class EngineLink:
-    """Connection that sends and receives an engine's messages, on the event loop on which it is created."""
+    """Connection that exchanges messages with an engine, on the event loop on which it is created."""
 
     def __init__(self, address: str, index: int, received: Callable[[FromEngine], None], lost: Callable[[], None]):
-        """Begin to connect and return at once; messages sent meanwhile are queued. Needs a running event loop.
+        """Start to connect and return at once; messages sent before there is a connection are queued. Needs a running
+        event loop.
 
         Args:
           address: ZeroMQ address of the engine's socket.
           index: number of this API process.
           received: called with each decoded message of the engine.
-          lost: called when a connection has ended, also by a message that cannot be read; the next one is being opened.
+          lost: called when a connection has ended, also because of a message that cannot be decoded; the next
+            connection is being opened then.
         """
         self._address = address
         self._index = index
@@ -45,7 +47,7 @@ class EngineLink:
         self._open()
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, or queue it until there is a connection."""
+        """Encode and send a message, or queue it until there is a connection. Never blocks."""
         self.send_encoded(messages.encode(message))
 
     def send_encoded(self, message: bytes) -> None:
@@ -55,20 +57,20 @@ class EngineLink:
         self._loop.call_soon(self._read, self._socket)
 
     def reopen(self) -> None:
-        """Drop this connection with its queued messages, open another, and call `lost`, as if the engine had closed
-        it.
+        """Drop this connection with its queued messages, open another one, and call `lost`, as if the engine had closed
+        the connection.
         """
         self._close()
         self._open()
         self._lost()
 
     def close(self) -> None:
-        """Close the connection permanently, with its queued messages; `lost` is not called."""
+        """Close the connection permanently and drop its queued messages; `lost` is not called."""
         self._close()
         self._context.destroy(linger=0)
 
     def _open(self) -> None:
-        """Create a socket with a monitor of its connection, begin to connect, and send Hello."""
+        """Create a socket and a monitor of its connection, start to connect, and queue Hello."""
         self._socket = self._context.socket(zmq.DEALER)
         identity = f"{self._index}-{os.urandom(8).hex()}".encode()
         for option, value in (
@@ -88,7 +90,7 @@ class EngineLink:
         self._loop.call_soon(self._disconnected, self._monitor)
 
     def _close(self) -> None:
-        """Close the socket and its monitor; drop queued messages."""
+        """Close the socket and its monitor, and drop queued messages."""
         for socket in (self._socket, self._monitor):
             self._loop.remove_reader(socket.fileno())
         self._socket.disable_monitor()
@@ -96,9 +98,11 @@ class EngineLink:
         self._socket.close(linger=0)
 
     def _read(self, socket: zmq.Socket) -> None:
-        """Pass up to _BURST received messages on to `received`; go on in a later turn of the event loop if there may be
-        more. Reopens the connection after a message that cannot be read, which is logged. socket: does nothing for
-        another one than the current.
+        """Pass up to _BURST received messages on to `received`; continue in a later iteration of the event loop if
+        there may be more.
+
+        A message that cannot be decoded is logged, and the connection is reopened. socket: does nothing if it is not
+        the current one.
         """
         for _ in range(_BURST):
             if socket is not self._socket or socket.closed:
@@ -117,8 +121,8 @@ class EngineLink:
         self._loop.call_soon(self._read, socket)
 
     def _disconnected(self, monitor: zmq.Socket) -> None:
-        """Reopen the connection if its monitor says that it has ended; called by the event loop. monitor: does nothing
-        for another one than the current.
+        """Reopen the connection if its monitor reports that it has ended; called by the event loop. monitor: does
+        nothing if it is not the current one.
         """
         if monitor is self._monitor and monitor.poll(0):
             self.reopen()

@@ -9,21 +9,23 @@ from jaxengine.scheduler.base.media import Media, MediaItem
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Location of an item in shared memory: patches, columns and rows, contiguous from `offset`, of `sizes` bytes."""
+    """Location of an item in shared memory: patches, columns and rows, contiguous from byte `offset`, with `sizes`
+    bytes.
+    """
 
     offset: int
     sizes: tuple[int, int, int]
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A MediaItem, arrays as raw bytes.
+    """A MediaItem, with arrays as raw bytes.
 
     Attributes:
-      modality, digest, positions, cached: as of MediaItem; positions i32.
+      modality, digest, positions, cached: the fields of MediaItem; positions as i32.
       num_patches: number of patches, which determines the arrays' shapes.
       pixels: patches, columns and rows; None if the receiver has them or they are in shared memory.
-      place: where the pixels are in shared memory; None if they are not there.
-      keep: whether the sender relies on the receiver to cache them.
+      place: location of the pixels in shared memory; None if they are not there.
+      keep: whether the sender relies on the receiver to cache the pixels.
     """
 
     modality: str
@@ -37,12 +39,12 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class MediaMessage(msgspec.Struct, array_like=True):
-    """A Media, arrays as raw bytes.
+    """A Media, with arrays as raw bytes.
 
     Attributes:
       items: images and videos in the order of the prompt.
       rope_positions: i32[3, tokens]; None for a model without M-RoPE.
-      rope_delta, prefix_length, prefix_digest: as of Media.
+      rope_delta, prefix_length, prefix_digest: the fields of Media.
       epoch: number of the sender's cache state; when it changes, nothing sent earlier counts as cached.
       memory: path of this epoch's shared memory; "" if no item is in it.
     """
@@ -57,28 +59,28 @@ class MediaMessage(msgspec.Struct, array_like=True):
 
 
 class MissingMediaError(Exception):
-    """Raised for a message that relies on pixels that are not cached here. Resending it with all pixels succeeds."""
+    """Error of a message that relies on pixels which are not cached here. Resending it with all pixels succeeds."""
 
 
 def pixels_of(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Return f32 patches, i32 columns and i32 rows of an item as raw bytes, in the machine's byte order."""
+    """Return an item's f32 patches, i32 columns and i32 rows as raw bytes, in the machine's byte order."""
     return _bytes(item.patches, np.float32), _bytes(item.columns, np.int32), _bytes(item.rows, np.int32)
 
 
 def message_item(
     item: MediaItem, pixels: tuple[bytes, bytes, bytes] | None, place: Place | None = None, *, keep: bool = False
 ) -> Item:
-    """Convert an item to its form in a message.
+    """Return an item in the form of a message.
 
-    pixels: as `pixels_of` returns them; None if the receiver has them or they are at `place`. place: in shared memory,
-    None for pixels that are not there. keep: as in Item.
+    pixels: as returned by `pixels_of`; None if the receiver has them or they are at `place`. place: location in shared
+    memory; None if the pixels are not there. keep: whether the sender relies on the receiver to cache the pixels.
     """
     positions = _bytes(item.positions, np.int32)
     return Item(item.modality, item.digest, len(item.patches), positions, item.cached, pixels, place, keep)
 
 
 def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str = "") -> MediaMessage:
-    """Convert a prompt's Media to its form in a message, with these items in place of its own. epoch, memory: as of
+    """Return a prompt's Media in the form of a message, with `items` in place of its own. epoch, memory: fields of
     MediaMessage.
     """
     places = None if media.rope_positions is None else _bytes(media.rope_positions, np.int32)
@@ -86,9 +88,9 @@ def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str =
 
 
 def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
-    """Return a MediaItem of this item and its pixels, whose arrays are read-only views of the bytes.
+    """Return the MediaItem of a message's item and its pixels. Its arrays are read-only views of the bytes.
 
-    pixels: f32 patches, i32 columns and i32 rows as raw bytes, as `pixels_of` returns them. Raises ValueError for bytes
+    pixels: f32 patches, i32 columns and i32 rows as raw bytes, as returned by `pixels_of`. Raises ValueError for bytes
     that cannot be divided into `item.num_patches` patches.
     """
     patches, columns, rows = pixels
@@ -104,7 +106,9 @@ def read_item(item: Item, pixels: tuple[bytes, bytes, bytes]) -> MediaItem:
 
 
 def read_media(message: MediaMessage, items: list[MediaItem]) -> Media:
-    """Return the Media of a message, with these items in place of its own; rope_positions is a view i32[3, tokens]."""
+    """Return the Media of a message, with `items` in place of its own. rope_positions is a view i32[3, tokens], or
+    None.
+    """
     places = message.rope_positions
     places = None if places is None else np.frombuffer(places, np.int32).reshape(3, -1)
     return Media(tuple(items), places, message.rope_delta, message.prefix_length, message.prefix_digest)

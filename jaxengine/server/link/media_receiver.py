@@ -1,4 +1,4 @@
-"""Engine's end of the transfer of images from an API process, with the engine's cache of them."""
+"""Engine's end of the transfer of images from an API process, with its cache of their pixels."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _MEMORY = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
 
 
 class MediaReceiver:
-    """Reader of the messages of one connection, in their order.
+    """Reader of one connection's messages, which must be read in their order.
 
-    Pixels that arrive in a message are cached as `KeySender` assumes. Those in shared memory are copied when the
-    message is read, since the sender may overwrite them as soon as it learns of that.
+    Pixels that arrive in a message are cached as the sender's `KeySender` assumes. Pixels in shared memory are copied
+    when the message is read, since the sender may overwrite them once it knows that they have been read.
     """
 
     def __init__(self, max_bytes: int, stats: MediaStats | None):
-        """Start with an empty cache. max_bytes: size of the cache; 0 if the sender does not rely on one. stats: None
-        for a text-only engine.
+        """Start with an empty cache. max_bytes: size of the cache; 0 if the sender does not rely on one. stats:
+        counters of transferred bytes; None for a text-only engine.
         """
         self._kept: LeastRecent[Pixels] = LeastRecent(max_bytes)
         self._stats = stats
@@ -44,14 +44,15 @@ class MediaReceiver:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the cached pixels."""
+        """Size of the cached pixels in bytes."""
         return self._kept.num_bytes
 
     def read(self, message: MediaMessage) -> Media:
-        """Return the images and videos of a message. The first message of a new epoch clears the cache.
+        """Return the images and videos of a message. The first message of a new epoch clears the cache first. Counts
+        the bytes received by socket and by shared memory.
 
         Raises MissingMediaError for pixels that are neither in the message, in the cache, nor in readable shared
-        memory; those that came are cached all the same. Raises ValueError for malformed data.
+        memory; the pixels that have arrived are cached even then. Raises ValueError for malformed data.
         """
         if message.epoch != self._epoch:
             self.clear()
@@ -73,9 +74,9 @@ class MediaReceiver:
             elif item.place is not None:
                 pixels = self._copy(item.place)
             elif pixels is None:
-                pixels = came.get(item.digest)  # a picture that occurs twice in a prompt
+                pixels = came.get(item.digest)  # an image that occurs twice in a prompt
             if pixels is None:
-                is_missing = True  # the others are cached all the same, to stay in step with the sender
+                is_missing = True  # the others are still cached, as the sender assumes
             else:
                 items.append(read_item(item, pixels))
         if is_missing:
@@ -83,15 +84,15 @@ class MediaReceiver:
         return read_media(message, items)
 
     def clear(self) -> None:
-        """Clear the cache and close the shared memory of this epoch."""
+        """Clear the cache, and close the shared memory of this epoch if it is open."""
         self._kept.clear()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
 
     def _copy(self, place: Place) -> Pixels | None:
-        """Return a copy of the pixels at a place in shared memory, and count its bytes; None if no memory is open, or
-        if it is smaller.
+        """Return a copy of the pixels at a location in shared memory, and count its bytes; None if no memory is open,
+        or the location is not within it.
         """
         memory, first = self._memory, place.offset
         if memory is None or first < 0 or min(place.sizes) < 0 or first + sum(place.sizes) > len(memory):
@@ -112,10 +113,10 @@ def _is_kept(item: Item) -> bool:
 
 
 def _open(path: str) -> mmap.mmap | None:
-    """Map the shared memory read-only; return None if that is impossible, as when the process that created it has just
-    ended.
+    """Map a sender's shared memory read-only. Return None if that is impossible, as when the process that created it
+    has just ended.
 
-    path: /proc/PID/fd/NUMBER; None for any other.
+    path: /proc/PID/fd/NUMBER; any other path returns None.
     """
     if not _MEMORY.fullmatch(path):
         return None

@@ -1,8 +1,8 @@
-"""Transfer of requests' images to the engine: what is sent of them, and what an API process caches for that.
+"""Transfer of requests' images to the engine: the messages, and the bookkeeping of what the engine has cached.
 
 A `MediaSender` sends all pixels each time. `KeySender` mirrors the keys of the engine's `MediaReceiver` cache: both
-update the same `LeastRecent` in the order of the messages, so that an image's second use sends its digest only. If
-pixels are missing all the same, the engine refuses the request, which is then resent with all of them.
+update the same `LeastRecent` in the order of the messages, so that an image's second use sends its digest only. If the
+engine still lacks pixels, it refuses the request, which is then resent with all of them.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class MediaSender:
-    """Maker of a connection's media messages, each with all pixels.
+    """Writer of a connection's media messages, each with all pixels.
 
     Attributes:
-      cache: cache for the preprocessing of prompts; None keeps the preprocessor's own.
+      cache: cache for the preprocessing of prompts; None for the preprocessor's own cache.
     """
 
     cache: MediaCache | None = None
 
     def knows(self, digest: bytes) -> bool:
-        """Whether a message may omit these pixels; never here."""
+        """Whether a message may omit the pixels with this digest; always False here."""
         return False
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Make the media part of Submit `number`. Messages must be sent in the order in which they are made.
+        """Return the media part of Submit `number`. Messages must be sent in the order in which they are made.
 
-        whole: include all pixels, as this class does anyway. Raises RuntimeError for pixels that must be sent and were
-        dropped: see `complete`.
+        whole: include all pixels, as this class always does. Raises RuntimeError for pixels that must be sent and were
+        dropped; `complete` restores them.
         """
         return media_message(media, [message_item(item, sent_pixels(item)) for item in media.items])
 
@@ -47,26 +47,30 @@ class MediaSender:
         """Record that the engine has read all Submits up to this number. Does nothing here."""
 
     def refused(self) -> None:
-        """Count nothing sent so far as cached, as `reset`: the engine lacked pixels that a message had omitted."""
+        """Forget everything sent so far, because the engine lacked pixels that a message had omitted: nothing counts as
+        cached.
+        """
         self.reset()
 
     def reset(self) -> None:
-        """Count nothing sent so far as cached, since the engine is another one or has cleared its cache. Does nothing
-        here.
+        """Forget everything sent so far, because the engine was replaced or has cleared its cache: nothing counts as
+        cached. Does nothing here.
         """
 
     def lost(self) -> None:
-        """Count nothing sent so far as cached, as `reset`: a connection has ended, and another one will follow."""
+        """Forget everything sent so far, because a connection has ended and another one will follow: nothing counts as
+        cached.
+        """
         self.reset()
 
     def close(self) -> None:
-        """Release what is held for messages: no further connection follows. Does nothing here."""
+        """Release the memory of messages, as no further connection follows. Does nothing here."""
 
     async def complete(self, prepared: PreparedRequest, *, whole: bool = False) -> None:
-        """Recompute, on a thread, the pixels that `message` needs and the request no longer has; its requests then have
-        them. Errors of preprocessing are raised.
+        """Recompute, on a thread, the pixels that `message` needs and that the request has dropped, and put them into
+        all its requests. Errors of preprocessing are raised.
 
-        whole: recompute all pixels that it lacks, because a message with `whole` follows.
+        whole: recompute all dropped pixels, because a message with `whole` follows.
         """
         while (media := prepared.requests[0].media) is not None:
             wanted = {
@@ -83,25 +87,25 @@ class MediaSender:
 
 
 class KeepingSender(MediaSender):
-    """Sender that records what it has sent, and is the MediaCache of exactly these items."""
+    """Sender that records what it has sent, and is the MediaCache that contains exactly these items."""
 
     def put(self, digest: bytes, item: Processed) -> None:
-        """Do nothing: an item is cached when it is sent."""
+        """Do nothing, as an item is cached when it is sent."""
 
     def item(self, item: MediaItem, made: Processed, make: Callable[[], Processed]) -> MediaItem:
-        """Return the item for a request, as MediaCache.item."""
+        """Return the item for a request; the method MediaCache.item."""
         return prepared_item(item, made, make)
 
     def clear(self) -> None:
-        """Count nothing as cached, as `reset`."""
+        """Forget everything sent so far: nothing counts as cached."""
         self.reset()
 
 
 class KeySender(KeepingSender):
-    """Sender that mirrors the keys of the engine's cache. `cache` is this object."""
+    """Sender that mirrors the keys of the engine's cache. Its `cache` is the sender itself."""
 
     def __init__(self, max_bytes: int):
-        """Begin with nothing cached. max_bytes: size of the engine's cache for this connection."""
+        """Start with nothing cached. max_bytes: size of the engine's cache for this connection."""
         self.cache = self
         self._epoch = 0
         self._keys: LeastRecent[Processed] = LeastRecent(max_bytes)
@@ -109,22 +113,26 @@ class KeySender(KeepingSender):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the engine caches for this connection."""
+        """Bytes that the engine has cached for this connection."""
         return self._keys.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
-        """Return the item without pixels that the engine has cached, else None."""
-        # Only sending changes the LRU order: threads look up in any order.
+        """Return the item with this digest, without its pixels, if the engine has cached it, else None. Does not count
+        as a use. Thread-safe.
+        """
+        # Only sending may change the LRU order, as lookups from threads come in any order.
         with self._lock:
             return self._keys.peek(digest)
 
     def knows(self, digest: bytes) -> bool:
-        """Whether the engine has cached these pixels."""
+        """Whether the engine has cached the pixels with this digest."""
         return digest in self._keys
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Make a message that omits cached pixels, and record the others as cached. Arguments and
-        errors as of MediaSender.message.
+        """Return a message that omits cached pixels, and record the pixels in it as cached.
+
+        whole: include all pixels. Messages must be sent in the order in which they are made. Raises RuntimeError for
+        pixels that must be sent and were dropped.
         """
         with self._lock:
             # As in the receiver: cached items first, so that new ones do not evict them before they are read.
@@ -143,19 +151,21 @@ class KeySender(KeepingSender):
             return media_message(media, items, self._epoch)
 
     def reset(self) -> None:
-        """Begin a new epoch, with nothing cached; its first message makes the engine clear its cache, too."""
+        """Begin a new epoch, with nothing cached. Its first message makes the engine clear its cache too."""
         with self._lock:
             self._epoch += 1
             self._keys.clear()
 
 
 def sent_pixels(item: MediaItem) -> tuple[bytes, bytes, bytes]:
-    """Return the pixels of an item for a message, as `pixels_of` does. Raises RuntimeError if they were dropped."""
+    """Return an item's pixels as raw bytes, in the form of `pixels_of`. Raises RuntimeError if they were dropped."""
     if isinstance(item, PreparedItem) and item.make is not None:
         raise RuntimeError("the pixels of an image must be sent, but were not recomputed")
     return pixels_of(item)
 
 
 def _made_whole(items: list[PreparedItem]) -> list[PreparedItem]:
-    """Return the items with their pixels, computed again one after the other; raises the preprocessing's errors."""
+    """Return the items with their pixels, which are recomputed one item after the other. Raises errors of
+    preprocessing.
+    """
     return [item.whole() for item in items]

@@ -1,6 +1,6 @@
-"""Messages between the engine's process and the API processes: MessagePack, arrays as raw bytes.
+"""Messages between the engine's process and the API processes, in MessagePack with arrays as raw bytes.
 
-An API process identifies a request by a handle, a number of its own. Arrays are int64, int32 or float32 in the
+An API process identifies a request by a handle, a number that it chooses. Arrays are int64, int32 or float32 in the
 machine's byte order, which both ends share. Defines how a step's tokens are encoded; sockets are elsewhere.
 """
 
@@ -25,7 +25,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
       num_running, num_waiting: requests that run and that wait, of all API processes.
-      num_waiting_tokens: prompt tokens of those that wait.
+      num_waiting_tokens: prompt tokens of the requests that wait.
       retry_after: seconds after which a refused request should be sent again.
     """
 
@@ -36,7 +36,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """The first message of an API process. index: its number."""
+    """First message of an API process. index: number of the process."""
 
     index: int
 
@@ -48,7 +48,8 @@ class Finish(msgspec.Struct, array_like=True, tag="finish"):
       handles: of the requests.
       reason: value of FinishReason: "stop" after a stop string was found, "repetition", or "abort", which the engine
         confirms like any other end.
-      num_tokens: for each request that its output ended, the number of tokens that its caller received.
+      num_tokens: for each request that ended because of its output, the number of tokens that its caller received; []
+        for "abort".
     """
 
     handles: list[int]
@@ -57,7 +58,7 @@ class Finish(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class EndsDelivered(msgspec.Struct, array_like=True, tag="ends_delivered"):
-    """Confirmation that the callers of these requests with `text_ends` have received the ends that the engine sent."""
+    """Confirmation that callers have received the ends that the engine sent, for these requests with `text_ends`."""
 
     handles: list[int]
 
@@ -66,7 +67,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
     """Request to call a function of `EngineCore.utilities`.
 
     Attributes:
-      number: that of its Reply; the Reply of number 0 is ignored.
+      number: number that the Reply has too; the Reply of number 0 is ignored.
       name, arguments: of the function.
     """
 
@@ -81,10 +82,10 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     Attributes:
       config: fields of ResolvedConfig.
       model: file or folder of the model.
-      num_slots: requests that run at once, of all replicas.
+      num_slots: number of requests that run at once, over all replicas.
       load: of the engine.
-      media_cache: kind of the media cache, of jaxengine.config.inputs.encoder.KINDS.
-      num_media_resets: as in Update.
+      media_cache: kind of the media cache, one of jaxengine.config.inputs.encoder.KINDS.
+      num_media_resets: number of resets of the media cache so far; see Update.
     """
 
     config: dict[str, Any]
@@ -101,7 +102,7 @@ class Failure(msgspec.Struct, array_like=True):
     Attributes:
       kind: "request", "unknown adapter", "overloaded", "internal", or MISSING_MEDIA: the Submit relies on missing
         pixels, and must be resent with all of them.
-      message, param, retry_after: of the error for the caller.
+      message, param, retry_after: attributes of the error for the caller.
     """
 
     kind: str
@@ -111,7 +112,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """Outcome of a Submit or a Call.
+    """Result of a Submit or a Call.
 
     Attributes:
       number: of the Submit or Call.
@@ -129,8 +130,8 @@ class Started(msgspec.Struct, array_like=True):
 
     Attributes:
       handle: of the request.
-      num_cached_tokens: prompt tokens found in the prefix cache.
-      queued_time, first_scheduled_time, first_token_time: as of Request, in seconds of time.monotonic.
+      num_cached_tokens: number of prompt tokens that were found in the prefix cache.
+      queued_time, first_scheduled_time, first_token_time: the fields of Request, in seconds of time.monotonic.
     """
 
     handle: int
@@ -146,8 +147,8 @@ class Ended(msgspec.Struct, array_like=True):
     Attributes:
       handle: of the request.
       reason, stop_reason: how it ended; reason is a FinishReason's value.
-      num_preemptions, num_cached_tokens, kv_transfer_params: as of Request.
-      queued_time, first_scheduled_time, finished_time: as of Request, in seconds of time.monotonic.
+      num_preemptions, num_cached_tokens, kv_transfer_params: the fields of Request.
+      queued_time, first_scheduled_time, finished_time: the fields of Request, in seconds of time.monotonic.
       output_token_ids: i32; None for a request with an output per step.
     """
 
@@ -164,7 +165,9 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Refused(msgspec.Struct, array_like=True):
-    """Failure of a request, by handle, found after its Submit was read; it gets no tokens and no Ended."""
+    """Failure of a request that was found after its Submit was read; the request gets no tokens and no Ended. handle:
+    of the request.
+    """
 
     handle: int
     failure: Failure
@@ -174,7 +177,7 @@ class Scores(msgspec.Struct, array_like=True):
     """TokenScores of n tokens as bytes, in the machine's byte order.
 
     Attributes:
-      num_top, num_given: likeliest tokens, and tokens given by id, of each token.
+      num_top, num_given: for each token, number of likeliest tokens, and of tokens given by id.
       logprobs: f32[n]. ranks: i32[n].
       top_ids: i32[n, num_top]. top_logprobs: f32[n, num_top].
       given_logprobs: f32[n, num_given].
@@ -197,7 +200,9 @@ class Vectors(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True):
-    """PromptScores of one request, by handle: the first score is of prompt token `first`."""
+    """PromptScores of one request. handle: of the request. first: index of the prompt token to which the first score
+    belongs.
+    """
 
     handle: int
     first: int
@@ -205,12 +210,12 @@ class PromptPart(msgspec.Struct, array_like=True):
 
 
 class FoundPart(msgspec.Struct, array_like=True):
-    """Found rows of one request.
+    """Rows that a capability returned for one request.
 
     Attributes:
       handle: of the request.
-      name: field of CompletionOutput that they belong to.
-      columns: (field, "" for rows without fields; dtype; shape; bytes) of each.
+      name: field of CompletionOutput that receives the rows.
+      columns: (field, or "" for rows without fields; dtype; shape; bytes) of each column.
     """
 
     handle: int
@@ -222,16 +227,17 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     """Results of a step for one API process.
 
     Attributes:
-      number: counts the updates of this connection from 1, to detect a lost one.
+      number: counts the updates of this connection from 1, so that a lost one is detected.
       received: number of the last Submit that was read.
       load: of the engine.
       handles, token_ids: i32[n], a token of each of these requests.
-      tokens_scored: i32[m], indices into `handles` of the tokens with scores. scores: theirs, None for none.
+      tokens_scored: i32[m], indices into `handles` of the tokens with scores. scores: of these tokens; None for none.
       prompts, started, ended: prompts' logprobs, first tokens, and ends of requests.
       unservable: requests that failed after their Submit was read. refused, replies: answers to Submits and to Calls.
       vectors: of pooling requests, in the order of handles.
-      num_media_resets: counts resets of the engine's media cache; an API process follows with its own.
-      found: rows that capabilities returned to requests.
+      num_media_resets: number of resets of the engine's media cache; when it grows, an API process resets its cache
+        too.
+      found: rows that capabilities returned for requests.
     """
 
     number: int
@@ -264,13 +270,13 @@ decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEn
 
 
 def owner_of(request: Request) -> tuple[int, int]:
-    """Return (number of the API process's connection, its handle for the request), which a request's tag encodes."""
+    """Return (number of the API process's connection, handle of the request there), which a request's tag encodes."""
     return divmod(request.tag, 1 << 32)
 
 
 def error_of(failure: Failure) -> Exception:
-    """Return the exception for the caller of a Submit or a Call: for "overloaded" an OverloadedError, for "unknown
-    adapter" an UnknownAdapterError, for "request" a RequestError, else a RuntimeError.
+    """Return the exception for the caller of a failed Submit or Call, by the failure's kind: an OverloadedError for
+    "overloaded", an UnknownAdapterError for "unknown adapter", a RequestError for "request", else a RuntimeError.
     """
     if failure.kind == "overloaded":
         return OverloadedError(failure.message, retry_after=failure.retry_after)
@@ -280,15 +286,18 @@ def error_of(failure: Failure) -> Exception:
 
 
 def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
-    """Return the Update of each API process for a step, by the number of its connection.
+    """Return the Update of each API process for a step, by the number of its connection. API processes without results
+    have no Update. The sender must fill in number, received and load.
 
-    The sender fills in number, received and load. Processes without results have no Update. clients: numbers of the
-    connections of all that have requests; with a single one, all tokens are taken to be its.
+    clients: numbers of the connections of all processes that have requests; with a single one, all tokens are
+    attributed to it.
     """
     updates = _token_updates(output.emitted, clients) if output.emitted else {}
 
     def update_of(request: Request) -> tuple[Update, int]:
-        """Return the Update of a request's API process, added to `updates` if none is there, and the handle."""
+        """Return the Update of a request's API process, which is created in `updates` if it is missing, and the
+        request's handle.
+        """
         client, handle = owner_of(request)
         if client not in updates:
             updates[client] = Update(0, 0, _NO_LOAD)
@@ -314,11 +323,11 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
 
 
 def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
-    """Convert an update to an EngineOutput of the API process's own requests, which `follow` finds by handle; it must
-    return one for every handle.
+    """Convert an update to an EngineOutput whose requests are the API process's own. `follow` must return the request
+    of every handle.
 
-    Also enters the engine's times, counts and ends in these requests. Refused requests and replies in the update are
-    left to the caller.
+    Also sets the engine's times, counts and ends in these requests. Refused requests and replies in the update are left
+    to the caller.
     """
     output = EngineOutput()
     for each in update.started:
@@ -345,10 +354,11 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
 
 
 def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict[int, Update]:
-    """Split tokens by API process. emitted: of each replica, at least one. clients: as of `updates_of`. Returns the
-    Updates by connection's number, without those that have no tokens if there are several.
+    """Return the Updates with the tokens of each API process, by the number of its connection. If there are several
+    connections, those without tokens are left out.
 
-    Vectorised, since it runs in every step over all streaming requests.
+    emitted: tokens of each replica, at least one. clients: numbers of the connections of all processes that have
+    requests. Vectorised, since it runs in every step over all streaming requests.
     """
     rows = emitted[0] if len(emitted) == 1 else _joined(emitted)
     tags, token_ids, scored, scores, vectors = rows.tags, rows.token_ids, rows.scored, rows.scores, rows.vectors
@@ -376,8 +386,8 @@ def _token_update(
 ) -> Update:
     """Return an Update with the tokens of one API process; number, received and load are left to the sender.
 
-    tags: i64[n], of which a message has the lower 32 bits, the handles. token_ids: i32[n]. scored: indices of the rows
-    with scores. vectors: [n, size], sent as f32.
+    tags: i64[n]; the message has their lower 32 bits, the handles. token_ids: i32[n]. scored: indices of the rows with
+    scores. vectors: [n, size], sent as f32.
     """
     update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:
@@ -388,8 +398,8 @@ def _token_update(
 
 
 def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
-    """Concatenate the tokens of all replicas, and their scores and vectors, None if no replica has any. Indices of
-    scored rows become those in the whole.
+    """Return one TokenRows with the tokens, scores and vectors of all replicas. Indices of scored rows are changed to
+    count over all replicas. Scores or vectors are None if no replica has any.
     """
     tags = np.concatenate([each.tags for each in emitted])
     token_ids = np.concatenate([each.token_ids for each in emitted])
@@ -402,7 +412,7 @@ def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
 
 
 def _ended(request: Request, handle: int) -> Ended:
-    """Return the end of a request, which must have a finish_reason, for its API process."""
+    """Return the end of a request in the form of a message. The request must have a finish_reason."""
     assert request.finish_reason is not None
     return Ended(
         handle,
@@ -419,8 +429,8 @@ def _ended(request: Request, handle: int) -> Ended:
 
 
 def _end(request: Request, ended: Ended) -> Request:
-    """Enter an end into the API process's own request: status FINISHED, reasons, counts, times, and token ids if the
-    end has them. Returns the request.
+    """Set the end of the API process's request, in place, and return the request: status FINISHED, reasons, counts,
+    times, and token ids if the message has them.
     """
     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
     for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "kv_transfer_params"):
@@ -433,7 +443,7 @@ def _end(request: Request, ended: Ended) -> Request:
 
 
 def _scores(scores: TokenScores) -> Scores:
-    """Return scores in the form of a message."""
+    """Return TokenScores in the form of a message."""
     ranks, top_ids = _bytes(scores.ranks, np.int32), _bytes(scores.top_ids, np.int32)
     logprobs, top_logprobs = _bytes(scores.logprobs, np.float32), _bytes(scores.top_logprobs, np.float32)
     sizes, given = (scores.top_ids.shape[1], scores.given_logprobs.shape[1]), _bytes(scores.given_logprobs, np.float32)
@@ -441,7 +451,7 @@ def _scores(scores: TokenScores) -> Scores:
 
 
 def _read(scores: Scores) -> TokenScores:
-    """Return the scores in a message, read-only views of its bytes."""
+    """Return the TokenScores in a message. Their arrays are read-only views of its bytes."""
     num_tokens = len(scores.logprobs) // 4
     shape = num_tokens, scores.num_top
     return TokenScores(
@@ -454,13 +464,15 @@ def _read(scores: Scores) -> TokenScores:
 
 
 def _columns(rows: np.ndarray) -> list[tuple[str, str, list[int], bytes]]:
-    """Return rows in the form of FoundPart.columns: a column for each named field, or one for rows without."""
+    """Return rows in the form of FoundPart.columns: a column for each named field, or a single one for rows without
+    fields.
+    """
     fields = {"": rows} if rows.dtype.names is None else {name: rows[name] for name in rows.dtype.names}
     return [(name, own.dtype.name, [*own.shape], own.tobytes()) for name, own in fields.items()]
 
 
 def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
-    """Return the array that `_columns` has encoded, from its columns."""
+    """Return the array of rows from the columns that `_columns` has made of it."""
     fields = {}
     for name, dtype, shape, values in columns:
         kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
@@ -476,5 +488,5 @@ def _rows(columns: Sequence[tuple[str, str, list[int], bytes]]) -> np.ndarray:
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
-    """Return an array's values, converted to `dtype` if they have another, as bytes in C order."""
+    """Return an array's values, converted to `dtype` if necessary, as bytes in C order."""
     return array.astype(dtype, copy=False).tobytes()

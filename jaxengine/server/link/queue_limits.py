@@ -1,7 +1,7 @@
-"""Limits on waiting requests, and the time after which a refused one should be retried.
+"""Limits on waiting requests, and the time after which a refused request should be retried.
 
-The engine's process applies them to its queue. An API process applies them to the load that it last received, after
-every step, so that a refusal does not have to wait for a step.
+The engine's process applies the limits to its queue. An API process applies them to the load that it last received,
+which it gets after every step, so that a refusal does not have to wait for a step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class QueueLimits:
     """Limits on requests that wait because no slot is free.
 
     Attributes:
-      num_slots: requests that run at once.
-      max_requests: requests that may wait.
-      max_tokens: prompt tokens that may wait; None for no separate limit.
+      num_slots: number of requests that run at once.
+      max_requests: number of requests that may wait.
+      max_tokens: number of prompt tokens that may wait; None for no separate limit.
     """
 
     num_slots: int
@@ -32,13 +32,15 @@ class QueueLimits:
 
     @classmethod
     def of(cls, num_slots: int, max_requests: int | None, max_tokens: int | None) -> QueueLimits:
-        """Create the limits from the options of ServerConfig; max_requests None: four times num_slots."""
+        """Return the limits for options of ServerConfig. max_requests: None for four times num_slots."""
         return cls(num_slots, 4 * num_slots if max_requests is None else max_requests, max_tokens)
 
     def check(self, load: Load, num_requests: int, num_tokens: int) -> None:
-        """Raise OverloadedError, with the load's retry_after, if `num_requests` more with `num_tokens` prompt tokens in
-        all exceed the limits at this load, RequestError for more requests than may ever run and wait. The token limit
-        does not apply while no request is waiting.
+        """Raise OverloadedError, with the load's retry_after, if `num_requests` more requests, with `num_tokens` prompt
+        tokens together, would exceed the limits at this load. Raise RequestError for more requests than may run and
+        wait at all.
+
+        The token limit does not apply while no request is waiting.
         """
         most = self.num_slots + self.max_requests
         if num_requests > most:
@@ -59,8 +61,8 @@ class QueueLimits:
     def check_client(self, load: Load, num_waiting: int, num_requests: int) -> None:
         """Raise OverloadedError if a client with `num_waiting` requests in the queue may not add `num_requests` more.
 
-        A fair share leaves others half of the queue: the client may fill the free slots and half of max_requests. One
-        with no request waiting is never refused here.
+        A fair share leaves others half of the queue: the client may fill the free slots and half of max_requests. A
+        client with no request waiting is never refused here.
         """
         room = self.num_slots + self.max_requests // 2 - load.num_running - num_waiting
         if num_waiting and num_requests > room:
@@ -72,7 +74,7 @@ class QueueLimits:
 
 
 class RetryEstimate:
-    """Estimate of when a queue will have advanced, from the rate at which requests ended lately."""
+    """Estimate of when a queue will have advanced, from the rate at which requests have ended recently."""
 
     def __init__(self):
         self._ends: collections.deque[float] = collections.deque(maxlen=64)
@@ -82,8 +84,8 @@ class RetryEstimate:
         self._ends.extend([time.monotonic()] * min(count, 64))
 
     def seconds(self, num_waiting: int) -> float:
-        """Return seconds until a quarter of the waiting requests will have run, at least 1 and at most 60; 1 while
-        fewer than two ends are recorded.
+        """Return the estimated seconds until a quarter of the waiting requests will have run, at least 1 and at most
+        60; 1 while fewer than two ends are recorded.
         """
         if len(self._ends) < 2:
             return _LEAST_RETRY_SECONDS

@@ -1,8 +1,8 @@
-"""Engine in another process: `EngineClient` over the messages of `messages`.
+"""Engine in another process: an `EngineClient` that exchanges the messages of `messages`.
 
-Requests are preprocessed and text is detokenised here; the engine's process handles token ids only. Each running
-request has a copy here, and the results of a step go through the same `OutputProcessor` as those of an engine in this
-process. Independent of HTTP and gRPC.
+Requests are preprocessed and text is detokenised in this process; the engine's process handles token ids only. Each
+running request has a copy here, and the results of a step go through the same `OutputProcessor` as those of an engine
+in this process. Independent of HTTP and gRPC.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.link.request_log import log_request
 from jaxengine.server.link.send_queue import SendQueue
 
-# Placeholder for requests that are no longer followed here.
+# Placeholder for requests that are no longer tracked here.
 _NOBODY = Request("", np.empty(0, np.int32), TokenParams(), 0)
 _REJECTIONS_SECONDS = 0.2
-# An engine sends something after each step, and every second without any. One that is silent for so many seconds, and
-# for so many times the longest recent step, hangs.
+# An engine sends something after each step, and every second without steps. It hangs if it is silent for this many
+# seconds and for this many times the longest recent step.
 _SILENT_SECONDS, _SILENT_STEPS = 10.0, 5
 _LISTEN_SECONDS = 0.1
 
@@ -58,7 +58,7 @@ class RemoteEngine:
     inputs: InputProcessor
 
     def __init__(self, address: str, config: ServerConfig, index: int):
-        """Begin to connect and return at once; `inputs` is missing until `connect` sets it.
+        """Start to connect and return at once; `inputs` is missing until `connect` sets it.
 
         address: ZeroMQ address of the engine's socket. index: number of this API process.
         """
@@ -93,7 +93,8 @@ class RemoteEngine:
     async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
         """Return a client once the engine has answered, however long that takes, and its tokenizer has been opened.
 
-        Arguments are those of the constructor. Raises ConfigError, ModelFileError.
+        address: ZeroMQ address of the engine's socket. index: number of this API process. Raises ConfigError,
+        ModelFileError.
         """
         engine = cls(address, config, index)
         welcome = await engine._welcomed
@@ -104,7 +105,7 @@ class RemoteEngine:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine cannot answer at the moment, or this process is a fork of its client."""
+        """Whether the engine cannot answer at the moment, or this process is a fork of the client's process."""
         return self._dead is not None or not self._owner.is_here
 
     @property
@@ -121,9 +122,9 @@ class RemoteEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request, which is sent when the iteration begins; implements EngineClient.stream.
 
-        Without parameters the model's defaults, without an id a new one, without a timeout the server's request_timeout
-        apply. Only the iteration raises: RequestError, OverloadedError, EngineDeadError, EngineDrainingError. One that
-        is closed early aborts the request.
+        Without parameters the model's defaults apply, without an id a new one is used, and without a timeout the
+        server's request_timeout. Errors are raised by the iteration only: RequestError, OverloadedError,
+        EngineDeadError, EngineDrainingError. Closing the iterator early aborts the request.
         """
         return self._outputs(prompt, sampling_params, request_id, options)
 
@@ -134,7 +135,9 @@ class RemoteEngine:
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the output of a pooling request; implements EngineClient.pool. Defaults and errors as of `stream`."""
+        """Yield the output of a pooling request; implements EngineClient.pool. Defaults and errors are those of
+        `stream`.
+        """
         return self._outputs(prompt, pooling_params or PoolingParams(), request_id, options)
 
     async def _outputs(
@@ -144,8 +147,10 @@ class RemoteEngine:
         request_id: str | None,
         options: RequestOptions | None,
     ) -> AsyncIterator[Any]:
-        """Prepare a request, submit it, and yield its outputs; abort it if the caller stops reading. `drain` waits for
-        the readers. Arguments and errors as of `stream`; params None: the model's defaults.
+        """Prepare a request, submit it, and yield its outputs; abort it if the caller stops reading. Counts as a
+        reader, for whom `drain` waits.
+
+        params: None for the model's defaults. Other arguments and errors are those of `stream`.
         """
         self._check()
         params = self.inputs.default_sampling_params() if params is None else params
@@ -181,7 +186,7 @@ class RemoteEngine:
                 self._nobody_reads.set()
 
     async def abort(self, request_id: str) -> None:
-        """Request the engine to end a request, whose stream then yields a last output with finish_reason "abort".
+        """Order the engine to end a request, whose stream then yields a last output with finish_reason "abort".
 
         Does not wait for that. An unknown id has no effect. Raises EngineDeadError.
         """
@@ -191,11 +196,12 @@ class RemoteEngine:
         self._finish(self._processor.running(request_id))
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError for an engine that cannot answer or has been silent for long, EngineDrainingError for
-        a server that is shutting down. With enforce_eager, where steps may compile, no silence is too long."""
+        """Raise EngineDeadError if the engine cannot answer or has been silent for too long, EngineDrainingError if the
+        server is shutting down. With enforce_eager, where steps may compile, no silence is too long.
+        """
         self._check()
         if self._silent_too_long():
-            # Perhaps this process had no time to listen.
+            # Perhaps this process was too busy to receive messages.
             await asyncio.sleep(_LISTEN_SECONDS)
             self._check()
             if self._silent_too_long():
@@ -204,7 +210,7 @@ class RemoteEngine:
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Call a function of `EngineCore.utilities` in the engine's process, and return its result.
 
-        Raises RequestError as the function does, EngineDeadError, and RuntimeError if it fails otherwise.
+        Raises RequestError if the function does, EngineDeadError, and RuntimeError if the function fails otherwise.
         """
         self._check_alive()
         self._num_calls += 1
@@ -213,14 +219,16 @@ class RemoteEngine:
         return await future
 
     def text_spans(self) -> list[tuple[float, float, int]]:
-        """Return the last periods of detokenization in order: (start, end, outputs), seconds of time.monotonic."""
+        """Return the most recent periods of detokenization in order: (start, end, number of outputs), in seconds of
+        time.monotonic.
+        """
         return list(self._processor.spans)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, let the running ones finish, and abort those that run longer than `timeout` seconds.
 
-        Returns when all streams have been read to the end, or without that a second after those aborts. Errors of the
-        engine are not raised; the connection stays open.
+        Returns when all streams have been read to their ends, but at most a second after the aborts. Errors of the
+        engine are not raised. The connection stays open.
         """
         self._draining = True
         with contextlib.suppress(TimeoutError):
@@ -239,21 +247,22 @@ class RemoteEngine:
         self._link.close()
 
     def _check_alive(self) -> None:
-        """Raise EngineDeadError while the engine cannot answer, and in a fork."""
+        """Raise EngineDeadError while the engine cannot answer, and the error of `Owner.check` in a fork."""
         self._owner.check()
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
 
     def _check(self) -> None:
-        """Raise EngineDrainingError while draining, or the error of `_check_alive`."""
+        """Raise EngineDrainingError while draining, and the errors of `_check_alive`."""
         if self._draining:
             raise EngineDrainingError("the server is shutting down")
         self._check_alive()
 
     def _submit(self, prepared: PreparedRequest) -> OutputStream:
-        """Send a prepared request and follow it from now on; return the stream of its outputs. Raises RequestError for
-        an id in use; OverloadedError, which the engine's metrics count, beyond the queue's limits; RuntimeError for
-        pixels that were dropped.
+        """Send a prepared request and track it from now on; return the stream of its outputs.
+
+        Raises RequestError for an id in use; OverloadedError, which is counted for the engine's metrics, beyond the
+        queue's limits; RuntimeError for pixels that were dropped.
         """
         request_id, requests = prepared.request_id, prepared.requests
         if request_id in self._processor:
@@ -268,7 +277,7 @@ class RemoteEngine:
         self._processor.add(prepared)
         try:
             message = self._send_queue.message(prepared)
-        except Exception:  # a request that cannot be sent must not be waited for
+        except Exception:  # a request that cannot be sent must not be tracked
             self._processor.forget(requests[0])
             raise
         self._replicas.update((request.tag, request) for request in requests)
@@ -279,7 +288,7 @@ class RemoteEngine:
         return stream
 
     async def _send_again(self, prepared: PreparedRequest) -> None:
-        """Resend a request with all pixels after the engine missed some; its stream continues.
+        """Resend a request with all pixels after the engine lacked some; its stream continues.
 
         An error goes to the stream's reader. Nothing is sent if the stream or the engine has ended meanwhile.
         """
@@ -289,45 +298,47 @@ class RemoteEngine:
             await self._send_queue.media.complete(prepared, whole=True)
             if stream is not None and self._streams.get(request_id) is stream and self._dead is None:
                 self._link.send_encoded(self._send_queue.message(prepared, whole=True))
-                if request_id in self._aborted:  # the engine got that message before it had the request
+                if request_id in self._aborted:  # the engine got the abort before it had the request
                     self._finish(prepared.requests)
         except Exception as error:
             self._refuse(request_id, error)
 
     def _count_rejection(self) -> None:
-        """Count a rejection for the engine's metrics, which get those of 0.2 s at once: a message for each would cost
-        what a rejection saves.
+        """Count a rejection for the engine's metrics. All rejections within 0.2 s are reported in one message, because
+        a message for each would cost as much as a rejection saves.
         """
         if not self._num_rejected:
             asyncio.get_running_loop().call_later(_REJECTIONS_SECONDS, self._tell_rejections)
         self._num_rejected += 1
 
     def _tell_rejections(self) -> None:
-        """Report the counted rejections to the engine, unless it cannot answer, and count from 0 again."""
+        """Report the number of rejections to the engine, unless it cannot answer, and reset the number to 0."""
         if self._dead is None:
             self._link.send(Call(0, "count_rejections", (self._num_rejected,)))
         self._num_rejected = 0
 
     def _finish(self, requests: list[Request]) -> None:
-        """Send the engine the order to abort requests, unless there are none or it cannot answer. Waits for nothing."""
+        """Send the engine the order to abort requests; do nothing if there are none or the engine cannot answer. Does
+        not wait for the aborts.
+        """
         if requests and not self.errored:
             self._link.send(Finish([request.tag for request in requests], "abort"))
 
     def _silent_too_long(self) -> bool:
-        """Whether the engine has sent nothing for more than 10 s and five times its longest recent silence; never with
-        enforce_eager.
+        """Whether the engine has sent nothing for more than 10 s and more than five times its longest recent silence;
+        always False with enforce_eager.
         """
-        # There is no bound on a step that compiles.
+        # The time of a step that compiles has no bound.
         compiles = self._welcomed.done() and self.inputs.config.enforce_eager
         allowed = math.inf if compiles else max(_SILENT_SECONDS, _SILENT_STEPS * self._longest_silence)
         return time.monotonic() - self._heard > allowed
 
     def _receive(self, message: FromEngine) -> None:
-        """Read a message of the engine: an Update as `_update`; Welcome, the first one of each connection, makes this
-        client alive, with the engine's limits and load. Called by the link for each message.
+        """Handle a message of the engine; the link calls this for each one. An Update is passed to `_update`. A
+        Welcome, the first message of each connection, sets the engine's limits and load, and makes this client alive.
         """
         now = time.monotonic()
-        # Decays within a few hundred messages: a step that was slow once need not be again.
+        # Decays within a few hundred messages, as a step that was slow once need not be slow again.
         self._longest_silence = max(now - self._heard, 0.99 * self._longest_silence)
         self._heard = now
         if isinstance(message, Update):
@@ -341,9 +352,10 @@ class RemoteEngine:
             self._welcomed.set_result(message)
 
     def _update(self, update: Update) -> None:
-        """Read the results of a step: pass outputs to their streams, and replies to their callers; forget what has
-        ended, confirm ends to the engine, and send requests again whose pixels it lacks. Reopens the connection, which
-        ends all streams, if an update before this one was lost.
+        """Handle the results of a step: pass outputs to their streams and replies to their callers, stop tracking
+        requests that have ended, confirm their ends to the engine, and resend requests whose pixels it lacks.
+
+        If an earlier update was lost, reopens the connection instead, which ends all streams.
         """
         self._num_updates += 1
         if update.number != self._num_updates:
@@ -388,10 +400,10 @@ class RemoteEngine:
             self._settle(reply)
 
     def _stop(self, request: Request, reason: FinishReason, text: str, num_tokens: int) -> None:
-        """Request the engine, in the next Finish, to end a request because of its output's content; the engine may have
-        ended it already, with as many tokens or more.
+        """Mark a request as finished because of its output's content, and add it to the next Finish for the engine,
+        which may have ended it already with as many tokens or more.
 
-        reason, text, num_tokens: as OutputProcessor.process gives them.
+        reason, text, num_tokens: the arguments with which OutputProcessor.process calls this.
         """
         request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, reason, text
         if request.tag in self._replicas:
@@ -399,19 +411,20 @@ class RemoteEngine:
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
-        """Forget the copy of a request, if it is still there: the engine's results for it are ignored from now on."""
+        """Forget the copy of a request, if it is tracked: the engine's further results for it are ignored."""
         self._replicas.pop(request.tag, None)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        """End the stream of a request, if it has one, with an error that its reader gets."""
+        """End the stream of a request with an error, which its reader gets. Does nothing without a stream."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._forget(request_id)
             stream.put(error)
 
     def _end_unservable(self, request: Request, error: Exception) -> None:
-        """End a request after `request`, one of its n sequences, was refused: its reader gets the error, and the
-        engine is asked to abort the others."""
+        """End a request of which one of the n sequences, `request`, was refused: its reader gets the error, and the
+        engine is ordered to abort the other sequences.
+        """
         self._drop(request)
         request_id, members = self._processor.forget(request)
         others = [each for each in members if each is not request]
@@ -422,8 +435,8 @@ class RemoteEngine:
             stream.put(error)
 
     def _forget(self, request_id: str) -> None:
-        """Stop tracking a request: remove its stream, which must be there, and its requests. Neither the stream's
-        reader nor the engine is notified.
+        """Stop tracking a request: remove its stream, which must exist, and its sequences, which are marked as aborted.
+        Neither the stream's reader nor the engine is notified.
         """
         del self._streams[request_id]
         running = self._processor.running(request_id)
@@ -433,7 +446,7 @@ class RemoteEngine:
         self._processor.process(EngineOutput(finished=running), time.monotonic(), self._stop)
 
     def _settle(self, reply: Reply) -> None:
-        """Give a Call's reply, a result or a failure, to its caller, unless that has left."""
+        """Pass the reply to a Call, a result or an error, to its caller. Does nothing if the caller has left."""
         future = self._calls.pop(reply.number, None)
         if future is None or future.done():
             return
@@ -443,12 +456,12 @@ class RemoteEngine:
             future.set_exception(messages.error_of(reply.failure))
 
     def _lose(self) -> None:
-        """End everything that waited for an engine that is gone, with EngineDeadError. Called by the link."""
+        """End all streams and calls that wait for the lost engine, with EngineDeadError. The link calls this."""
         self._end(EngineDeadError("the engine has failed; it is being started again"))
 
     def _end(self, error: EngineDeadError) -> None:
-        """Fail all streams and calls that wait for the engine with copies of `error`, drop unread Submits, and let
-        later calls fail until the engine welcomes this process again.
+        """End all streams and calls that wait for the engine with copies of `error`, drop unread Submits, and let
+        further calls fail until the engine sends Welcome again.
         """
         self._dead = error
         streams = list(self._streams.items())

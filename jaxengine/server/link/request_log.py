@@ -14,10 +14,10 @@ _MAX_PARAMS = 1000
 
 
 def log_request(prepared: PreparedRequest, options: RequestOptions, max_log_len: int | None) -> None:
-    """Log a request that is about to be submitted: its id, prompt length, parameters and adapter, each of the last two
-    cut to 1000 characters.
+    """Log, in one line, a request that is about to be submitted: its id, prompt length, parameters and adapter. The
+    last two are cut to 1000 characters each.
 
-    max_log_len: characters of the prompt, and as many of its token ids, to log; None or 0 for neither.
+    max_log_len: number of characters of the prompt, and of its token ids, to log; None or 0 for neither.
     """
     ids = prepared.requests[0].prompt_token_ids
     line = f"request {prepared.request_id}: {len(ids)} prompt tokens, {_cut(repr(prepared.params), _MAX_PARAMS)}"
@@ -30,5 +30,5 @@ def log_request(prepared: PreparedRequest, options: RequestOptions, max_log_len:
 
 
 def _cut(text: str | None, length: int) -> str | None:
-    """Return a text; of one with more than `length` characters the first so many and "..."; None for None."""
+    """Return a text, cut to its first `length` characters and "..." if it is longer; None for None."""
     return text if text is None or len(text) <= length else text[:length] + "..."

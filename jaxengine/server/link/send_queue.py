@@ -18,7 +18,7 @@ class Pending:
 
     Attributes:
       number: of the Submit.
-      prepared: its request, which may have to be sent again.
+      prepared: the request, which may have to be sent again.
     """
 
     number: int
@@ -26,20 +26,20 @@ class Pending:
 
     @property
     def num_requests(self) -> int:
-        """Number of its n sequences."""
+        """Number of the request's n sequences."""
         return len(self.prepared.requests)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of all sequences together."""
+        """Number of prompt tokens, summed over the n sequences."""
         return sum(request.num_prompt_tokens for request in self.prepared.requests)
 
 
 class SendQueue:
-    """Queue of Submits in the order of their numbers.
+    """Queue of unread Submits in the order of their numbers.
 
     Attributes:
-      media: sends their images and videos.
+      media: writes the media parts of the messages.
     """
 
     def __init__(self):
@@ -48,39 +48,41 @@ class SendQueue:
         self._pending: collections.deque[Pending] = collections.deque()
 
     def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
-        """Append a request; return its encoded Submit, to be sent at once. whole: include the pixels of all images.
+        """Append a request to the queue, and return its encoded Submit, which must be sent at once. whole: include the
+        pixels of all images.
 
-        Errors of `media.message` are raised, RuntimeError for pixels that were dropped; nothing is appended then, and
-        `media` counts nothing as cached any more.
+        Raises the errors of `media.message`, such as RuntimeError for pixels that were dropped. Nothing is appended
+        then, and `media` is reset, so that nothing counts as cached.
         """
         number, media = self._num_submitted + 1, prepared.requests[0].media
         try:
             pictures = None if media is None else self.media.message(number, media, whole=whole)
             message = messages.encode(submit_messages.submit(number, prepared, pictures))
         except Exception:
-            self.media.reset()  # it has recorded as sent what was not
+            self.media.reset()  # it may have recorded pixels as sent that were not
             raise
         self._num_submitted = number
         self._pending.append(Pending(number, prepared))
         return message
 
     def read(self, received: int) -> Iterator[Pending]:
-        """Remove and yield, as the iteration proceeds, the Submits up to and including number `received`, which the
-        engine has read; tell `media` so when it begins.
+        """Remove and yield, during the iteration, the Submits up to and including number `received`, which the engine
+        has read. `media` is notified when the iteration begins.
         """
         self.media.has_read(received)
         while self._pending and self._pending[0].number <= received:
             yield self._pending.popleft()
 
     def lost(self) -> None:
-        """Drop all Submits, after the connection was lost."""
+        """Drop all Submits after the connection was lost, and notify `media`."""
         self._pending.clear()
         self.media.lost()
 
     def load_with(self, load: Load, num_slots: int) -> Load:
-        """Return `load`, which the engine last sent, plus that of the queued Submits, as if they had been read.
+        """Return the load that the engine would have after reading the queued Submits: `load`, which it last sent, plus
+        their requests and tokens.
 
-        num_slots: requests that the engine runs at once; those beyond count as waiting.
+        num_slots: number of requests that the engine runs at once; further ones count as waiting.
         """
         if not self._pending:
             return load

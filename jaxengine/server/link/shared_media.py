@@ -1,4 +1,5 @@
-"""Shared memory for images: an API process writes each once, and every later request of the engine finds it there.
+"""Shared memory for images: an API process writes each image once, and every later request of the engine finds it
+there.
 
 The memory is an unnamed file (memfd_create(2)) that the engine opens by its descriptor. So nothing remains of it once
 both processes have ended, in whatever way.
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Offsets are multiples of it, as cache lines are.
+# Offsets are multiples of this number, the size of a cache line.
 _ALIGNMENT = 64
 
 
@@ -34,13 +35,13 @@ class Arena:
     """Allocator of a shared memory.
 
     Attributes:
-      path: by which another process of this user opens the memory.
-      num_bytes: allocated bytes.
+      path: path by which another process of this user opens the memory.
+      num_bytes: number of allocated bytes.
     """
 
     def __init__(self, size: int):
-        """Create the memory. size: capacity in bytes, more than 0; pages never written occupy no
-        memory. On Linux only.
+        """Create the memory. size: capacity in bytes, more than 0; pages that are never written take no memory. Only on
+        Linux.
         """
         self._descriptor = os.memfd_create("jaxengine-pictures", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, size)
@@ -51,8 +52,9 @@ class Arena:
         self._free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """Allocate at least `size` bytes, first fit; return their offset, a multiple of 64, or None if no free part
-        is large enough."""
+        """Allocate at least `size` bytes, first fit. Return their offset, a multiple of 64, or None if no free part is
+        large enough.
+        """
         size = _rounded(size)
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
@@ -62,7 +64,9 @@ class Arena:
         return None
 
     def give(self, offset: int, size: int) -> None:
-        """Free the part at `offset` that `take` returned for this size, unchecked; join it with free neighbours."""
+        """Free the part at `offset`, and join it with free neighbours. `take` must have returned this offset for this
+        size, which is not checked.
+        """
         size = _rounded(size)
         self.num_bytes -= size
         index = bisect.bisect_left(self._free, (offset, 0))
@@ -74,13 +78,15 @@ class Arena:
         self._free[first:last] = [(offset, end - offset)]
 
     def write(self, offset: int, parts: tuple[bytes, ...]) -> None:
-        """Write `parts` contiguously from `offset`, which `take` returned for their size; it is not checked."""
+        """Write `parts` contiguously from `offset`. `take` must have returned this offset for their total size, which
+        is not checked.
+        """
         for part in parts:
             self._memory[offset : offset + len(part)] = part
             offset += len(part)
 
     def close(self) -> None:
-        """Close the memory. A process that has it open keeps it; no other can open it."""
+        """Close the memory. A process that has opened it can still use it; no other can open it."""
         self._memory.close()
         os.close(self._descriptor)
 
@@ -91,8 +97,8 @@ class _Entry:
 
     Attributes:
       made: the item without pixels.
-      place: where its pixels lie in shared memory.
-      num_unread: messages that refer to it and that the engine is not known to have read.
+      place: location of its pixels in shared memory.
+      num_unread: number of messages that refer to it and that the engine is not known to have read.
     """
 
     made: Processed
@@ -101,22 +107,23 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of its pixels."""
+        """Size of the item's pixels in bytes."""
         return sum(self.place.sizes)
 
 
 class SharedSender(KeepingSender):
-    """Sender with the keys here and the values in shared memory, where they stay until the engine has read the
-    messages.
+    """Sender with the keys in this process and the pixels in shared memory, where they stay until the engine has read
+    the messages that refer to them.
 
-    Each epoch has its own memory, so that an abandoned connection never finds other data at its locations.
+    Each epoch has its own memory, so that an abandoned connection never finds other data at the locations that it
+    knows.
     """
 
     def __init__(self, max_bytes: int, max_item_bytes: int):
         """Create the shared memory of the first epoch.
 
-        max_bytes: its size, more than 0. max_item_bytes: largest item that is put into it; a larger one is sent in the
-        message, and not cached.
+        max_bytes: its size, more than 0. max_item_bytes: size of the largest item that is put into it; a larger one is
+        sent in the message, and not cached.
         """
         self.cache = self
         self._max_bytes, self._max_item_bytes = max_bytes, max_item_bytes
@@ -131,23 +138,28 @@ class SharedSender(KeepingSender):
 
     @property
     def num_bytes(self) -> int:
-        """Return the allocated bytes of this epoch's shared memory; 0 without any."""
+        """Number of allocated bytes in this epoch's shared memory; 0 without a memory."""
         return 0 if self._arena is None else self._arena.num_bytes
 
     def get(self, digest: bytes) -> Processed | None:
-        """Return the item without pixels if it is cached, else None. Thread-safe; does not count as a use."""
+        """Return the item with this digest, without its pixels, if it is cached, else None. Does not count as a use.
+        Thread-safe.
+        """
         with self._lock:
             found = self._entries.get(digest)
             return None if found is None else found.made
 
     def knows(self, digest: bytes) -> bool:
-        """Whether the item is cached."""
+        """Whether the item with this digest is cached."""
         return digest in self._entries
 
     def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
-        """Make a message that refers to cached items by their place, and cache the others where there is room.
-        Arguments and errors as of MediaSender.message; with `whole` nothing is referred to or cached. Items that it
-        refers to stay until `has_read(number)`.
+        """Return a message that refers to cached items by their location, after caching the other items for which there
+        is room.
+
+        number: of the Submit; the items that the message refers to stay until `has_read(number)`. whole: include all
+        pixels, and refer to nothing and cache nothing. Messages must be sent in the order in which they are made.
+        Raises RuntimeError for pixels that must be sent and were dropped.
         """
         with self._lock:
             self._last_number = number
@@ -164,8 +176,8 @@ class SharedSender(KeepingSender):
             return media_message(media, items, self._epoch, memory)
 
     def has_read(self, number: int) -> None:
-        """Record that the engine has read all Submits up to this number: their items may be evicted, and the memory of
-        earlier epochs that only they refer to is closed.
+        """Record that the engine has read all Submits up to this number: items to which only these refer may be
+        evicted, and memory of earlier epochs to which only these refer is closed.
         """
         with self._lock:
             while self._unread and self._unread[0][0] <= number:
@@ -175,8 +187,8 @@ class SharedSender(KeepingSender):
                 self._old.pop(0)[1].close()
 
     def refused(self) -> None:
-        """Handle an engine that cannot open the memory: log that, forget all items, and send pixels in messages from
-        now on, for good.
+        """Handle an engine that cannot open the memory: log an error, forget all items, and send pixels in messages
+        from now on, permanently.
         """
         if self._arena is not None:
             logger.error("the engine cannot read shared memory; mm_processor_cache_type shm keeps nothing from now on")
@@ -184,12 +196,14 @@ class SharedSender(KeepingSender):
             self._begin_epoch(None)
 
     def reset(self) -> None:
-        """Begin a new epoch, with nothing cached and new memory, if there was any."""
+        """Begin a new epoch, with nothing cached and a new memory; without a memory if there was none."""
         with self._lock:
             self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
 
     def lost(self) -> None:
-        """Begin a new epoch, with an empty arena, for the next connection: the old one's messages will not be read."""
+        """Begin a new epoch for the next connection, with nothing cached and a new memory (without one if there was
+        none). All earlier memory is closed, as the messages of the old connection will not be read.
+        """
         with self._lock:
             # Messages of the old connection will not be read.
             self._unread.clear()
@@ -209,8 +223,8 @@ class SharedSender(KeepingSender):
             self._old.pop()[1].close()
 
     def _begin_epoch(self, arena: Arena | None) -> None:
-        """Forget all items and go on with this memory, None for none. The old one stays open while messages refer to
-        it.
+        """Forget all items and use this memory from now on; None for none. The old memory is closed, or, if unread
+        messages refer to it, kept in `_old` until the engine has read them.
         """
         if self._arena is not None:
             if self._unread:
@@ -223,10 +237,10 @@ class SharedSender(KeepingSender):
         self._unread.clear()
 
     def _item(self, item: MediaItem, referred: list[_Entry], whole: bool) -> Item:
-        """Return an item for a message, by its place or with its pixels. One that is not cached is written to the
-        memory and cached, unless `whole`, it is too large, or there is no room; it is then added to `referred`.
+        """Return an item in the form of a message: by its location if it is cached, else with its pixels.
 
-        Raises RuntimeError for pixels that are needed and were dropped.
+        An item that is not cached is first written to the memory, cached, and added to `referred`, unless `whole` is
+        set, it is too large, or there is no room. Raises RuntimeError for pixels that are needed and were dropped.
         """
         entry = None if whole else self._entries.get(item.digest)
         if entry is not None:
@@ -245,15 +259,17 @@ class SharedSender(KeepingSender):
         return message_item(item, None, entry.place)
 
     def _refer(self, entry: _Entry, referred: list[_Entry]) -> None:
-        """Record that a message refers to an entry, which then stays: count it, and append it to the message's list."""
+        """Record that a message refers to an entry, which must not be evicted then: increase its count, and append it
+        to the message's list `referred`.
+        """
         entry.num_unread += 1
         referred.append(entry)
 
     def _room(self, arena: Arena, size: int) -> int | None:
-        """Return the offset of `size` bytes for an item, or None if there is no room.
+        """Allocate `size` bytes for an item; return their offset, or None if there is no room.
 
-        Evicts the least recently used items that have no unread messages, as far as needed; in vain if the free parts
-        stay too small.
+        Evicts the least recently used items to which no unread messages refer, until there is room. If the free parts
+        stay too small, these items are evicted in vain.
         """
         if size > self._max_bytes:
             return None
@@ -268,7 +284,7 @@ class SharedSender(KeepingSender):
 
 
 def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
-    """Create the sender for a kind of cache, as Welcome names it: SharedSender for SHARED_MEMORY, KeySender for
+    """Return a new sender for a kind of cache, which Welcome names: SharedSender for SHARED_MEMORY, KeySender for
     KEY_REPLICATED, else a MediaSender, which caches nothing. config: has the sizes.
     """
     size = config.mm_processor_cache_bytes
@@ -278,5 +294,5 @@ def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
 
 
 def _rounded(size: int) -> int:
-    """Return the least multiple of _ALIGNMENT, 64, that is not below `size`."""
+    """Return the least multiple of _ALIGNMENT that is not less than `size`."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

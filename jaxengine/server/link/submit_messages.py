@@ -1,4 +1,4 @@
-"""The message that submits requests to the engine; arrays as raw bytes."""
+"""The message that submits requests to the engine, with arrays as raw bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Member(msgspec.Struct, array_like=True):
     """One of the n sequences of a request, in a Submit.
 
     Attributes:
-      handle: the API process's number for it.
-      request_id, seed: as of scheduler.Request.
+      handle: number by which the API process identifies it.
+      request_id, seed: the fields of scheduler.Request.
     """
 
     handle: int
@@ -26,7 +26,8 @@ class Member(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """Message that submits a validated request. Fields that are not listed mean the same as those of scheduler.Request.
+    """Message that submits a validated request. Fields that are not listed have the meaning of those of
+    scheduler.Request.
 
     Attributes:
       number: counts the Submits of an API process, from 1.
@@ -56,9 +57,9 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
 
 def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
-    """Convert a prepared request, with its encoded images, to a message; handles are its requests' tags.
+    """Return the Submit of a prepared request. The handles are the tags of its sequences.
 
-    number: as in Submit. media: None for a request without images.
+    number: of the Submit. media: its encoded images; None for a request without images.
     """
     first = prepared.requests[0]
     return Submit(
@@ -83,10 +84,10 @@ def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -
 
 
 def requests_of(message: Submit, client: int, media: Media | None) -> list[Request]:
-    """Convert a Submit to the scheduler's requests, one for each member.
+    """Return the scheduler's requests for a Submit, one for each member.
 
-    client: number of the API process's connection, which is in their tags. media: the decoded images, or None; all
-    share it, and the prompt, a read-only i32 view of the message.
+    client: number of the API process's connection, which becomes part of their tags. media: the decoded images, or
+    None. All requests share the media and the prompt, a read-only i32 view of the message.
     """
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")

@@ -1,6 +1,6 @@
-"""Page at /docs: parameters and answers of the server's routes, with a form to try each.
+"""Page at /docs: parameters and answers of the server's routes, with a form to try each route.
 
-One file without external resources, rendered in the browser from /openapi.json. Like the page at / it is the same for
+One file without external resources, rendered in the browser from /openapi.json. Like the page at /, it is the same for
 everyone and prompts for a key itself.
 """
 
@@ -17,7 +17,7 @@ from jaxengine.server.observe.status import page_headers
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /docs. The page is read now; neither argument has an effect on it."""
+    """Return the route /docs. The page is read from the package now; the arguments have no effect on it."""
     routes = APIRouter()
     page = resources.files("jaxengine.server.observe").joinpath("docs.html").read_text("utf-8")
     headers = page_headers(page)

@@ -1,8 +1,8 @@
 """Conversion of an engine's timeline to Chrome Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
 
 Tracks: the scheduler and the transfers to the device, on the engine's host thread; the device, as the host observes it;
-detokenization, in the API process; and one for each request, with arrows to the steps that computed its prompt and
-its last token. There is no track for the sampler: it is part of the compiled step, and the host cannot distinguish
+detokenization, in the API process; and one for each request, with arrows to the steps that computed its prompt and its
+last token. There is no track for the sampler, because it is part of the compiled step and the host cannot distinguish
 it from the model. Takes the result of `Timeline.last`, and needs no engine.
 """
 
@@ -24,9 +24,11 @@ _NAMES = {
 
 
 def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float, int]], model: str) -> dict[str, Any]:
-    """Convert the result of `Timeline.last` to a trace, to be written as JSON, with times from its first event on.
+    """Return the trace for the result of `Timeline.last`, a dict to be written as JSON. Times are in microseconds since
+    its first event.
 
-    text: (start, end, outputs) of detokenization meanwhile, in seconds of the timeline's clock. model: name to show.
+    text: (start, end, number of outputs) of detokenization periods, in seconds of the timeline's clock. model: name to
+    show.
     """
     steps = timeline["steps"]
     spans = _device_spans(steps)
@@ -57,14 +59,14 @@ def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float,
 
 
 def _processes(model: str) -> Iterable[tuple[int, str]]:
-    """Return the number and the name of each process of the trace."""
+    """Return (number, name) of each process of the trace."""
     return (ENGINE, f"engine: {model}"), (REQUESTS, "requests"), (TEXT, "API process")
 
 
 def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return (start, end) of the device's work on each step, in seconds: from its dispatch, or the end of the step
-    before if that is later, to the arrival of its tokens. No end is later than the time at which the host knew the
-    device to be idle.
+    """Return (start, end) of the device's work on each step, in seconds. It starts at the step's dispatch, or at the
+    end of the step before if that is later, and ends at the arrival of its tokens, or when the host knew that the
+    device was idle if that is earlier.
     """
     spans, before = [], 0.0
     for index, step in enumerate(steps):
@@ -77,8 +79,8 @@ def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float
 
 
 def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable[Event]:
-    """Yield the events of a step: what the host did, the device between the times of `span`, in seconds, and counters
-    of tokens, pages and requests at its start. step: of the "steps" of `Timeline.last`.
+    """Yield the events of a step: slices of the host's work, a slice of the device's work with the times of `span`, in
+    seconds, and counters of tokens, pages and requests at its start. step: one of the "steps" of `Timeline.last`.
     """
     names = ["number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens"]
     if step["num_drafts"]:
@@ -107,10 +109,11 @@ def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable
 def _by_request(
     steps: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]
 ) -> dict[str, list[tuple[str, float, float, int]]]:
-    """Return (name, start, end, number of the step) of each event of a request in the steps, in order, by request id.
+    """Return, by request id, (name, start, end, number of the step) of each event of the request in the steps, in
+    order; times in seconds.
 
-    spans: as `_device_spans` returns them, the times of chunks and last tokens; "preempted" and "admitted" have the
-    start of the step as start and end.
+    spans: the result of `_device_spans`, from which chunks and last tokens get their times. Both times of "preempted"
+    and "admitted" are the start of the step.
     """
     taken: dict[str, list[tuple[str, float, float, int]]] = {}
     for step, (start, end) in zip(steps, spans, strict=True):
@@ -129,13 +132,14 @@ def _by_request(
 def _request_events(
     track: int, life: Mapping[str, Any], taken: Sequence[tuple[str, float, float, int]], now: float
 ) -> Iterable[Event]:
-    """Yield the events of a request's track: preprocessing, queued, prefill, decode; in them chunks and preemptions.
+    """Yield the events of a request's track: preprocessing, queued, prefill and decode, within these its chunks and
+    preemptions with arrows to their steps, and its end.
 
     Args:
       track: number of the track.
       life: the request in the "requests" of `Timeline.last`, times in seconds.
       taken: (name, start, end, number of the step) of its events in steps, in seconds.
-      now: the end, in seconds, of a request that is still running.
+      now: end, in seconds, of a request that is still running.
     """
     end = now if life["finished"] is None else life["finished"]
     began = end if life["first_scheduled"] is None else life["first_scheduled"]
@@ -160,8 +164,8 @@ def _request_events(
 def _inside(
     taken: Sequence[tuple[str, float, float, int]], first: float, last: float
 ) -> Iterable[tuple[str, float, float, int]]:
-    """Yield the events in `taken` that have a duration, cut to `first` to `last`, the request's life in seconds, and to
-    begin after the one before; those with nothing left are dropped, as admissions are.
+    """Yield the events of `taken` that have a duration, cut so that they lie between `first` and `last`, the request's
+    begin and end in seconds, and do not overlap. Events of which nothing is left are dropped, and so are admissions.
 
     A preemption lasts until the next admission.
     """
@@ -176,8 +180,8 @@ def _inside(
 
 
 def _slice(process: int, track: int, name: str, start: float, end: float, arguments: Mapping[str, Any]) -> Event:
-    """Return a complete event ("X") from `start` to `end`, in seconds, on a track of a process. arguments: what a
-    viewer shows of it.
+    """Return a complete event ("X") from `start` to `end`, in seconds, on a track of a process. arguments: details that
+    a viewer shows.
     """
     begin = _us(start)
     duration = round(_us(end) - begin, 3)
@@ -185,10 +189,12 @@ def _slice(process: int, track: int, name: str, start: float, end: float, argume
 
 
 def _named(what: str, process: int, track: int, name: str) -> Event:
-    """Return the metadata event that names a process or a track. what: "process_name" or "thread_name"."""
+    """Return the metadata event that names a process or a track. what: "process_name" or "thread_name". name: the name
+    to show.
+    """
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
 
 
 def _us(seconds: float) -> float:
-    """Convert seconds to microseconds, rounded to nanoseconds."""
+    """Return seconds as microseconds, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)

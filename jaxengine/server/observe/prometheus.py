@@ -1,8 +1,8 @@
 """GET /metrics: the engine's counters in Prometheus' text format.
 
-It defines the labels and the earlier vLLM names of metrics. engine/metrics.py defines the metrics; they are the
-engine's, so every API process answers the same. OpenMetrics is not offered: prometheus_client would replace the ":" of
-the names with "_", and every dashboard would be empty.
+Defines the labels and the earlier vLLM names of metrics. The metrics themselves are defined in engine/metrics.py and
+belong to the engine, so every API process answers the same. OpenMetrics is not offered: prometheus_client would replace
+the ":" of the names with "_", and every dashboard would be empty.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /metrics, which first reports this process's requests (`report`). Samples are labelled with the
-    first served name and engine "0".
+    """Return the route /metrics, which first reports this process's requests to the engine (`report`). Samples are
+    labelled with the first served model name and engine "0".
     """
     routes = APIRouter(tags=["operations"])
     labels = {"model_name": served_names(engine, config)[0], "engine": ENGINE}
@@ -51,15 +51,15 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 class Traffic(Protocol):
-    """Requests of an API process, as jaxengine.server.http.app counts them."""
+    """Counts of an API process's requests, as jaxengine.server.http.app has them."""
 
     http: HttpCounts
     process: str
 
 
 async def report(engine: EngineClient, traffic: Traffic) -> None:
-    """Add the requests that this process has counted since the last report to the engine's metrics, with facts of the
-    process. Raises the engine's errors, such as EngineDeadError; the requests are then counted with the next report.
+    """Add the requests that this process has counted since the last report, and data about the process, to the engine's
+    metrics. Raises the engine's errors, such as EngineDeadError; these requests are then part of the next report.
     """
     rows = traffic.http.take()
     try:
@@ -77,7 +77,7 @@ class _Snapshot:
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, earlier names of vLLM's included."""
+        """Yield the metrics, then those that also have a name of earlier vLLM versions under that name."""
         by_name: dict[str, list[Mapping[str, Any]]] = {}
         for metric in self._snapshot:
             by_name.setdefault(metric["name"], []).append(metric)
@@ -87,7 +87,7 @@ class _Snapshot:
             yield self._family(alias, f"{HELP[name]} As {name}.", by_name[name])
 
     def _family(self, name: str, about: str, samples: Sequence[Mapping[str, Any]]) -> Metric:
-        """Return the metric of these samples, at least one and all of one kind, under a name. about: its help text."""
+        """Return the metric `name` with these samples: at least one, and all of one kind. about: its help text."""
         names = (*self._labels, *samples[0].get("labels", ()))
         if samples[0]["kind"] == "histogram":
             histogram = HistogramMetricFamily(name, about, labels=names)
@@ -102,6 +102,6 @@ class _Snapshot:
         return family
 
     def _values(self, sample: Mapping[str, Any]) -> list[str]:
-        """Return the label values of a sample: those that all metrics have, then its own."""
+        """Return the label values of a sample: first those that all metrics have, then the sample's own."""
         own: Iterable[str] = sample.get("labels", {}).values()
         return [*self._labels.values(), *own]

@@ -10,9 +10,9 @@ MAX_MESSAGE_CHARS = 2000
 # Exception texts may contain file paths, object addresses (CVE-2026-22778) and source lines.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\).*|File \"[^\"]*\", line \d+.*", re.DOTALL)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-# Not in the middle of a word, an address or a pointer (#/properties/x).
+# Not in the middle of a word, a URL or a JSON pointer (#/properties/x).
 _PATH = re.compile(r"(?:(?<=file://)|(?<![\w:/.#]))(?:[A-Za-z]:\\|/)(?:[\w.+@~\-]+[/\\])+[\w.+@~\-]*")
-# Folders at the root of a file system; this machine's own are added.
+# Usual folders at the root of a file system; those of this machine are added.
 _USUAL = frozenset(
     (
         *("bin", "boot", "dev", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc", "root", "run", "sbin"),
@@ -22,18 +22,17 @@ _USUAL = frozenset(
 
 
 def scrub(message: str, kept: str = "") -> str:
-    """Replace what is internal in a message: a traceback and all that follows it by "<traceback>", file paths by
-    "<path>", object addresses by "<address>". Return it, cut to MAX_MESSAGE_CHARS and "..." if it is longer.
+    """Return a message in which internals are replaced: a traceback and everything after it by "<traceback>", file
+    paths by "<path>", object addresses by "<address>". It is cut to MAX_MESSAGE_CHARS and "..." if it is longer.
 
-    A path is absolute and begins with a folder at the root of this machine's file system, or with a drive. Whether the
-    rest exists is not checked: otherwise the caller could probe for files. Other texts with slashes stay as they are.
-
-    kept: text that the caller wrote or may see, as the message quotes it; paths in it stay.
+    A path is absolute and begins with a folder at the root of this machine's file system, or with a drive. Whether it
+    exists is not checked, because the caller could then probe for files. Other texts with slashes stay. kept: text that
+    the caller wrote or may see, and that the message quotes; paths in it stay.
     """
 
     def replace(found: re.Match[str]) -> str:
-        """Return the text in place of a match: "<path>", or itself if it begins with no folder at the root or `kept`
-        has it.
+        """Return the replacement of a match: "<path>", or the match itself if it does not begin with a folder at the
+        root or a drive, or `kept` contains it.
         """
         path = found.group()
         own = not path.startswith("/") or path.split("/")[1] in _roots()

@@ -1,6 +1,6 @@
 """OpenTelemetry spans: one for each request, with vLLM's attributes, in the caller's trace if there is one.
 
-Wraps the engine, so that requests of every protocol are traced. Costs nothing without an endpoint.
+Wraps the engine, so that requests of every protocol are traced. Has no cost without an endpoint.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
-    """Return `engine`, wrapped to send a span for each request if an endpoint is configured.
+    """Return `engine`, wrapped to send a span for each request if an endpoint is configured, else `engine` itself.
 
-    Raises ConfigError for an unusable endpoint, with the package to install if one is missing.
+    Raises ConfigError for an unusable endpoint; if a package is missing, the error names it.
     """
     if config.otlp_traces_endpoint is None:
         return engine
@@ -50,14 +50,18 @@ def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raise ConfigError for an unusable endpoint, as `traced` does."""
+    """Raise ConfigError for an endpoint with an unknown scheme, without a host, or whose exporter package is not
+    installed. None passes.
+    """
     if endpoint is not None:
         _exporter(endpoint)
 
 
 @contextlib.contextmanager
 def caller_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Context in which spans join the trace that the headers name (traceparent, tracestate; lower case), if any."""
+    """Context in which new spans join the trace that the headers name (traceparent, tracestate; in lower case), if they
+    name one.
+    """
     token = context.attach(_PROPAGATOR.extract(headers))
     try:
         yield
@@ -72,8 +76,8 @@ class CallerTraceMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request by the application inside; spans that begin meanwhile continue the trace that its headers
-        name.
+        """Answer a request by the wrapped application; spans that begin meanwhile join the trace that the request's
+        headers name.
         """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         with caller_trace(headers):
@@ -81,7 +85,7 @@ class CallerTraceMiddleware:
 
 
 class TracedEngine(EngineWrapper):
-    """EngineClient that wraps another one and makes a span for each request."""
+    """EngineClient that wraps another one and sends a span for each request."""
 
     def __init__(self, engine: EngineClient, tracer: Tracer, served_model_name: tuple[str, ...] = ()):
         super().__init__(engine)
@@ -95,9 +99,11 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request, as EngineClient.stream. The span, with n, temperature, top_p and max_tokens
-        of the parameters, is sent when the iteration ends, none if it never begins. sampling_params None: the model's
-        defaults.
+        """Yield the outputs of a request, with the arguments and errors of EngineClient.stream. When the iteration
+        ends, a span is sent with n, temperature, top_p and max_tokens of the parameters; none is sent if the iteration
+        never begins.
+
+        sampling_params: None for the model's defaults.
         """
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
@@ -115,14 +121,18 @@ class TracedEngine(EngineWrapper):
         request_id: str | None = None,
         options: RequestOptions | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
-        """Yield the output of a pooling request, as EngineClient.pool, with a span as in `stream`."""
+        """Yield the output of a pooling request, with the arguments and errors of EngineClient.pool. When the iteration
+        ends, a span is sent.
+        """
         options = options or RequestOptions()
         request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
         return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
 
     async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
-        """Yield the outputs of `stream`; the span ends with them, with the error that ends them, or when this is
-        closed. Closes `stream` in every case; raises its errors.
+        """Yield the outputs of `stream`, and record them in the span, which ends after the last output, with an error,
+        or when this generator is closed.
+
+        Closes `stream` in every case. Raises its errors.
         """
         try:
             async for output in stream:
@@ -142,9 +152,10 @@ class _RequestSpan:
     """Data of one request's span until it ends."""
 
     def __init__(self, tracer: Tracer, model: str, asked: Mapping[str, Any], arrival: float, delta: bool = False):
-        """Record the start. tracer: sends the span. model: the model's name; asked: sampling parameters; both for
-        attributes. arrival: in seconds of time.monotonic. delta: whether an output has only the new tokens. The span's
-        parent is that of the context in which this is called.
+        """Record the start of a request. Its parent is the span of the current context.
+
+        tracer: sends the span. model: the model's name; asked: sampling parameters by name; both become attributes.
+        arrival: in seconds of time.monotonic. delta: whether each output has only the new tokens.
         """
         self._tracer = tracer
         self._parent = context.get_current()
@@ -159,7 +170,9 @@ class _RequestSpan:
         self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items()}
 
     def add(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
-        """Record an output of the request: its token counts and finish reasons. The last one's ids and times count."""
+        """Record an output of the request: its token counts and finish reasons. Ids and times are taken from the last
+        output recorded.
+        """
         self._last = output
         if isinstance(output, PoolingRequestOutput):
             self._num_tokens[0], self._reasons[0] = 0, output.finish_reason
@@ -171,12 +184,13 @@ class _RequestSpan:
                 self._reasons[completion.index] = completion.finish_reason
 
     def failed(self, error: Exception) -> None:
-        """Record the error that ends the request; `end` names its type in the span."""
+        """Record the error that ends the request; `end` puts the error's type into the span."""
         self._error = error
 
     def end(self) -> None:
-        """Send the span, from the request's arrival to now; to be called once. A request that its caller left before
-        the end counts as aborted."""
+        """Send the span, from the request's arrival until now. Call it once. An output without a finish reason, because
+        the caller left, counts as aborted.
+        """
         attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
         output = self._last
         if output is not None:
@@ -194,8 +208,9 @@ class _RequestSpan:
 
 
 def _latencies(output: RequestOutput) -> dict[str, float]:
-    """Return latency attributes in seconds, without those of events that did not happen; {} for an output without
-    metrics."""
+    """Return latency attributes in seconds by name. Latencies whose start or end is unknown are left out; {} for an
+    output without metrics.
+    """
     metrics = output.metrics
     if metrics is None:
         return {}
@@ -217,8 +232,9 @@ def _latencies(output: RequestOutput) -> dict[str, float]:
 
 
 def _tracer(endpoint: str) -> Tracer:
-    """Create a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError as `_exporter`; does
-    not look whether anything answers there."""
+    """Return a tracer that sends spans to an OTLP endpoint in the background. Raises ConfigError for an unusable
+    endpoint; whether a server answers there is not checked.
+    """
     exporter = _exporter(endpoint)
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -234,9 +250,9 @@ def _tracer(endpoint: str) -> Tracer:
 
 
 def _exporter(endpoint: str) -> Any:
-    """Import the class that exports spans to the endpoint; its package includes the SDK.
+    """Import and return the class that exports spans to the endpoint; its package includes the SDK.
 
-    Raises ConfigError for an address that is not of http, https, grpc or grpcs, or if the package is missing.
+    Raises ConfigError for an address that is not one of http, https, grpc or grpcs, or if the package is missing.
     """
     url = urlsplit(endpoint)
     if url.scheme not in _EXPORTERS or not url.netloc:

@@ -1,7 +1,7 @@
 """Page at / with its data, /status.json; and /trace, the engine's timeline.
 
-The page is one file without external resources. It is the same for everyone and contains no figures, so it needs no
-key; it prompts for one if the server has keys.
+The page is one file without external resources. It is the same for everyone and contains no data, so it needs no key;
+it prompts for one if the server has keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TRACE_SECONDS = 600.0
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes / (the page), /status.json and /trace."""
+    """Return the routes / (the page), /status.json and /trace."""
     routes = APIRouter(tags=["operations"])
     model = served_names(engine, config)[0]
     page = resources.files("jaxengine.server.observe").joinpath("status.html").read_text("utf-8")
@@ -67,13 +67,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Return headers that permit a page its own script and style and requests to its own server, and nothing else.
+    """Return response headers that allow a page only its own script and style, and requests to its own server.
 
     page: HTML with one <script> and one <style>, both without attributes.
     """
 
     def digest(tag: str) -> str:
-        """Return the hash of the tag's content, in the form of a Content-Security-Policy."""
+        """Return the hash of the tag's content in the format of a Content-Security-Policy."""
         content = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         assert content is not None
         return f"'sha256-{base64.b64encode(hashlib.sha256(content[1].encode()).digest()).decode()}'"

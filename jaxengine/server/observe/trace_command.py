@@ -1,4 +1,4 @@
-"""`jaxengine trace`: writes a server's timeline to a file for ui.perfetto.dev."""
+"""The command `jaxengine trace`, which writes a server's timeline to a file for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxengine.config.base.key_file import read_api_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `jaxengine trace`."""
+    """Add the arguments of `jaxengine trace` to a parser, and set `run` as its function."""
     parser.add_argument("output", metavar="FILE", help="where to write it")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="how far back (default: %(default)s)")
@@ -24,9 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the timeline of a server to a file, in place of an earlier one; return 0, or 1 if the server refuses, which
-    is printed. args: options of `add_arguments`. Raises ConfigError for an address that is not of HTTP, for an unusable
-    file of the key and for a server that does not answer, OSError for a file that cannot be written.
+    """Write the timeline of a server to a file, replacing an earlier one. Return 0, or 1 if the server refuses, after
+    printing its error.
+
+    args: options of `add_arguments`. Raises ConfigError for an address that is not HTTP, for an unusable key file and
+    for a server that does not answer, OSError for a file that cannot be written.
     """
     url = f"{args.url.rstrip('/')}/trace?{urllib.parse.urlencode({'seconds': args.seconds})}"
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the message in the JSON body of an HTTP error, which is read, or else its status text."""
+    """Return the message in the JSON body of an HTTP error, whose body is read, or else its status text."""
     try:
         return json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):

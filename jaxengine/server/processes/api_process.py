@@ -1,6 +1,7 @@
 """API process: HTTP and gRPC on one event loop, as a client of an engine in another process.
 
-The supervisor owns the listening sockets, so that several API processes share a port and a restarted one takes it over.
+The supervisor owns the listening sockets, so that several API processes share a port and a restarted process takes it
+over.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from jaxengine.server.processes.memory import limit_memory, return_large_blocks
 from jaxengine.server.processes.sockets import cut_unread, listen_too
 from jaxengine.server.stored.link import RemoteStore
 
-# Time after the last output of every stream to deliver it to the client.
+# Seconds to deliver the last output of every stream to its client.
 _LAST_WORDS_SECONDS = 2.0
-# Between two reports of this process's requests to the engine, whose metrics have them.
+# Seconds between two reports of this process's requests to the engine's metrics.
 _REPORT_SECONDS = 2.0
 
 
@@ -44,7 +45,7 @@ _POLLED = frozenset({"/status.json", "/health", "/live", "/ping", "/metrics"})
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is to be shown: every one but a poll of _POLLED, such as
+    """Whether a line of uvicorn's access log is to be shown: True unless it is a request for a path of _POLLED, such as
     /health, that was answered with 200.
     """
     if not isinstance(record.args, tuple) or len(record.args) != 5:
@@ -54,20 +55,21 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's server without signal handlers; the supervisor has them."""
+    """uvicorn's server without signal handlers, as the supervisor handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Context that leaves signals as they are."""
+        """Context that leaves signal handlers unchanged."""
         yield
 
 
 async def serve(child: Child) -> None:
-    """Serve HTTP on the job's socket, gRPC, metrics and batches as its options say, until the supervisor's order to
-    drain, or until HTTP ends; then let requests finish for at most shutdown_timeout seconds, and close everything.
+    """Connect to the engine, then serve HTTP on the job's socket, and gRPC, metrics and batches if the options say so,
+    until the supervisor's order to drain or the end of the HTTP server. Then let requests finish for at most
+    shutdown_timeout seconds, and close everything.
 
-    Waits for the engine first. Tells the supervisor "ready", then regularly "alive". Limits the process's memory.
-    Raises ConfigError for an unusable option, ModelFileError, RuntimeError if HTTP does not start.
+    Reports "ready" to the supervisor once it is serving, then regularly "alive". Limits the process's memory. Raises
+    ConfigError for an unusable option, ModelFileError, RuntimeError if HTTP does not start.
     """
     config = ServerConfig(**child.job["server"])
     drain = child.stopping()
@@ -96,7 +98,7 @@ async def serve(child: Child) -> None:
     reports = asyncio.create_task(_report(client, app.state.traffic))
     waiting = asyncio.create_task(drain.wait())
     await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
-    if batches is not None:  # they go on after the next start
+    if batches is not None:  # unfinished batches continue after the next start
         batches.cancel()
         await asyncio.wait([batches])
     await engine.drain(config.shutdown_timeout)
@@ -117,8 +119,10 @@ async def serve(child: Child) -> None:
 def _serve_metrics(
     client: EngineClient, config: ServerConfig, traffic: TrafficState
 ) -> tuple[_HttpServer, asyncio.Task[None]]:
-    """Begin to serve metrics_port, without TLS, which the supervisor holds for all API processes; return the server and
-    its task. Raises ConfigError for a port that cannot be bound.
+    """Start to serve metrics_port, without TLS; return the server and its task. The API processes share the port, which
+    the supervisor has reserved.
+
+    Raises ConfigError for a port that cannot be bound.
     """
     assert config.metrics_port is not None
     own = dataclasses.replace(config, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None, disable_access_log=True)
@@ -128,8 +132,8 @@ def _serve_metrics(
 
 
 async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:
-    """Report to the supervisor, until cancelled, that the event loop is running, every `alive_seconds(hang_timeout)`:
-    "alive", or "served" once it has served a request.
+    """Report to the supervisor, every `alive_seconds(hang_timeout)` until cancelled, that the event loop is running:
+    "alive", or "served" once a request has been answered with 200.
     """
     seconds = alive_seconds(hang_timeout)
     while True:
@@ -138,8 +142,8 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
 
 
 async def _report(engine: EngineClient, traffic: TrafficState) -> None:
-    """Add this process's requests to the engine's metrics, every 2 s in which there were some, until cancelled. While
-    the engine is dead they are kept for later. Raises the other errors of `report`.
+    """Add this process's requests to the engine's metrics every 2 s, if there were any, until cancelled. While the
+    engine is dead they stay counted for a later report. Raises other errors of `report`.
     """
     while True:
         await asyncio.sleep(_REPORT_SECONDS)
@@ -149,8 +153,9 @@ async def _report(engine: EngineClient, traffic: TrafficState) -> None:
 
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's configuration for the ASGI application `app`: without WebSockets and proxies' headers, with the
-    limits, access log and TLS files of `config`."""
+    """Return uvicorn's configuration for the ASGI application `app`: no WebSockets, proxy headers ignored, and the
+    limits, access log and TLS files of `config`.
+    """
     return uvicorn.Config(
         app,
         http=http_protocol(config),  # pyright: ignore[reportArgumentType]: uvicorn takes any callable
@@ -170,9 +175,10 @@ def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Confi
 
 
 def main(child: Child) -> None:
-    """Run an API process to its end, with exit status 0 after `serve`; raises what `serve` raises.
+    """Run an API process to its end: exit with status 0 after `serve`, or raise the errors of `serve`.
 
-    It does not end with a killed supervisor, as other processes do, but a moment later: it deletes the run folder.
+    Unlike other processes it does not end together with a killed supervisor, but a moment later, as it deletes the run
+    folder.
     """
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(serve(child))

@@ -1,7 +1,7 @@
-"""Child process of the supervisor: its job, its orders, and its end after the supervisor's.
+"""Child process of the supervisor: its job, its orders, and its end after the supervisor's end.
 
-The job is the first line of standard input and each further line is an order; end of input means that the supervisor
-has ended. Events of the process go through a pipe of its own. All are lines of JSON.
+The job is the first line of standard input, and each further line is an order; the end of input means that the
+supervisor has ended. Events of the process go through a separate pipe. All of them are lines of JSON.
 """
 
 from __future__ import annotations
@@ -24,29 +24,32 @@ from typing import Any, NoReturn
 from jaxengine.logs import log_as_json, log_to_stderr
 
 _PR_SET_PDEATHSIG = 1
-# A process's loop reports to the supervisor at least this often, and so many times within its hang timeout.
+# A process's loop reports to the supervisor at least this often, and at least this many times within its hang timeout.
 _ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 
 
 def alive_seconds(hang_timeout: float) -> float:
     """Return the interval of a loop's "alive" events in seconds: a quarter of `hang_timeout`, at most 1. hang_timeout:
-    in seconds, 0 if nobody checks.
+    in seconds; 0 if nobody checks, which gives 1.
     """
     return min(_ALIVE_SECONDS, (hang_timeout or math.inf) / _ALIVE_TIMES)
 
 
 class Child:
-    """This process, as a child of the supervisor; created first, so that it ends with the supervisor even during
-    imports.
+    """This process, as a child of the supervisor. Create it first, so that the process ends with the supervisor even
+    during imports.
 
-    Creating it reads the job from standard input, which is /dev/null from then on; exits with status 1 if there is
-    none. It ignores SIGINT and SIGTERM, logs to stderr, and reads orders on a thread.
+    Its creation reads the job from standard input, which is /dev/null from then on, and exits with status 1 if there is
+    none. The process then ignores SIGINT and SIGTERM, logs to stderr, and reads orders on a thread.
 
     Attributes:
       job: arguments of the process.
     """
 
     def __init__(self):
+        """Read the job, ignore SIGINT and SIGTERM, set up logging, and start the thread that reads orders. See the
+        class.
+        """
         orders = os.dup(0)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -69,13 +72,17 @@ class Child:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """Make the kernel kill this process when the supervisor ends, however busy it is; on Linux only."""
+        """Make the kernel kill this process when the supervisor ends, however busy the process is. Does nothing except
+        on Linux.
+        """
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def follow(self, handle: Callable[[dict[str, Any]], None]) -> None:
-        """Call `handle` with each order from now on, a JSON object, on a thread, in place of an earlier handle; before
-        it returns, with those that came before the first handle. Calls do not overlap.
+        """Call `handle` with each order, a JSON object, from now on, replacing an earlier handle. Orders that came
+        before the first call of this method are passed to it before this method returns.
+
+        Calls come from the thread that reads orders, except for those early ones, and do not overlap.
         """
         with self._lock:
             self._handle = handle
@@ -85,13 +92,15 @@ class Child:
     def stopping(self) -> asyncio.Event:
         """Return an event of the running loop that is set on the supervisor's order to stop or drain.
 
-        Also handles the only other order, "explain": it writes the stacks of all threads to stderr. Takes all orders,
-        so it replaces what `follow` was given.
+        On the only other order, "explain", the stacks of all threads are written to stderr. Replaces the handle that
+        `follow` was given.
         """
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def ordered(order: dict[str, Any]) -> None:
-            """Dump stacks for "explain", else set the event; called on the thread that reads orders."""
+            """Write the stacks of all threads for "explain", else set the event; called on the thread that reads
+            orders.
+            """
             if order["order"] == "explain":
                 faulthandler.dump_traceback(all_threads=True)
             else:
@@ -101,7 +110,7 @@ class Child:
         return stop
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Send an event to the supervisor, without waiting: it is dropped if the pipe is full because nobody reads.
+        """Send an event to the supervisor without waiting; it is dropped if the pipe is full because nobody reads.
 
         fields: further values of the event, as JSON. Ends this process at once, with status 1, if the supervisor has
         ended.
@@ -113,14 +122,16 @@ class Child:
                 self._orphaned()
 
     def leave(self, status: int) -> NoReturn:
-        """Flush logs and output and end the process at once, with this exit status and without Python's cleanup."""
+        """Flush logs and output, and end the process at once with this exit status, without Python's cleanup."""
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
     def _read(self) -> None:
-        """Pass the supervisor's orders on, until it has ended; then remove the run folder and end this process."""
+        """Pass the supervisor's orders to the handle until the supervisor has ended; then remove the run folder and end
+        this process.
+        """
         for line in self._orders:
             with self._lock:
                 self._handle(json.loads(line))
@@ -133,4 +144,4 @@ class Child:
 
 
 def _ignore(number: int, frame: Any) -> None:
-    """Ignore a signal, which the supervisor handles."""
+    """Do nothing: a signal handler, as the supervisor handles the signal."""

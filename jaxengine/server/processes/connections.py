@@ -1,8 +1,7 @@
 """Limits on idle connections: how long one may wait for its request, and how many there may be.
 
 A connection is idle from its first byte, or its last answer, until the headers of a request are complete. Partial
-headers, or a body after its answer, do not change that. It handles HTTP's connections as uvicorn makes them, not
-requests.
+headers, or a body after its answer, do not change that. Handles uvicorn's HTTP connections, not requests.
 """
 
 from __future__ import annotations
@@ -20,34 +19,36 @@ from jaxengine.server.base.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-# Closed connections are logged together, so that they cannot fill a disk.
+# Seconds between two log lines, which count closed connections together so that they cannot fill a disk.
 _LOG_SECONDS = 10.0
 
 
 class Connections:
-    """The open connections of a server process. Calling it makes the protocol of a new one: it is uvicorn's `http`
-    option.
+    """Open connections of a server process. Calling this object creates the protocol of a new connection, so it can be
+    uvicorn's `http` option.
     """
 
     def __init__(self, most: int, read_timeout: float):
-        """Start without connections. most: largest number of them; read_timeout: seconds that one may wait for a
-        request.
+        """Start without connections. most: largest number of connections. read_timeout: seconds that a connection may
+        wait for a request.
         """
         self._most = most
         self.read_timeout = read_timeout
         self._count = 0
-        # Idle connections, the longest idle first.
+        # Idle connections, those idle for longest first.
         self._waiting: dict[_Protocol, None] = {}
         self._closed: dict[str, int] = {}
         self._logged_at = -_LOG_SECONDS
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Protocol:
-        """Return the protocol of a new connection, which counts once it is made. Arguments: of uvicorn's protocol."""
+        """Return the protocol of a new connection, which is counted once `made` is called. Arguments: those of
+        uvicorn's protocol.
+        """
         return _Protocol(self, *args, **kwargs)
 
     def made(self, protocol: _Protocol) -> None:
-        """Add a connection, which waits for its request. If there are too many, close the one that has waited longest,
-        or this one if no other waits.
+        """Add a connection, which is idle. If there are too many, close the one that has been idle for longest, or this
+        one if no other is idle.
         """
         self._count += 1
         if self._count > self._most:
@@ -56,22 +57,25 @@ class Connections:
         self.waits(protocol)
 
     def waits(self, protocol: _Protocol) -> None:
-        """Record that a connection waits for a request, as the latest one to do so."""
+        """Record that a connection is idle from now on, and move it to the end of the idle connections."""
         self._waiting.pop(protocol, None)
         self._waiting[protocol] = None
 
     def works(self, protocol: _Protocol) -> None:
-        """Record that a connection has a request, so that it is not closed for others."""
+        """Record that a connection has a request, so that it is not closed to make room."""
         self._waiting.pop(protocol, None)
 
     def lost(self, protocol: _Protocol) -> None:
-        """Count a connection that has ended out. To be called once for each."""
+        """Remove a connection that has ended from the count and from the idle connections. Call it once for each
+        connection.
+        """
         self._count -= 1
         self._waiting.pop(protocol, None)
 
     def close(self, protocol: _Protocol, why: str) -> None:
-        """Close an idle connection at once. why: reason for the log, which counts closures by reason, every 10 s at
-        most.
+        """Close an idle connection at once. why: reason; closures are counted by reason, and logged every 10 s at most.
+
+        A closure within 10 s of the last log lines is logged together with later ones.
         """
         self._waiting.pop(protocol, None)
         protocol.transport.abort()
@@ -93,14 +97,14 @@ class _Protocol(H11Protocol):
         self._end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Add the connection, which may close another one or this one, and start its idle timer. Called by asyncio."""
+        """Add the connection, which may close another one or this one, and start its idle timer. asyncio calls this."""
         super().connection_made(transport)
         self._all.made(self)
         self._look()
 
     def data_received(self, data: bytes) -> None:
-        """Pass data on, and record when a request arrived, time.monotonic, in its scope's state as "arrival". Stops the
-        idle timer once a request has begun.
+        """Pass data on. Once a request has begun, store its arrival, in seconds of time.monotonic, in its scope's state
+        as "arrival", and stop the idle timer.
         """
         now = time.monotonic()
         super().data_received(data)
@@ -110,19 +114,21 @@ class _Protocol(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
-        """Record that the connection waits for the next request, and start its idle timer. Called by uvicorn."""
+        """Record that the connection is idle, and start its idle timer. uvicorn calls this."""
         super().on_response_complete()
         self._all.waits(self)
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the connection, which has ended, and stop its idle timer. Called by asyncio."""
+        """Remove the connection, which has ended, and stop its idle timer. asyncio calls this."""
         self._all.lost(self)
         self._cancel()
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Start the idle timer, or stop it when a request begins. Data that arrives meanwhile does not extend it."""
+        """Start the idle timer if the connection is idle and no timer runs, or stop the timer if the connection has a
+        request. Data that arrives does not extend a running timer.
+        """
         waits = self.cycle is None or self.cycle.response_complete
         if not waits:
             self._cancel()
@@ -131,7 +137,7 @@ class _Protocol(H11Protocol):
             self._end = self.loop.call_later(self._all.read_timeout, self._expired)
 
     def _expired(self) -> None:
-        """Close the connection, which has waited for read_timeout seconds, and count that for the log."""
+        """Close the connection, which has been idle for read_timeout seconds; the closure is counted for the log."""
         self._all.close(self, f"none came within {self._all.read_timeout:g} s")
 
     def _cancel(self) -> None:
@@ -142,5 +148,7 @@ class _Protocol(H11Protocol):
 
 
 def http_protocol(config: ServerConfig) -> Callable[..., asyncio.Protocol]:
-    """Create uvicorn's `http` option: Connections with `max_connections(config)` and read_timeout."""
+    """Return the value of uvicorn's `http` option: Connections with the limits `max_connections(config)` and
+    read_timeout.
+    """
     return Connections(max_connections(config), config.read_timeout)

@@ -1,7 +1,7 @@
-"""Engine's process: one engine with token ids in and out, serving the API processes over a ZeroMQ socket.
+"""Engine's process: one engine with token ids in and out, which serves the API processes over a ZeroMQ socket.
 
-Between two steps it handles their messages; after a step it sends each of them one message. API processes do text and
-HTTP.
+Between two steps it handles their messages; after a step it sends each of them one message. API processes handle text
+and HTTP.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class _Client:
 
     Attributes:
       identity: ZeroMQ's identity of the connection.
-      index: of the process; number: of the connection, counted from 1.
+      index: number of the process. number: number of the connection, counted from 1.
       media: reads its images.
-      requests: those that are not settled, by handle.
+      requests: its requests whose end is not counted yet, by handle.
       received: number of the last Submit that was read.
-      last_state: (received, load, media resets) that it was last sent; None to send them again.
-      num_updates: updates that it was sent.
+      last_state: (received, load, media resets) that was last sent to it; None to send them again.
+      num_updates: number of updates that were sent to it.
       refused, replies: answers to Submits and Calls that were not sent yet.
     """
 
@@ -80,13 +80,13 @@ class _Client:
 
 
 class EngineServer:
-    """Server of the engine to the API processes, until the supervisor's order to stop."""
+    """Server of the engine for the API processes, until the supervisor's order to stop."""
 
     def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
-        """Listen at `address`, one of ZeroMQ; raise zmq.ZMQError if it cannot.
+        """Listen at `address`, a ZeroMQ address. Raises zmq.ZMQError if that is impossible.
 
         tell: called with "served" once, when the first request has ended, and repeatedly with "alive" from the stepping
-          thread.
+        thread.
         """
         self.core = core
         self._tell = tell
@@ -120,9 +120,10 @@ class EngineServer:
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Queue an order of the supervisor for the loop: a JSON object whose "order" is "stop", or "gone" with the
-        "index" of an API process. Handles "explain" and "drain" at once; the latter only makes lost API processes no
-        errors in the log. Thread-safe.
+        """Queue an order of the supervisor for the loop, a JSON object whose "order" is "stop", or "gone" with the
+        "index" of an API process. Thread-safe.
+
+        "explain" and "drain" are handled at once; after "drain", lost API processes are not logged as errors.
         """
         if order["order"] == "explain":
             self._explain()
@@ -134,7 +135,7 @@ class EngineServer:
         os.write(self._wake, b"\0")
 
     def run(self) -> None:
-        """Serve until the order to stop. Raises the engine's error when it fails. Shuts nothing down."""
+        """Serve until the order to stop. Raises the engine's error if it fails. Does not shut down the engine."""
         while self._receive():
             output = self.core.advance() if self.core.has_unfinished else EngineOutput()
             if self._aborted:
@@ -143,14 +144,17 @@ class EngineServer:
             self._send(output)
 
     def _receive(self) -> bool:
-        """Handle all orders and messages that have arrived, waiting a while for one if nothing is running; False to
-        stop. A message that cannot be read is logged and dropped."""
+        """Handle all orders and messages that have arrived; if nothing is running, wait up to about a second for one.
+        Return False on the order to stop, else True.
+
+        Regularly reports "alive". A message that cannot be decoded is logged and dropped.
+        """
         now = time.monotonic()
         if now >= self._alive_at:
             self._alive_at = now + self._alive_seconds
             self._tell("alive")
             for client in self._clients.values():
-                client.last_state = None  # each gets the load again, which shows it that the engine is running
+                client.last_state = None  # sends the load again, which shows that the engine is running
         if not self.core.has_unfinished:
             self._poller.poll(math.ceil(min(self._alive_seconds, self.core.rest()) * 1e3))
         while not self._orders.empty():
@@ -159,7 +163,7 @@ class EngineServer:
             if order["order"] == "stop":
                 return False
             self._drop_index(order["index"])
-        # It runs in every step, and mostly finds nothing: polling is cheaper than recv's exception.
+        # This runs in every step, mostly without a message, and polling is cheaper than recv's exception.
         while zmq.zmq_poll(self._news, 0):
             identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
@@ -169,8 +173,8 @@ class EngineServer:
         return True
 
     def _handle(self, identity: bytes, message: messages.ToEngine) -> None:
-        """Carry out a message of an API process; one of an unknown connection is dropped, unless it is Hello. A Call's
-        reply goes into the next update.
+        """Carry out a message of an API process. A message of an unknown connection is dropped, unless it is Hello. The
+        reply to a Call goes into the next update.
         """
         client = self._clients.get(identity)
         if isinstance(message, Hello):
@@ -189,8 +193,8 @@ class EngineServer:
             client.replies.append(self._call(message))
 
     def _welcome(self, identity: bytes, message: Hello) -> None:
-        """Record a new connection, and send Welcome; one that is gone is dropped again. Earlier ones of the same
-        process are dropped, with their requests.
+        """Record a new connection and send Welcome; a connection that cannot be sent to is dropped again. Earlier
+        connections of the same process are dropped first, and their requests aborted.
         """
         self._drop_index(message.index)
         self._num_clients += 1
@@ -204,12 +208,14 @@ class EngineServer:
         self._deliver(client, welcome)
 
     def _submit(self, client: _Client, message: Submit) -> None:
-        """Queue a request in the engine. A refusal, for limits, invalid values, missing pixels or a bug, is sent with
-        the next update; raises nothing. The message's pixels are read, and cached, in every case.
+        """Queue a request in the engine. If it is refused, because of limits, invalid values, missing pixels or a bug,
+        the refusal goes into the next update; nothing is raised.
+
+        The message's pixels are read and cached in every case.
         """
         client.received = message.number
         try:
-            # Before the request may be refused: the sender relies on what was sent.
+            # Read before the request can be refused, as the sender assumes that its pixels are cached.
             media = None if message.media is None else client.media.read(message.media)
             num_requests, load = len(message.members), self._current_load()
             self._limits.check(load, num_requests, num_requests * len(message.prompt_token_ids) // 4)
@@ -233,9 +239,10 @@ class EngineServer:
             client.requests[member.handle] = request
 
     def _finish(self, client: _Client, message: Finish) -> None:
-        """End requests as an API process asks; those that it does not have are skipped. Ends other than aborts, and
-        requests that the engine has ended already, are settled at once, with the numbers of tokens in the message;
-        aborts are confirmed by the next update.
+        """End requests by order of an API process. Unknown handles are skipped.
+
+        Ends other than aborts, and requests that the engine has ended already, are counted at once, with the numbers of
+        tokens in the message. Aborts are confirmed by the next update.
         """
         reason = FinishReason(message.reason)
         for index, handle in enumerate(message.handles):
@@ -250,14 +257,14 @@ class EngineServer:
                 self._settle(request, reason, message.num_tokens[index] if message.num_tokens else None)
 
     def _call(self, message: Call) -> Reply:
-        """Call a utility of the engine, or of this class for the image cache; return its reply, with a failure for any
-        error, also for a result that cannot be encoded.
+        """Call a utility of the engine, or of this class for the image cache, and return the reply. Any error, also
+        that of a result which cannot be encoded, becomes a failure in the reply.
         """
         try:
-            # Not an attribute, which would make a reference cycle with the sockets, and zmq waits for its end.
+            # Not an attribute, which would create a reference cycle with the sockets, whose end zmq waits for.
             own = {"reset_mm_cache": self._reset_mm_cache, "mm_cache": self._mm_cache}
             call = own.get(message.name) or functools.partial(self.core.utility, message.name)
-            # Encoded here, so that a result that no message can have fails this call and not the process.
+            # Encoded here, so that a result that cannot be encoded fails this call and not the process.
             return Reply(message.number, result=msgspec.Raw(messages.encode(call(*message.arguments))))
         except RequestError as error:
             return Reply(message.number, _failure(error))
@@ -266,8 +273,8 @@ class EngineServer:
             return Reply(message.number, Failure("internal", f"{message.name} failed: {error}"))
 
     def _reset_mm_cache(self) -> bool:
-        """Forget cached images: EngineCore's utility, which here also resets the caches for and in API processes, the
-        latter by the next update. Returns what that utility returns.
+        """Clear the caches of images in this process, and make API processes clear theirs with the next update. Return
+        the result of EngineCore's utility "reset_mm_cache".
         """
         self._num_media_resets += 1
         for client in self._clients.values():
@@ -275,17 +282,18 @@ class EngineServer:
         return self.core.utility("reset_mm_cache")
 
     def _mm_cache(self) -> dict[str, Any]:
-        """Return where images are cached, with this server's number of processes, and `engine_bytes`, what the caches
-        here have: EngineCore's utility "mm_cache".
+        """Return where images are cached, for this server's number of API processes, and `engine_bytes`, the size of
+        the caches in this process. Replaces EngineCore's utility "mm_cache".
         """
         placement = self.core.config.mm_cache_placement(self._num_api_processes)
         return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
     def _send(self, output: EngineOutput) -> None:
-        """Send each API process its results of a step, refusals, replies and the load, unless all of that is as before;
-        drop one that cannot be sent to. Settles the requests that have ended, and tells "served" after the first.
+        """Send each API process its results of a step, refusals, replies and the load, unless all of that is as before.
+        A process that cannot be sent to is dropped.
 
-        It runs in every step, most of which have little but tokens.
+        Counts the ends of requests, and reports "served" after the first. This runs in every step, most of which have
+        little but tokens.
         """
         updates = messages.updates_of(output, list(self._by_number))
         if output.finished:
@@ -316,8 +324,8 @@ class EngineServer:
             self._deliver(client, update)
 
     def _deliver(self, client: _Client, message: Welcome | Update) -> None:
-        """Send a message to an API process, and drop the process if it cannot be sent to: it may have died since its
-        last message.
+        """Send a message to an API process. If that is impossible, because the process may have died, log it and drop
+        the connection.
         """
         try:
             self._send_part(client.identity, _FIRST)
@@ -328,7 +336,7 @@ class EngineServer:
             self._drop(client)
 
     def _current_load(self) -> Load:
-        """Return the load, as the same object while nothing has changed."""
+        """Return the engine's load; the same object as before if no number has changed."""
         scheduler = self.core.engine.scheduler
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_tokens
         if counts != (self._load.num_running, self._load.num_waiting, self._load.num_waiting_tokens):
@@ -336,21 +344,24 @@ class EngineServer:
         return self._load
 
     def _settle(self, request: Request, reason: FinishReason | None = None, num_tokens: int | None = None) -> None:
-        """Count the end of a request, which its caller knows, and forget the request. reason, num_tokens: how it ended
-        for the caller, and after how many tokens; None for the engine's own.
+        """Count the end of a request in the engine's statistics, and forget the request. The caller knows the end
+        already.
+
+        reason, num_tokens: how it ended for the caller, and after how many tokens; None for the engine's own values.
         """
         self.core.engine.record_finish(request, reason, num_tokens)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        """Remove a request from the running ones of its API process, if that is connected."""
+        """Remove a request from the requests of its API process, if that is connected."""
         number, handle = messages.owner_of(request)
         if number in self._by_number:
             self._by_number[number].requests.pop(handle, None)
 
     def _explain(self) -> None:
-        """Log the state of the loop, which has not reported for too long: steps on the device, and stacks of threads
-        to stderr. Runs on another thread than the loop."""
+        """Log why the loop has not reported for too long: the steps that are on the device, and, to stderr, the stacks
+        of all threads. Runs on another thread than the loop.
+        """
         for step in self.core.engine.timeline.in_flight():
             what, age = f"{step.bucket}, {step.num_rows} rows", time.monotonic() - step.dispatched
             logger.error("step %d (%s) was dispatched %.1f s ago", step.number, what, age)
@@ -359,12 +370,14 @@ class EngineServer:
         faulthandler.dump_traceback(all_threads=True)
 
     def _drop_index(self, index: int) -> None:
-        """Drop the connections of the API process with this number, as `_drop`, if there are any."""
+        """Drop all connections of the API process with this number, and abort their requests."""
         for client in [client for client in self._clients.values() if client.index == index]:
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        """Forget a connection whose API process is gone, and its images; abort its requests, which count as aborted."""
+        """Forget the connection of an API process that is gone, and its cached images. Its requests are aborted and
+        counted as aborted.
+        """
         for request in list(client.requests.values()):
             self.core.engine.finish(request, FinishReason.ABORT)
             self._settle(request)
@@ -373,7 +386,7 @@ class EngineServer:
 
 
 def _failure(error: RequestError) -> Failure:
-    """Return an error in the form of a message: "overloaded", "unknown adapter" or else "request"."""
+    """Return an error in the form of a message, of the kind "overloaded", "unknown adapter" or else "request"."""
     if isinstance(error, OverloadedError):
         return Failure("overloaded", str(error), retry_after=error.retry_after)
     kind = "unknown adapter" if isinstance(error, UnknownAdapterError) else "request"
@@ -381,9 +394,10 @@ def _failure(error: RequestError) -> Failure:
 
 
 def main(child: Child) -> None:
-    """Load the engine and its adapters, serve, and end the process, never returning. Its exit status is 2 for an
-    unusable option or model, which is printed, as the command's; 1 if the engine fails later; 0 after the order to
-    stop.
+    """Load the engine and its adapters, serve, and end the process; never returns.
+
+    The exit status is 2 for an unusable option or model, whose error is printed as a command's is; 1 if the engine
+    fails later; 0 after the order to stop.
     """
     child.end_with_parent()
     try:

@@ -96,12 +96,13 @@ class TokenLogprob(TopLogprob):
 
 
 def answers(whole: Any, event: Any = None) -> Callable[[F], F]:
-    """Make a decorator that declares, for /openapi.json alone, the type of a route's complete response and of the JSON
-    of each of its events; None: it does not stream. The endpoint runs as before.
+    """Return a decorator for an endpoint that records the types of its responses for /openapi.json: `whole` for the
+    complete response, `event` for the JSON of each server-sent event, None if it does not stream. The endpoint itself
+    is unchanged.
     """
 
     def mark(endpoint: F) -> F:
-        """Note the types at the endpoint, and return it."""
+        """Record the types as an attribute of the endpoint, and return the endpoint."""
         endpoint.__dict__["answers"] = whole, event
         return endpoint
 

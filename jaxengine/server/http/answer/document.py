@@ -1,4 +1,4 @@
-"""Document /openapi.json with the actual responses: complete, as events, and errors, each with its type."""
+"""Document /openapi.json with the types of all actual responses: complete ones, events, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 
 from jaxengine.server.http.answer.answers import Error, MessagesError
 
-# Status -> meaning, for every route, and in addition for those that read a body.
+# Status -> meaning, for every route, and in addition for routes that read a body or parameters.
 _ALWAYS = {
     "401": "No valid key was presented.",
     "431": "The headers are too large.",
@@ -27,21 +27,25 @@ _WITH_BODY = {
     "415": "The body is not application/json.",
     "429": "Too many requests wait; Retry-After says when to come again.",
 }
-# In a route's docstring, of which the description is made: what tells readers of the code alone, to a paragraph's end.
+# Part of a route's docstring that its description leaves out: from "Raises" to the end of the paragraph.
 _RAISES = re.compile(r"\s*\bRaises\s.*?(?=\n\n|\Z)", re.DOTALL)
 _REF = "#/components/schemas/{model}"
 _OF_EVENTS = "Server-sent events. The schema is of the JSON that the data of each is; OpenAI's streams end with [DONE]."
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Replace the application's OpenAPI document by one with the types of all responses. routes: all routes.
+    """Replace the application's OpenAPI document by one with the types of all responses. routes: all routes of the
+    application.
 
-    The document is made at the first request for it, and raises TypeError then if a request and an answer share a name.
+    The document is made at the first request for it, which raises TypeError if a request type and an answer type share
+    a name.
     """
     plain = app.openapi
 
     def document() -> dict[str, Any]:
-        """Return the document, which is made once. Raises TypeError as `_correct`."""
+        """Return the document, which is made at the first call. Raises TypeError if a request type and an answer type
+        share a name.
+        """
         if app.openapi_schema is None:
             _correct(plain(), [route for route in routes if isinstance(route, APIRoute)])
         return plain()
@@ -50,9 +54,10 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
-    """Add the types of all responses to the framework's document, in place. Raises TypeError for a name that a request
-    and an answer share. The framework's schemas of validation errors are removed, and Python's errors from
-    descriptions.
+    """Add the types of all responses to the framework's document, in place. Remove the framework's schemas of
+    validation errors, and from descriptions the sentences about Python exceptions.
+
+    Raises TypeError if a request type and an answer type share a name.
     """
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -83,13 +88,15 @@ def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
 
 
 def _kinds(route: APIRoute) -> tuple[Any, Any]:
-    """Return the types that `answers` declared for the route's complete response and its events, None for no type."""
+    """Return the types that the decorator `answers` has recorded for the route's complete response and for its events;
+    None for a type that was not recorded.
+    """
     return getattr(route.endpoint, "answers", (None, None))
 
 
 def _add_errors(operation: dict[str, Any], error: dict[str, Any]) -> None:
-    """Add the error responses to an operation, in place: those of _WITH_BODY only if it reads a body or parameters. The
-    framework's 422 is removed. error: schema of their body.
+    """Add the error responses to an operation, in place; those of _WITH_BODY only if the operation reads a body or
+    parameters. Remove the framework's 422 response. error: schema of an error's body.
     """
     answers = operation["responses"]
     refuses = answers.pop("422", None) is not None or "requestBody" in operation

@@ -13,11 +13,11 @@ T = TypeVar("T")
 async def interleave(
     start: Callable[[int], AsyncIterator[T]], number: int, at_once: int
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (index, item) of the streams `start(0)` to `start(number - 1)`, at most `at_once` of them concurrently.
+    """Yield (index, item) from the streams `start(0)` to `start(number - 1)`, at most `at_once` of them concurrently.
 
-    start: makes an async generator, when its turn comes; items of one stream stay in order. at_once: 1 or more. Each
-    stream is at most one item ahead, so that a slow reader holds the streams back. Raises the first error of any
-    stream; all streams are closed in every case.
+    start: returns an async generator; called when a stream may begin. Items of one stream stay in order. at_once: 1 or
+    more. Each stream is at most one item ahead of the reader, so that a slow reader holds the streams back. Raises the
+    first error of any stream. All streams are closed in every case.
     """
     if number == 1:
         async with _closing(start(0)) as stream:
@@ -28,7 +28,9 @@ async def interleave(
     indices = iter(range(number))
 
     async def work() -> None:
-        """Put the items of streams into the queue, one stream after another; then None, or the error that ended one."""
+        """Put the items of streams into the queue, one stream after another, until no stream is left; then put None, or
+        the error that ended a stream.
+        """
         try:
             for index in indices:
                 async with _closing(start(index)) as stream:
@@ -57,5 +59,5 @@ async def interleave(
 
 
 def _closing(stream: AsyncIterator[T]) -> contextlib.aclosing[AsyncGenerator[T, None]]:
-    """Return a context manager that yields the stream, an async generator, and closes it."""
+    """Return a context manager that enters with the stream, an async generator, and closes it at the end."""
     return contextlib.aclosing(cast("AsyncGenerator[T, None]", stream))

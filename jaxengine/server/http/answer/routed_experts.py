@@ -11,7 +11,7 @@ from jaxengine.requests.output.outputs import CompletionOutput
 
 
 def encoded_experts(output: CompletionOutput) -> str | None:
-    """Return the array `routed_experts` of an output as base64 of an .npy file; None where it has none."""
+    """Return the array `routed_experts` of an output as base64 of an .npy file; None if the output has none."""
     if output.routed_experts is None:
         return None
     file = io.BytesIO()

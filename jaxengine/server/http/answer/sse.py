@@ -1,4 +1,4 @@
-"""Answers that are sent while they are made, as server-sent events, and work that is cancelled when its client leaves.
+"""Answers as server-sent events, sent while they are generated, and work that is cancelled when its client leaves.
 
 If a client leaves or stops reading, its work is cancelled, which frees its pages. Independent of the content.
 """
@@ -27,28 +27,30 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class ClientLeft(Exception):
-    """Raised if the client has disconnected, or does not read the answer."""
+    """Exception for a client that has disconnected, or does not read the answer."""
 
 
 def event(value: Any) -> bytes:
-    """Encode a JSON value as one event."""
+    """Return a JSON value encoded as one server-sent event."""
     return b"data: %b\n\n" % encode_json(value)
 
 
 def failed_event(error: ApiError) -> bytes:
-    """Encode the error that ends a stream as an event."""
+    """Return the error that ends a stream encoded as a server-sent event."""
     return event(error_body(error))
 
 
 def json_response(value: Any) -> Response:
-    """Return a complete answer, the JSON of `value`, whose numbers must be finite."""
+    """Return the complete response whose body is the JSON of `value`. Numbers must be finite."""
     return Response(encode_json(value), media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`, or raise its exception; if the client leaves first, cancel it and raise ClientLeft.
+    """Return the result of `work`, or raise its exception. If the client leaves first, cancel `work` and raise
+    ClientLeft.
 
-    receive: the request's; its body must have been read, as whatever comes before the disconnection is dropped.
+    receive: the request's ASGI channel. The request's body must have been read before, as other messages than the
+    disconnection are dropped.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -63,19 +65,19 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Wait until the client has left; messages before that are dropped."""
+    """Wait until the client has left; drop all messages before that."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Run `work` and return its complete response or raise its exception; if the client leaves before, cancel it and
-    return status 499.
+    """Run `work` and return its response or raise its exception. If the client leaves before that, cancel `work` and
+    return an empty response with status 499.
     """
     try:
         return await while_connected(request.receive, work)
     except ClientLeft:
-        return Response(status_code=499)  # as nginx calls it; nobody reads it
+        return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
 
 
 async def stream_events(
@@ -85,14 +87,13 @@ async def stream_events(
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = failed_event,
 ) -> Response:
-    """Return the response that streams `events`, each one or more server-sent events, then `done`; status 499 if the
-    client leaves before the first one.
+    """Return the response that streams `events`, each of which is one or more encoded server-sent events, then `done`.
+    If the client leaves before the first one, return an empty response with status 499.
 
-    Nothing is sent before the first event, so that an exception until then is raised here and answered with an HTTP
-    status of its own: a generator should submit to the engine before it yields. A later exception ends the stream with
-    the event `failed(error)`, then `done`. `events` is closed in every case.
-
-    write_timeout: seconds after which a stream that its client does not read is ended.
+    The first event is awaited here, before anything is sent, so that an exception until then is raised here and gets an
+    HTTP status: a generator should submit to the engine before it yields. A later exception ends the stream with the
+    event `failed(error)`, then `done`. `events` is closed in every case. write_timeout: seconds after which a stream
+    that its client does not read is ended.
     """
     try:
         first = await while_connected(request.receive, anext(events, b""))
@@ -106,8 +107,9 @@ async def stream_events(
 
 
 class _EventStream(Response):
-    """Response that sends events as they are made. first: the first event, which is made already. Others as of
-    `stream_events`.
+    """Response that sends server-sent events as they are generated.
+
+    first: the first event, which has been generated already. The other arguments are those of `stream_events`.
     """
 
     def __init__(
@@ -129,7 +131,9 @@ class _EventStream(Response):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. Its work is cancelled if the client leaves or stops reading; that is logged, not raised."""
+        """Send the stream, as an ASGI application. If the client leaves or stops reading, the work is cancelled and
+        that is logged; nothing is raised.
+        """
         try:
             await while_connected(receive, self._send(send))
         except ClientLeft as error:
@@ -137,8 +141,8 @@ class _EventStream(Response):
             logger.info("a stream was ended: %s", str(error) or "its client left")
 
     async def _send(self, send: Send) -> None:
-        """Send the events, then `done`; an error that ends them is sent as an event before that, and logged if it is
-        unexpected. Closes the events. Raises ClientLeft.
+        """Send the events, then `done`. An exception that ends the events is sent as an event before `done`, and is
+        logged if it is unexpected. Closes the events. Raises ClientLeft.
         """
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._events):
@@ -157,8 +161,8 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """Send bytes, nothing for b"". Raises ClientLeft if the client does not read them in time or the connection
-        fails.
+        """Send bytes; do nothing for b"". Raises ClientLeft if the client does not read them within the write timeout
+        or the connection fails.
         """
         if not body:
             return

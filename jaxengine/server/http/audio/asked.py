@@ -1,4 +1,4 @@
-"""Transcripts of models whose prompt has the whole sound and a request for a transcript (Qwen3-ASR, Granite
+"""Transcripts of models whose prompt contains the whole sound and a request to transcribe it (Qwen3-ASR, Granite
 Speech).
 """
 
@@ -20,11 +20,13 @@ from jaxengine.server.http.request.form import FILE
 
 
 class AskedTranscript(Transcript):
-    """Transcript of a model without timestamps: a text, after its language if none was given."""
+    """Transcript of a model without timestamps. The model writes the text, after its language if the request gives
+    none.
+    """
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound of a file and render the prompt, with work on threads. Raises RequestError for translations,
-        formats with times, an unknown language and a file that cannot be used; OverloadedError if too many wait.
+        """Read the sound of a file and render the prompt, both on threads. Raises RequestError for translations,
+        formats with times, an unknown language and a file that cannot be used; OverloadedError if too many calls wait.
         """
         media = self.engine.inputs.media
         processor = transcriber(media)
@@ -45,10 +47,10 @@ class AskedTranscript(Transcript):
         self._ids = await asyncio.to_thread(self._encoded, messages, media.reader.placeholder)
 
     def _encoded(self, messages: list[dict[str, Any]], placeholder: Any) -> list[int]:
-        """Return the token ids of a conversation by the model's chat template, without special tokens around it. The
-        model continues a last message of the assistant, and otherwise begins an answer.
+        """Return the token ids of a conversation, rendered by the model's chat template without further special tokens.
+        If the last message is the assistant's, the model continues it; otherwise a generation prompt is added.
 
-        placeholder: as of Tokenizer.apply_chat_template. Raises RequestError, OverloadedError.
+        placeholder: argument of Tokenizer.apply_chat_template. Raises RequestError, OverloadedError.
         """
         begun = messages[-1]["role"] == "assistant"
         text = self.tokenizer.apply_chat_template(
@@ -61,7 +63,7 @@ class AskedTranscript(Transcript):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _prompt(self) -> dict[str, Any]:
-        """Return the prompt for EngineClient.stream: token ids and the sound."""
+        """Return the prompt that EngineClient.stream takes: token ids and the sound."""
         return {"prompt_token_ids": self._ids, DATA: {AUDIO: self._sound}}
 
     async def whole(self) -> Response:
@@ -70,8 +72,10 @@ class AskedTranscript(Transcript):
         return self.plain(self._text(output.outputs[0].text)[0].strip(), self._sound.seconds)
 
     def _text(self, answer: str) -> tuple[str, bool]:
-        """Return the text of an answer so far, and whether it has begun: what follows the mark that the model writes
-        after a language. Before that mark, all of the answer and False; of a model without a mark, all and True.
+        """Return the text of an answer so far, and whether it has begun.
+
+        The text follows a mark that the model writes after the language. Before that mark, the result is the whole
+        answer and False; for a model without a mark it is the whole answer and True.
         """
         if self._mark is None:
             return answer, True
@@ -79,8 +83,8 @@ class AskedTranscript(Transcript):
         return (text, True) if mark else (head, False)
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        """Run the request and yield the text as it comes, without the language that the model writes before it. Updates
-        the token counts. Raises the errors of `outputs`.
+        """Run the request and yield the text in pieces as it is generated, without the language that the model writes
+        first. Updates the token counts. Raises the errors of `outputs`.
         """
         held, is_text = "", self.body.language is not None
         params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)

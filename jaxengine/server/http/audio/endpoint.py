@@ -1,7 +1,7 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, for models that transcribe.
 
-Whisper reads a sound of several windows one window after the other (jaxengine.requests.media.transcripts); others are
-asked with the whole sound in their prompt (jaxengine.server.http.audio.asked).
+Whisper transcribes a sound of several windows one window after the other (jaxengine.requests.media.transcripts). For
+other models the prompt contains the whole sound (jaxengine.server.http.audio.asked).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.request.form import FILE, read_form
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
-# Windows at most, as a multiple of those that cover the sound: a strange sound could otherwise move on by 0.02 seconds.
+# Limit of overlapping windows, as a multiple of those that cover the sound: a window may advance by only 0.02 seconds.
 _MOST_WINDOWS = 20
 
 
 class _Transcript(Transcript):
-    """Transcript of a model with timestamps (Whisper), window by window. task: "transcribe" or "translate"."""
+    """Transcript of a model with timestamps (Whisper), made window by window. task: "transcribe" or "translate"."""
 
     def __init__(self, engine: EngineClient, body: TranscriptionRequest, task: str, name: str, options: RequestOptions):
         super().__init__(engine, body, task, name, options)
@@ -58,8 +58,8 @@ class _Transcript(Transcript):
         self._language = body.language
 
     async def begin(self, data: bytes) -> None:
-        """Read the sound, and detect its language, by a request to the engine, if that was not given. Raises
-        RequestError for fields that the model cannot serve and a file that cannot be used, OverloadedError, and the
+        """Read the sound of a file and, if the request gives no language, detect it by a request to the engine. Raises
+        RequestError for fields that the model cannot serve and for a file that cannot be used, OverloadedError, and the
         errors of `last`.
         """
         media = self.engine.inputs.media
@@ -74,8 +74,8 @@ class _Transcript(Transcript):
             self._language = await self._detected() if self._processor.languages else "en"
 
     def _check_words(self) -> None:
-        """Raise RequestError where words are asked for and cannot be aligned with the sound: of a translation, or by a
-        model without alignment heads.
+        """Raise RequestError if word timestamps are requested and cannot be computed: for a translation, or for a model
+        without alignment heads.
         """
         problem = None
         if self.body.has_words and self.task == TRANSLATE:
@@ -88,9 +88,10 @@ class _Transcript(Transcript):
             raise RequestError(f"{GRANULARITIES} has {WORD!r}, and {problem}{allowed}", param=GRANULARITIES)
 
     def _prompt_text(self) -> list[int]:
-        """Return the tokens before a transcript that are `prompt`'s, as many of its last ones as there is room for,
-        after the model's token for earlier text; [] without a prompt. Raises RequestError for a model without such a
-        token, and for special tokens in the text.
+        """Return the token ids that precede a transcript for the field `prompt`: the model's token for earlier text,
+        then the last tokens of the prompt, as many as half the context has room for; [] without a prompt.
+
+        Raises RequestError for a model without such a token, and for special tokens in the prompt.
         """
         text = (self.body.prompt or "").strip()
         if not text:
@@ -103,8 +104,8 @@ class _Transcript(Transcript):
         return [self._processor.previous, *ids[-(self.engine.inputs.config.max_model_len // 2 - 1) :]]
 
     async def _detected(self) -> str:
-        """Return the code of the likeliest language of the first window, by a request of one token. Raises the errors
-        of `last`.
+        """Return the code of the likeliest language of the first window, by a request to the engine for one token.
+        Raises the errors of `last`.
         """
         ids = self._processor.languages
         params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(ids.values()), detokenize=False)
@@ -113,15 +114,18 @@ class _Transcript(Transcript):
         return next(code for code, token in ids.items() if token == output.outputs[0].token_ids[0])
 
     def _prompt(self, seek: int, *, timed: bool) -> dict[str, Any]:
-        """Return the prompt of the window that begins at frame `seek`: `prompt`'s tokens, those that ask for a
-        transcript, and the sound. timed: with timestamps.
+        """Return the prompt for the window that begins at frame `seek`: the tokens of the field `prompt`, the tokens
+        that start a transcript, and the sound. timed: whether the transcript has timestamps.
         """
         ids = [*self._context, *prompt_of(self._processor, self._language, self.task, timed=timed)]
         return {"prompt_token_ids": ids, **self._recording.window(seek, self._processor.num_frames)}
 
     async def said(self) -> AsyncIterator[Said]:
-        """Yield the transcript's segments, those of a window when it has been read. After _MOST_WINDOWS times as many
-        windows as cover the sound, each further one begins where the last one ended. Raises the errors of `last`.
+        """Yield the transcript's segments, those of a window when its request is finished. A window begins where the
+        last complete segment of the one before ends; after _MOST_WINDOWS times as many windows as cover the sound, it
+        begins at the end of the one before.
+
+        Raises the errors of `last`.
         """
         timed = self._is_long or self.body.has_segments
         total, size = len(self._recording.frames), self._processor.num_frames
@@ -143,8 +147,10 @@ class _Transcript(Transcript):
             seek = behind if windows < most else seek + held
 
     async def _times(self, prompt: dict[str, Any], output: CompletionOutput, seek: int) -> np.ndarray:
-        """Return f64[tokens, 2], when each token of a window's output begins and ends, in seconds of the sound. A
-        request to the engine aligns them. prompt: the window's; seek: its first frame. Raises the errors of `last`.
+        """Return f64[tokens, 2]: when each token of a window's output begins and ends, in seconds of the sound. A
+        further request to the engine aligns the tokens with the sound.
+
+        prompt: the window's. seek: the window's first frame. Raises the errors of `last`.
         """
         first, tokens = len(prompt["prompt_token_ids"]), output.token_ids
         positions = self._recording.num_positions(seek, self._processor.num_frames)
@@ -159,22 +165,22 @@ class _Transcript(Transcript):
         return await asyncio.to_thread(token_times, alignment, len(tokens), seek)
 
     def _words(self, segment: Segment, times: np.ndarray) -> tuple[Word, ...]:
-        """Return the words of a segment. times: f64[tokens, 2], of all tokens of its window."""
+        """Return the words of a segment with their times. times: f64[tokens, 2], of all tokens of its window."""
         numbers = [number for number, token in enumerate(segment.tokens, segment.first) if token < self._eos]
         tokens = [token for token in segment.tokens if token < self._eos]
         return tuple(find_words(self.tokenizer.decode, tokens, times[numbers], self._language or "en"))
 
     def _scores(self) -> dict[str, Any]:
-        """Return the sampling parameters for what verbose_json says of a window: log-probabilities, and that of no
-        speech.
+        """Return the additional sampling parameters for verbose_json: log-probabilities of the tokens and, if the model
+        has a token for it, the probability of no speech.
         """
         token = self._processor.no_speech
         about = {} if token is None else {"prompt_logprobs": 0, "prompt_logprob_token_ids": [token]}
         return {"logprobs": 0, **about}
 
     def _no_speech(self, output: RequestOutput) -> float | None:
-        """Return the probability that a window has no speech: of the token that says so, after the one that begins a
-        transcript. None if it was not asked for, or the model has no such token.
+        """Return the probability that a window has no speech: that of the model's no-speech token after the token that
+        begins a transcript. None if it was not requested, or the model has no such token.
         """
         token = self._processor.no_speech
         if output.prompt_logprobs is None or token is None:
@@ -183,18 +189,20 @@ class _Transcript(Transcript):
         return None if position is None else math.exp(position[token].logprob)
 
     async def _window(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        """Run the request of a window and return its output; count its tokens. Raises the errors of `last`."""
+        """Run the request of a window and return its output; add its tokens to the token counts. Raises the errors of
+        `last`.
+        """
         output = await self.last(prompt, params)
         self.input_tokens += len(output.prompt_token_ids)
         self.output_tokens += len(output.outputs[0].token_ids)
         return output
 
     def _text(self, tokens: Any) -> str:
-        """Return the text of a segment's tokens, without timestamps."""
+        """Return the text of a segment's tokens, without timestamps and special tokens."""
         return self.tokenizer.decode([token for token in tokens if token < self._eos])
 
     async def whole(self) -> Response:
-        """Read all windows and return the complete response in the request's format: srt, vtt, json, text or
+        """Transcribe all windows and return the complete response in the request's format: srt, vtt, json, text or
         verbose_json. Raises the errors of `last`.
         """
         said = [each async for each in self.said()]
@@ -215,7 +223,9 @@ class _Transcript(Transcript):
         return json_response({**answer, "usage": usage_of(seconds)})
 
     def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield the text of a short sound token by token as it comes, and of a long one segment by segment."""
+        """Yield the text in pieces: for a sound of one window token by token as it is generated, for a longer one
+        segment by segment.
+        """
         return self._segment_texts() if self._is_long else self._token_texts()
 
     async def _segment_texts(self) -> AsyncGenerator[str, None]:
@@ -224,8 +234,8 @@ class _Transcript(Transcript):
             yield each.text
 
     async def _token_texts(self) -> AsyncGenerator[str, None]:
-        """Yield the text of a sound of one window as the engine generates it, and count the tokens. Raises the errors
-        of `outputs`.
+        """Yield the text of a sound of one window as the engine generates it, and update the token counts. Raises the
+        errors of `outputs`.
         """
         params = self.body.params(output_kind=RequestOutputKind.DELTA, detokenize=True)
         prompt = self._prompt(0, timed=False)
@@ -236,8 +246,10 @@ class _Transcript(Transcript):
 
 
 def _mean_logprob(output: CompletionOutput, first: int, tokens: tuple[int, ...]) -> float:
-    """Return the mean log-probability of a segment's tokens, from number `first` of its window on, each at least -9999;
-    0 without scores or tokens.
+    """Return the mean log-probability of a segment's tokens, where each counts as at least -9999; 0 without
+    log-probabilities or tokens.
+
+    first: index of the segment's first token in its window's output.
     """
     if output.logprobs is None or not tokens:
         return 0.0
@@ -246,14 +258,14 @@ def _mean_logprob(output: CompletionOutput, first: int, tokens: tuple[int, ...])
     return sum(scores) / len(scores) if scores else 0.0
 
 
-# Forms are read here and not by the framework.
+# Schema of the form, which is read by `read_form` and not by the framework.
 _FIELDS = TranscriptionRequest.model_json_schema()["properties"]
 _FORM = {"type": "object", "required": [FILE], "properties": {FILE: {"type": "string", "format": "binary"}, **_FIELDS}}
 _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 
 
 def _kind(engine: EngineClient) -> type[Transcript]:
-    """Return the class of a model's transcripts. Raises RequestError for a model that transcribes nothing."""
+    """Return the class of transcripts for the engine's model. Raises RequestError if the model cannot transcribe."""
     if transcriber(engine.inputs.media) is not None:
         return AskedTranscript
     sound_processor(engine.inputs.media)
@@ -261,14 +273,13 @@ def _kind(engine: EngineClient) -> type[Transcript]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes of transcriptions and translations, which raise RequestError for models that transcribe
-    nothing.
-    """
+    """Return the routes of transcriptions and translations. They raise RequestError if the model cannot transcribe."""
     routes = APIRouter(tags=["audio"])
     names = served_names(engine, config)
 
     async def respond(request: Request, task: str) -> Response:
-        """Answer a request: read its form, then transcribe its sound, or translate it, as one response or a stream.
+        """Answer a request: read its form, then transcribe or translate its sound, as one response or a stream.
+
         task: TRANSCRIBE or TRANSLATE. Raises RequestError, ApiError for a damaged form or an unknown model, and the
         errors of Transcript.begin and `last`.
         """
@@ -276,7 +287,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         data = bytearray()
 
         async def keep(piece: bytes) -> None:
-            """Collect a piece of the file."""
+            """Append a piece of the file to the data."""
             data.extend(piece)
 
         body = read_request(await read_form(request, keep), request)
@@ -285,12 +296,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         transcript = kind(engine, body, task, name, body.options(request, config))
 
         async def whole() -> Response:
-            """Return the complete response."""
+            """Read the sound and return the complete response."""
             await transcript.begin(bytes(data))
             return await transcript.whole()
 
         async def events() -> AsyncGenerator[bytes, None]:
-            """Yield the events of a stream."""
+            """Read the sound and yield the events of a stream."""
             await transcript.begin(bytes(data))
             async for each in transcript.events():
                 yield each
@@ -302,13 +313,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def transcriptions(request: Request) -> Response:
-        """Transcribe a sound, in its language. Errors as of `respond`."""
+        """Transcribe a sound, in its language. Raises the errors of `respond`."""
         return await respond(request, TRANSCRIBE)
 
     @routes.post("/v1/audio/translations", response_class=Response, openapi_extra=_BODY)
     @answers(Transcription | VerboseTranscription, TranscriptDelta | TranscriptDone | Error)
     async def translations(request: Request) -> Response:
-        """Translate a sound to English. Errors as of `respond`."""
+        """Translate a sound to English. Raises the errors of `respond`."""
         return await respond(request, TRANSLATE)
 
     return routes

@@ -1,4 +1,4 @@
-"""Forms of a transcript: subtitles (SubRip, WebVTT) and the objects of verbose_json."""
+"""Formats of a transcript: subtitles (SubRip, WebVTT) and the objects of verbose_json."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Said(NamedTuple):
 
     Attributes:
       segment: its times and tokens.
-      text: of its tokens.
-      logprob: mean log-probability of the segment's tokens.
-      no_speech: probability that its window has no speech; None for a model without a token for that.
-      words: of the segment, where they were asked for.
+      text: text of its tokens.
+      logprob: mean log-probability of its tokens.
+      no_speech: probability that its window has no speech; None for a model without a no-speech token.
+      words: its words with times; () unless they were requested.
     """
 
     segment: Segment
@@ -29,8 +29,8 @@ class Said(NamedTuple):
 
 
 def srt(said: Iterable[Said]) -> str:
-    """Return segments as SubRip subtitles: a cue for each, numbered from 1, with its times and its text on one line; ""
-    for none.
+    """Return segments as SubRip subtitles: for each a cue, numbered from 1, with its times and its text on one line; ""
+    for no segments.
     """
     return "".join(
         f"{number}\n{_clock(each.segment.start, ',')} --> {_clock(each.segment.end, ',')}\n{_line(each.text)}\n\n"
@@ -39,7 +39,9 @@ def srt(said: Iterable[Said]) -> str:
 
 
 def vtt(said: Iterable[Said]) -> str:
-    """Return segments as WebVTT subtitles: the header, then a cue for each, with its times and its text on one line."""
+    """Return segments as WebVTT subtitles: the header, then for each segment a cue with its times and its text on one
+    line.
+    """
     cues = (
         f"{_clock(each.segment.start, '.')} --> {_clock(each.segment.end, '.')}\n{_line(each.text)}\n\n"
         for each in said
@@ -48,8 +50,8 @@ def vtt(said: Iterable[Said]) -> str:
 
 
 def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str, Any]]:
-    """Return the `segments` of verbose_json, numbered from 0, with times in seconds to the millisecond. temperature:
-    the request's, repeated in each.
+    """Return the `segments` of verbose_json, numbered from 0, with times in seconds, rounded to the millisecond.
+    temperature: the request's, which each segment repeats.
     """
     return [
         {
@@ -69,23 +71,27 @@ def verbose_segments(said: Iterable[Said], temperature: float) -> list[dict[str,
 
 
 def verbose_words(said: Iterable[Said]) -> list[dict[str, Any]]:
-    """Return the `words` of verbose_json: those of all segments, with begin and end in seconds."""
+    """Return the `words` of verbose_json: the words of all segments, with begin and end in seconds."""
     return [{"word": word.text, "start": word.start, "end": word.end} for each in said for word in each.words]
 
 
 def compression_ratio(text: str) -> float:
-    """Return a text's size in UTF-8 divided by that after zlib: large for one that repeats itself, 0 for no text."""
+    """Return the size of a text in UTF-8 divided by its size after zlib compression, which is large for a text that
+    repeats itself; 0 for an empty text.
+    """
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0
 
 
 def _clock(seconds: float, mark: str) -> str:
-    """Write seconds as HH:MM:SS, then `mark` and the milliseconds, rounded."""
+    """Return seconds as HH:MM:SS, then `mark` and three digits of milliseconds, rounded."""
     whole = round(seconds * 1000)
     minutes, milliseconds = divmod(whole, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"
 
 
 def _line(text: str) -> str:
-    """Return a text on one line, with single spaces, and "->" for the arrow "-->", which would begin another cue."""
+    """Return a text on one line, with single spaces, and with "->" in place of the arrow "-->", which would begin
+    another cue.
+    """
     return " ".join(text.split()).replace("-->", "->")

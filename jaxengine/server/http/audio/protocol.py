@@ -27,7 +27,7 @@ class TranscriptionRequest(_Numbers, NamedRequest):
       max_completion_tokens: limit of the tokens of each window of a sound.
     """
 
-    # Forms have texts alone.
+    # The fields of a form are texts, so types must be converted.
     model_config = ConfigDict(strict=False, allow_inf_nan=False, protected_namespaces=())
     refused = {
         "chunking_strategy": ("auto",),
@@ -57,8 +57,8 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
     @model_validator(mode="after")
     def _check_formats(self) -> Self:
-        """Raise RequestError for an unknown timestamp granularity, for granularities without verbose_json, and for a
-        stream in another format than json and text.
+        """Return this request after checking formats. Raises RequestError for an unknown timestamp granularity, for
+        granularities without verbose_json, and for a stream in another format than json and text.
         """
         for each in self.timestamp_granularities:
             if each not in (SEGMENT, WORD):
@@ -83,9 +83,10 @@ class TranscriptionRequest(_Numbers, NamedRequest):
         return WORD in self.timestamp_granularities
 
     def params(self, **changes: Any) -> SamplingParams:
-        """Return the sampling parameters of one window: temperature 0 and one final output without text, unless the
-        request's fields or `changes`, fields by name, say otherwise. Raises RequestError for a value that is not
-        allowed.
+        """Return the sampling parameters of one window: by default temperature 0 and a single final output without
+        text; the request's fields replace defaults, and `changes`, fields by name, replace both.
+
+        Raises RequestError for a value that is not allowed.
         """
         given = {name: getattr(self, name) for name in (*NUMBERS, "seed") if getattr(self, name) is not None}
         usual = {"temperature": 0.0, "max_tokens": self.max_completion_tokens}
@@ -94,9 +95,10 @@ class TranscriptionRequest(_Numbers, NamedRequest):
 
 
 def read_request(form: Form, request: Request) -> TranscriptionRequest:
-    """Return a form's fields. Names of unknown fields, and of those without effect, are noted in the request's state.
+    """Return the fields of a form. Names of unknown fields, and of fields without effect, are stored in the request's
+    state.
 
-    Raises RequestError for a field that is missing, there twice, or not valid.
+    Raises RequestError for a field that is missing, occurs twice, or is not valid.
     """
     if form.filename is None:
         raise RequestError("file is missing: the sound to transcribe", param=FILE)

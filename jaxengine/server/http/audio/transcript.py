@@ -1,4 +1,4 @@
-"""Base class of transcripts in progress: their requests to the engine, and the forms of their answers."""
+"""Base class of transcripts in progress: their requests to the engine, and the formats of their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxengine.server.http.audio.protocol import TranscriptionRequest
 class Transcript:
     """Transcript in progress: call `begin`, then `whole` for one response or `events` for a stream.
 
-    task: "transcribe" or "translate". name: of its requests in the engine. options: of their scheduling. Raises
+    task: "transcribe" or "translate". name: id of its requests in the engine. options: their scheduling options. Raises
     RequestError without a tokenizer.
     """
 
@@ -34,20 +34,20 @@ class Transcript:
     @abstractmethod
     async def begin(self, data: bytes) -> None:
         """Read the sound of a file, `data`, and check the request. Raises RequestError for a file that cannot be used
-        and for a request that the model cannot answer, OverloadedError if too many wait.
+        and for a request that the model cannot answer, OverloadedError if too many calls wait.
         """
 
     @abstractmethod
     async def whole(self) -> Response:
-        """Run the requests and return the complete response; after `begin`. Raises the errors of `last`."""
+        """Run the requests and return the complete response. Call it after `begin`. Raises the errors of `last`."""
 
     @abstractmethod
     def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield the text of a stream as it comes, and update the token counts; after `begin`."""
+        """Yield the text of a stream in pieces as it is generated; update the token counts. Call it after `begin`."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a stream: a delta for each piece of text, then the whole text, with the token
-        counts if the request asks for them. White space at the beginning is left out. Raises the errors of `pieces`.
+        counts unless the request excludes them. White space at the beginning is dropped. Raises the errors of `pieces`.
         """
         text, pieces = "", self.pieces()
         async with contextlib.aclosing(pieces):
@@ -67,8 +67,8 @@ class Transcript:
         yield event({"type": "transcript.text.done", "text": text.rstrip(), "usage": included})
 
     async def outputs(self, prompt: dict[str, Any], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs of a prompt. Ends the request if the caller leaves early. Raises the errors of
-        EngineClient.stream.
+        """Yield the engine's outputs for a prompt. Closing this generator early aborts the request. Raises the errors
+        of EngineClient.stream.
         """
         outputs = self.engine.stream(prompt, params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
@@ -76,8 +76,8 @@ class Transcript:
                 yield output
 
     async def last(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
-        """Run a prompt and return its last output. Raises RequestError if the request's time ran out, RuntimeError for
-        an output without tokens, and the errors of EngineClient.stream.
+        """Run a prompt and return its last output. Raises RequestError if the request was aborted, such as by its
+        timeout, RuntimeError if there is no output or it has no tokens, and the errors of EngineClient.stream.
         """
         last: RequestOutput | None = None
         async for output in self.outputs(prompt, params):
@@ -89,8 +89,8 @@ class Transcript:
         return last
 
     def plain(self, text: str, seconds: float) -> Response:
-        """Return the response of a transcript in the request's format: "text" with a line break after it, or json with
-        the usage. seconds: length of the sound.
+        """Return the response with a transcript in the request's format: for "text", plain text with a line break at
+        the end, else JSON with the usage. seconds: length of the sound.
         """
         if self.body.response_format == "text":
             return Response(text + "\n", media_type="text/plain")
@@ -98,5 +98,5 @@ class Transcript:
 
 
 def usage_of(seconds: float) -> dict[str, Any]:
-    """Return the usage of a sound of so many seconds, which are rounded up."""
+    """Return the usage object for a sound of this length; seconds are rounded up."""
     return {"type": "duration", "seconds": math.ceil(seconds)}

@@ -20,7 +20,7 @@ from jaxengine.server.http.request.fields import TextsByName, at_most
 from jaxengine.server.http.request.limits import JsonRoute
 from jaxengine.server.http.request.protocol import ClosedModel, RequestModel
 
-# OpenAI's one value, and its seconds.
+# The only completion window of OpenAI's API, and its length in seconds.
 WINDOW, WINDOW_SECONDS = "24h", 86400
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
 
@@ -51,8 +51,8 @@ class CreateBatch(RequestModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise RequestError for another endpoint, for metadata that are too long, and for a lifetime that is not
-        allowed.
+        """Return this request after checking it. Raises RequestError for an endpoint that is not in URLS, for metadata
+        that are too long, and for a lifetime that is not allowed.
         """
         if self.endpoint not in URLS:
             problem = f"endpoint is {show_value(self.endpoint)}; allowed: {', '.join(URLS)}"
@@ -116,8 +116,8 @@ class BatchList(Listed):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes of batches; none without enable_batch_api. Raises ConfigError if batch_storage_dir cannot be
-    used.
+    """Return the routes of batches; a router without routes unless enable_batch_api is set. Raises ConfigError if
+    batch_storage_dir cannot be used.
     """
     routes = APIRouter(tags=["batches"], route_class=JsonRoute)
     if not config.enable_batch_api:
@@ -162,8 +162,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """
 
         def edit(record: Record) -> None:
-            """Mark a batch as being cancelled, in place; once more changes nothing. Raises RequestError for any later
-            status.
+            """Set a record's status to "cancelling", in place; one that has this status already is unchanged. Raises
+            RequestError for a batch that has ended or is finalizing.
             """
             if record["status"] in ("validating", "in_progress"):
                 record.update(status="cancelling", cancelling_at=int(time.time()))
@@ -177,7 +177,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _new_batch(body: CreateBatch) -> Record:
-    """Return the record of a new batch, without an id: created now, with status "validating", to expire in 24 hours."""
+    """Return the record of a new batch, without an id: created now, with status "validating", expiring in 24 hours."""
     now = int(time.time())
     expires_after = body.output_expires_after
     return {

@@ -1,4 +1,4 @@
-"""/v1/files: the input and the results of batches, in OpenAI's forms. A file goes to the disk as it arrives."""
+"""/v1/files: the input and the results of batches, in OpenAI's formats. A file is written to disk as it arrives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = "batch"
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", ANCHOR, SECONDS)
 _MAX_NAME = 255
-# Bytes that an upload collects before they are written.
+# Bytes that an upload collects before it writes them.
 _BLOCK_BYTES = 1 << 20
 _FORM = {
     "type": "object",
@@ -60,8 +60,8 @@ class FileDeleted(Answer):
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes of files; none without enable_batch_api. Raises ConfigError if batch_storage_dir cannot be
-    used.
+    """Return the routes of files; a router without routes unless enable_batch_api is set. Raises ConfigError if
+    batch_storage_dir cannot be used.
     """
     routes = APIRouter(tags=["batches"])
     if not config.enable_batch_api:
@@ -98,7 +98,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _add_reads(routes: APIRouter, store: BatchStore) -> None:
-    """Add the routes that list and return files of `store` to `routes`."""
+    """Add the routes that list and return the files of `store` to `routes`."""
 
     @routes.get("/v1/files")
     @answers(FileList)
@@ -114,7 +114,7 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
         """
 
         def listed() -> dict[str, Any]:
-            """Return the page of files."""
+            """Return the requested page of the client's files."""
             found = [each for each in store.files(request.state.owner) if purpose in (None, each["purpose"])]
             return page(iter(found if order == "desc" else found[::-1]), after, limit)
 
@@ -136,16 +136,16 @@ def _add_reads(routes: APIRouter, store: BatchStore) -> None:
 
 async def _receive(store: BatchStore, request: Request) -> Record:
     """Read a form from the request's body, store its file as it arrives, and return the file's record. After an error
-    nothing is kept.
+    nothing is stored.
 
-    Raises RequestError for a form that is not as it should be, ApiError for one that is damaged, TooLargeError,
+    Raises RequestError for a form with invalid or missing fields, ApiError for one that is damaged, TooLargeError,
     OverloadedError if the client may store no more, OSError.
     """
     upload: Upload = await asyncio.to_thread(store.upload, request.state.owner)
     block = bytearray()
 
     async def write(piece: bytes) -> None:
-        """Collect a piece of the file, and write what has been collected, on a thread, once it is a block. Raises
+        """Append a piece of the file to the block and, once that has _BLOCK_BYTES, write the block on a thread. Raises
         TooLargeError, OSError.
         """
         block.extend(piece)
@@ -163,9 +163,10 @@ async def _receive(store: BatchStore, request: Request) -> Record:
 
 
 def _check(form: Form, request: Request) -> tuple[str, int | None]:
-    """Return the file's name, "file" without one, and the seconds after which it expires, None for the server's. Notes
-    unknown fields in the request's state. Raises RequestError without a file, for another purpose than BATCH, and for a
-    name or expiry that is not allowed.
+    """Return the file's name, "file" if it is empty, and the seconds after which the file expires, None for the
+    server's default. Stores the names of unknown fields in the request's state.
+
+    Raises RequestError without a file, for another purpose than BATCH, and for a name or expiry that is not allowed.
     """
     if form.filename is None:
         raise RequestError("file is missing: the requests, one JSON object a line", param=FILE)

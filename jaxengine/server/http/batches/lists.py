@@ -1,4 +1,4 @@
-"""Pages of a list, as OpenAI's routes return them, and records that are not there."""
+"""Pages of a list in OpenAI's format, and the error for records that do not exist."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Listed(Answer):
 
 
 def page(records: Iterator[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """Return OpenAI's list object of at most `limit` records: the first ones or, where `after` is the id of one, those
-    that follow it. `records` is consumed.
+    """Return OpenAI's list object with at most `limit` records: the first ones or, if `after` is given, those that
+    follow the record with that id. `records` is consumed.
 
-    Raises RequestError for an id that is not there.
+    Raises RequestError if no record has the id `after`.
     """
     if after is not None and not any(record["id"] == after for record in records):
         raise RequestError(f"after is {show_value(after)}, which is not in the list", param="after")
@@ -36,7 +36,7 @@ def page(records: Iterator[dict[str, Any]], after: str | None, limit: int) -> di
 
 
 def there(found: T | None, kind: str, given: str) -> T:
-    """Return `found`; raise ApiError (404) for None: there is no such record, or it is another client's.
+    """Return `found`, or raise ApiError (404) if it is None, because there is no such record or it is another client's.
 
     kind: "file" or "batch". given: the id that the caller gave.
     """

@@ -15,9 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
-    """Return the config with the parsers' names in place of "auto", and log them. inputs: has the chat template.
+    """Return the config in which parsers named "auto" are replaced by those that fit the chat template, and log the
+    choice. inputs: has the chat template.
 
-    They are None if the template is not recognised; without a parser of tool calls enable_auto_tool_choice is off too.
+    A parser becomes None if the template is not recognised; if that is the parser of tool calls,
+    enable_auto_tool_choice becomes False.
     """
     changes: dict[str, Any] = {}
     for option, rows in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
@@ -34,8 +36,8 @@ def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
 
 
 def _template(inputs: InputProcessor) -> str:
-    """Return the text of the chat template in use: the engine's option, or else the tokenizer's; of several templates
-    all, joined by line breaks; "" without one.
+    """Return the text of the chat template in use: the engine's option, else the tokenizer's. Several templates are
+    joined by line breaks. "" without a template.
     """
     template = inputs.config.chat_template
     if template is None and inputs.tokenizer is not None:

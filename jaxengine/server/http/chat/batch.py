@@ -33,7 +33,7 @@ _MAX_CONVERSATIONS = 1 << 20
 class BatchChatRequest(ChatRequest):
     """A chat request with a list of conversations as messages. All other fields hold for each of them."""
 
-    # A choice has one conversation's answer, and no place for what the prompt was.
+    # A choice has the answer to one conversation, and no field for its prompt.
     refused = {
         **ChatRequest.refused,
         "best_of": (1,),
@@ -66,13 +66,13 @@ class BatchChatRequest(ChatRequest):
 
 
 class _Batch:
-    """Batch request in progress."""
+    """Request with several conversations in progress: call `prepare`, then `whole`."""
 
     def __init__(self, server: ChatServer, body: BatchChatRequest, name: str, model: str, options: RequestOptions):
-        """Make an answer for each conversation; nothing runs yet.
+        """Create a ChatAnswer for each conversation; runs nothing.
 
-        name: id of the request; of several conversations, number i runs under NAME-i. model: its name in the response.
-        options: scheduling of each. Raises RequestError.
+        name: id of the request; if there are several conversations, number i runs under NAME-i. model: model name in
+        the response. options: scheduling options of each conversation. Raises RequestError.
         """
         self._server = server
         requests = body.conversations(server.config.max_prompts)
@@ -91,7 +91,7 @@ class _Batch:
         """
         for number, each in enumerate(self._completions):
             await each.prepare(ignored if number == 0 else [])
-        # The conversations have the same fields, so only their prompts differ in what is captured.
+        # The conversations have the same fields, so their activations differ only by the lengths of their prompts.
         params, lengths = self._completions[0].captured[0], [each.captured[1] for each in self._completions]
         check_captured(self._server.engine.inputs, self._server.config, params, lengths)
 
@@ -99,7 +99,7 @@ class _Batch:
         """Run all conversations, at most max_num_seqs at a time, and return the complete response, with the sums of
         their token counts. Call it after `prepare`.
 
-        The first error of one is raised, and ends the others.
+        Raises the first error of any conversation, after cancelling the others.
         """
         bodies: dict[int, dict[str, Any]] = {}
         streams = interleave(self._answer, len(self._completions), self._places)
@@ -112,13 +112,13 @@ class _Batch:
         return json_response({**self._head, "choices": choices, "usage": total, **NULL_BODY, **about})
 
     async def _answer(self, number: int) -> AsyncGenerator[dict[str, Any], None]:
-        """Run conversation number `number` and yield its complete response."""
+        """Run conversation number `number` and yield its complete response, a single item, as JSON values."""
         yield await self._completions[number].body()
 
 
 def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one dict with the sums of the numbers that have the same name, at any depth. counts: at least one; all
-    have the names of the first.
+    """Return a dict with the sum of each number over all dicts; nested dicts are summed in the same way. counts: at
+    least one dict; all have the names of the first.
     """
     first = counts[0]
     return {
@@ -130,7 +130,7 @@ def _added(counts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /v1/chat/completions/batch. Raises ConfigError for an unknown parser."""
+    """Return the route /v1/chat/completions/batch. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)

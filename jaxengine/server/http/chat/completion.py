@@ -21,10 +21,10 @@ from jaxengine.server.http.request.protocol import usage
 
 
 class ChatAnswer:
-    """Chat request in progress, and the writing of its response.
+    """Chat request in progress, and writer of its response.
 
-    name: id of the response and of the engine request. model: its name in the response. options: scheduling. Raises
-    RequestError for fields that this model or server cannot serve.
+    name: id of the response and of the engine request. model: model name in the response. options: scheduling options.
+    Raises RequestError for fields that this model or server cannot serve.
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
@@ -50,9 +50,8 @@ class ChatAnswer:
         self._num_prompt_tokens = 0
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model.
-
-        Raises the errors of ChatRun.prepare.
+        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model. Raises the errors
+        of ChatRun.prepare: RequestError and OverloadedError.
         """
         await self._run.prepare()
         ignored += self._run.ignored
@@ -60,18 +59,20 @@ class ChatAnswer:
 
     @property
     def captured(self) -> tuple[SamplingParams, int]:
-        """Return arguments of `check_captured`, after `prepare`: the request's parameters and the
-        length of its prompt.
+        """Arguments of `check_captured`, once `prepare` has run: the sampling parameters and the length of the prompt
+        in tokens.
         """
         return self._run.params, self._run.most_prompt_tokens
 
     async def whole(self) -> Response:
-        """Run the request and return the complete response, as `body` does."""
+        """Run the request and return the complete response. Call it after `prepare`, for a request that does not
+        stream. Raises the errors of ChatRun.pieces.
+        """
         return json_response(await self.body())
 
     async def body(self) -> dict[str, Any]:
-        """Run the request and return the complete response as JSON values. Call it after `prepare`, for a request
-        that does not stream. Raises the same errors as ChatRun.pieces.
+        """Run the request and return the complete response as JSON values. Call it after `prepare`, for a request that
+        does not stream. Raises the errors of ChatRun.pieces.
         """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             output, outputs = await anext(pieces)
@@ -86,9 +87,9 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the response as server-sent events, without [DONE]. Call it after `prepare`.
 
-        An item is what an output of the engine adds: any number of events, b"" for none. The first ones of a choice
-        have its role and the text for `echo`. If requested, each has the token counts of its choice so far, and a last
-        event those of all. Raises ChatRun.pieces' errors.
+        Each item has the events for one output of the engine: any number of them, b"" for none. The first events of a
+        choice have its role and the text for `echo`. If the request asks for usage, each event has the token counts of
+        its choice so far, or a last event has those of all choices. Raises the errors of ChatRun.pieces.
         """
         last, always = self._body.usage_in_stream(self._config)
         num_tokens: dict[int, int] = {}
@@ -110,7 +111,7 @@ class ChatAnswer:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the prompt's token ids and text, each None unless requested."""
+        """Return the fields with the prompt's token ids and text; each is None unless it was requested."""
         body = self._body
         return {
             "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
@@ -118,7 +119,7 @@ class ChatAnswer:
         }
 
     def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return usage counts. num_tokens: completion tokens; None: those of all choices so far."""
+        """Return the usage object. num_tokens: completion tokens; None for those of all choices so far."""
         run = self._run
         count = run.num_completion_tokens if num_tokens is None else num_tokens
         counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)

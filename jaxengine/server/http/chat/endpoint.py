@@ -18,7 +18,7 @@ from jaxengine.server.http.request.limits import JsonRoute
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /v1/chat/completions. Raises ConfigError for an unknown parser."""
+    """Return the route /v1/chat/completions. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)

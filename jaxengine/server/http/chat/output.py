@@ -23,13 +23,14 @@ class ChatChoiceWriter:
 
     Args:
       role: role of the answer.
-      before: text that the answer begins with, for `echo`.
+      before: text with which the answer begins, for `echo`.
       logprobs: number of likeliest tokens with log-probabilities; None for no log-probabilities.
       logprob_token_ids: other tokens with log-probabilities.
-      as_token_ids: tokens are written as token_id:N.
-      with_token_ids: choices also have token_ids.
-      with_versions: choices also have weight_versions.
-      is_named: the request names the function to call: the finish reason is then "stop", as of OpenAI and vLLM.
+      as_token_ids: whether tokens are written as token_id:N.
+      with_token_ids: whether choices have token_ids.
+      with_versions: whether choices have weight_versions.
+      is_named: whether the request names the function to call; the finish reason is then "stop", as in OpenAI's API and
+        vLLM.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class ChatChoiceWriter:
         self._calling: set[int] = set()
 
     def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
-        """Return a choice with its complete message. events: those of the parser for the whole output. A text for
-        `echo` precedes its content.
+        """Return a choice with its complete message; the text for `echo` precedes its content. events: the parser's
+        events for the whole output.
         """
         parsed = message_of(events)
         content = parsed.content
@@ -79,16 +80,18 @@ class ChatChoiceWriter:
         return {**choice, **found, **self._versions(output)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """Return the first choices of a stream for output `index`, one per chunk: its role, and the text for `echo`."""
+        """Return the first choices of a stream for output `index`, one for each chunk: its role, then the text for
+        `echo` if there is one.
+        """
         deltas = [{"role": self._role, "content": ""}, *([{"content": self._before}] if self._before else ())]
         return [{"index": index, "delta": each, "logprobs": None, "finish_reason": None} for each in deltas]
 
     def chunks(self, output: CompletionOutput, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """Return choices with the new parts, one per chunk; [] if nothing requested is new. events: the parser's new
-        ones.
+        """Return choices with an output's new parts, one for each chunk; [] if there is nothing new that was requested.
+        events: the parser's new events.
 
-        A chunk never contains two calls, nor a call and the finish reason: OpenAI's client would not notice that the
-        call is complete.
+        A chunk never contains two calls, nor a call and the finish reason, because OpenAI's client would not notice
+        that the call is complete.
         """
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(output.index)
@@ -112,18 +115,20 @@ class ChatChoiceWriter:
         return choices
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
-        """Return the prompt's log-probabilities in vLLM's form: for each token a dict by token id, None where there are
-        none.
+        """Return the prompt's log-probabilities in vLLM's format: for each token a dict by token id, or None if the
+        token has none.
         """
         return [json_position(position) for position in positions]
 
     def _versions(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return the field weight_versions where it is requested and the output has ended; {} otherwise."""
+        """Return the field weight_versions if it is requested and the output has ended; {} otherwise. Counts tokens, so
+        call it once for each piece.
+        """
         return {} if self._spans is None else self._spans.of(output.index, output)
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice whose field `kind`, "message" or "delta", is `said`. Its finish reason is "tool_calls" for
-        "stop" if the output has calls of the model's choice.
+        """Return a choice whose field `kind`, "message" or "delta", is `said`. The finish reason "stop" becomes
+        "tool_calls" if the output has tool calls and the request did not name the function.
         """
         reason, calls = output.finish_reason, output.index in self._calling and not self._is_named
         logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids, self._given_ids)
@@ -144,18 +149,18 @@ def token_logprobs(
     as_token_ids: bool = False,
     given_ids: Collection[int] = (),
 ) -> list[dict[str, Any]] | None:
-    """Return OpenAI's chat form of the log-probability of each token of `output`, with the `count` likeliest tokens
-    (-1: all) and those of `given_ids`, likeliest first; only tokens for which the engine returned a log-probability
-    appear.
+    """Return the log-probability of each token of `output` in OpenAI's chat format. Each entry lists the `count`
+    likeliest tokens (-1: all) and those of `given_ids`, likeliest first, as far as the engine returned their
+    log-probabilities.
 
-    None if `count` is None or the output has none. as_token_ids: tokens are written as token_id:N in place of their
-    text.
+    None if `count` is None or the output has no log-probabilities. as_token_ids: whether tokens are written as
+    token_id:N in place of their text.
     """
     if count is None or output.logprobs is None:
         return None
 
     def one(token_id: int, entry: Logprob) -> dict[str, Any]:
-        """Return a token with its log-probability and its bytes in OpenAI's form."""
+        """Return a token's entry in OpenAI's format: text, log-probability and bytes."""
         text = entry.decoded_token or ""
         # Half a character has bytes, but no text.
         written = tokenizer.token_bytes(token_id) if tokenizer.is_byte_level else text.encode()
@@ -172,8 +177,8 @@ def token_logprobs(
 
 
 def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return deltas of the events, dicts without a role: content and reasoning together, if there is any, then one per
-    call; [] for no events.
+    """Return the deltas of the parser's events, dicts without a role: first one with content and reasoning, if there is
+    any, then one for each tool call; [] for no events.
     """
     delta: dict[str, Any] = {}
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
@@ -187,8 +192,8 @@ def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return entries of a delta's tool_calls, one per call, merging its events: clients take a second entry for another
-    call. Only the entry with a call's start has its id and name.
+    """Return entries of a delta's tool_calls, one for each call. The events of a call are merged, because clients take
+    a second entry for another call. Only an entry with the start of a call has its id and name.
     """
     entries: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -202,5 +207,5 @@ def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return reasoning under vLLM's current and earlier field names."""
+    """Return the reasoning text under vLLM's current and earlier field names."""
     return {"reasoning": text, "reasoning_content": text}

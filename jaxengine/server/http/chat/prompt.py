@@ -1,6 +1,6 @@
 """Rendering of conversations to token ids, off the event loop.
 
-Decides what a request may pass to the chat template.
+Decides which template variables a request may set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
 class ChatRenderer:
-    """Renderer of conversations to prompts."""
+    """Renderer of conversations to prompts, with its own threads for chat templates."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self._inputs = engine.inputs
@@ -33,11 +33,12 @@ class ChatRenderer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
-        """Return the prompt for EngineClient.stream: text, token ids, images and videos.
+        """Render a conversation; return the prompt that EngineClient.stream takes: text, token ids, cache salt, images
+        and videos.
 
-        Token ids are truncated if the request says so; the text is whole. Raises RequestError for a conversation that
-        cannot be rendered, that has no tokens or more than max_model_len - 1, or whose images cannot be used;
-        OverloadedError if too many templates, texts or images wait.
+        Token ids are truncated if the request has truncate_prompt_tokens; the text is not. Raises RequestError for a
+        conversation that cannot be rendered, that has no tokens or more than max_model_len - 1, or whose images cannot
+        be used; OverloadedError if too many templates, texts or images wait.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, whole = await self._encode(body, messages)
@@ -48,12 +49,12 @@ class ChatRenderer:
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
         prompt = await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs)
-        self._verify_tokens(prompt["prompt_token_ids"])  # now including those of images
+        self._verify_tokens(prompt["prompt_token_ids"])  # now with the placeholders of images
         return prompt
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
-        """Return token ids of the conversation, images included; they are not truncated and may exceed the model's
-        context. Raises RequestError, OverloadedError.
+        """Return the token ids of a conversation, with the placeholders of its images. They are not truncated and may
+        exceed the model's context. Raises RequestError, OverloadedError.
         """
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, ids = await self._encode(body, messages)
@@ -61,14 +62,16 @@ class ChatRenderer:
         return (await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs))["prompt_token_ids"]
 
     def _verify_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise RequestError for no tokens, and for as many as max_model_len or more."""
+        """Raise RequestError if there are no tokens, or max_model_len of them or more."""
         longest = self._inputs.config.max_model_len
         if not 1 <= len(token_ids) < longest:
             raise prompt_length_error("messages", len(token_ids), longest - 1, longest)
 
     async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
-        """Return the text of a conversation, rendered on a thread, and its token ids. messages: of `body`, with
-        collected media. Raises RequestError, also for a text that cannot fit into max_model_len, and OverloadedError.
+        """Return the text of a conversation, rendered on a thread, and its token ids.
+
+        messages: those of `body`, with their media collected. Raises RequestError, also for a text that cannot fit into
+        max_model_len, and OverloadedError.
         """
         # Checked before the template copies them.
         self._encoder.verify_length(max(map(_num_chars, messages), default=0), "messages")
@@ -78,8 +81,9 @@ class ChatRenderer:
         return text, ids
 
     def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the text of a conversation by the chat template. Raises RequestError for fields that the server does
-        not allow, and for messages that the template refuses; OverloadedError if too many templates are being rendered.
+        """Return the text of a conversation, rendered with the chat template. Raises RequestError for fields that the
+        server does not allow, and for messages that the template refuses; OverloadedError if too many templates are
+        being rendered.
         """
         config = self._config
         if body.chat_template is not None and not config.trust_request_chat_template:
@@ -102,23 +106,25 @@ class ChatRenderer:
         )
 
     def ignored(self, body: ChatRequest) -> list[str]:
-        """Return those of the fields reasoning_effort and thinking that the request sets, although its template
-        mentions no variable for them.
+        """Return the names of fields, of reasoning_effort and thinking, that the request sets although the chat
+        template uses no variable for them.
         """
         known = _thinking_names(self._template(body))
         names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
         return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
 
     def _template(self, body: ChatRequest) -> str:
-        """Return the text in which a request's template is searched for variables: its own template, or else the
-        engine's option, or else the tokenizer's. Raises RequestError if it comes to that and there is no tokenizer.
+        """Return the text that is searched for the variables of a request's template: its own template, else the
+        engine's option, else the tokenizer's. Raises RequestError if the last is needed and there is no tokenizer.
         """
         template = body.chat_template or self._inputs.config.chat_template
         return str(template or self._inputs.require_tokenizer().chat_template)
 
     def _variables(self, body: ChatRequest, template: str) -> dict[str, Any]:
-        """Return the template's variables: chat_template_kwargs; reasoning under the names that `template` mentions,
-        unless those set it; and the documents. Raises RequestError for documents that it does not mention.
+        """Return the template's variables: chat_template_kwargs, then the request's reasoning fields under each name
+        that `template` uses and chat_template_kwargs does not set, and the documents.
+
+        Raises RequestError for documents if `template` does not use them.
         """
         given = dict(body.chat_template_kwargs or {})
         for name in _thinking_names(template):
@@ -133,11 +139,11 @@ class ChatRenderer:
 
 
 def _num_chars(message: dict[str, Any]) -> int:
-    """Return the length of a message's text in characters; 0 if it has parts."""
+    """Return the length of a message's content in characters; 0 if the content is not a text."""
     content = message.get("content")
     return len(content) if isinstance(content, str) else 0
 
 
 def _thinking_names(template: str) -> set[str]:
-    """Return which of the variables reasoning_effort, enable_thinking and thinking the template mentions."""
+    """Return which of the variables reasoning_effort, enable_thinking and thinking occur in a template."""
     return set(_THINKING.findall(template))

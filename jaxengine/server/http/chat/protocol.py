@@ -122,10 +122,10 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @classmethod
     def of(cls, fields: dict[str, Any], text_forms: Mapping[str, Mapping[str, str]] | None = None) -> ChatRequest:
-        """Create a chat request from `fields`, by their names in this class.
+        """Return a chat request with `fields`, by their names in this class.
 
-        text_forms: see the property; None for none. Raises RequestError for a value that is not allowed, or pydantic's
-        ValidationError for a field of a wrong type.
+        text_forms: value of the property of that name; None for none. Raises RequestError for a value that is not
+        allowed, and pydantic's ValidationError for a field of a wrong type.
         """
         try:
             body = cls.model_validate(fields)
@@ -137,15 +137,15 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def text_forms(self) -> Mapping[str, Mapping[str, str]]:
-        """Forms, by name, of the tools that take one text (parsers.tools.forced.TEXT) of a form: {"grammar": ...} in
-        Lark's notation, or {"regex": ...}.
+        """Grammars of tools that take a single text (parsers.tools.forced.TEXT), by the tool's name: {"grammar": ...}
+        in Lark's notation, or {"regex": ...}.
         """
         return self._text_forms
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        """Raise RequestError for fields that contradict each other, tools included (`_check_tools`), for no messages,
-        and for counts out of range.
+        """Return this request after checking it. Raises RequestError for fields that contradict each other, tools
+        included (`_check_tools`), for no messages, and for numbers out of range.
         """
         if not self.messages:
             raise RequestError(f"messages is empty; allowed are 1 to {MAX_MESSAGES}", param="messages")
@@ -167,8 +167,8 @@ class ChatRequest(TextRequest, ConversationRequest):
         return self
 
     def _check_tools(self) -> None:
-        """Raise RequestError for tools and a tool_choice that contradict each other, for an empty list of tools or one
-        with equal names, and for structured_outputs with tools that may be called.
+        """Raise RequestError for a tool_choice that does not fit the tools, for an empty list of tools, two functions
+        of the same name, and structured_outputs together with tools that may be called.
         """
         if self.tools is not None and not self.tools:
             text = f"tools is empty; allowed are 1 to {MAX_TOOLS}, or to omit the field"
@@ -188,13 +188,13 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
-        """Return tool_choice; if that is None, "auto" with tools and "none" without."""
+        """The request's tool_choice or, if it is None, "auto" with tools and "none" without."""
         return self.tool_choice or ("auto" if self.tools else "none")
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model should reason first, by `thinking` or else by a reasoning_effort other than "none"; None if
-        neither is given.
+        """Whether the model should reason first: as `thinking` says or, without it, whether reasoning_effort is other
+        than "none". None if neither is given.
         """
         if self.thinking is not None:
             return self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
@@ -207,15 +207,17 @@ class ChatRequest(TextRequest, ConversationRequest):
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """Return (name of the field that limits the answer, the limit in tokens or None)."""
+        """(name of the field that limits the answer, the limit in tokens or None): max_completion_tokens if it is
+        given, else max_tokens.
+        """
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, given as text or a list of text parts, which are joined by line breaks;
-    "" for anything else.
+    """Return the text of a message's content: the content itself, or the text parts of a list, joined by line breaks.
+    "" for other content.
     """
     if isinstance(content, str):
         return content
@@ -225,9 +227,7 @@ def text_of(content: Any) -> str:
 
 
 def renamed(error: RequestError, name: str) -> RequestError:
-    """Return the error with its field replaced by `name`, the caller's name for it, also at the beginning of the
-    message.
-    """
+    """Return a copy of the error with its field replaced by `name`, also at the beginning of the message."""
     message = str(error)
     if error.param and message.startswith(error.param):
         message = name + message[len(error.param) :]

@@ -29,19 +29,20 @@ from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
 
-# Counts an output that a parser of tool calls has read to its end: called with vLLM's mode and outcome.
+# Function that counts an output which a parser of tool calls has read to its end; takes vLLM's mode and outcome.
 COUNT_PARSED: ContextVar[Callable[[str, str], None] | None] = ContextVar("COUNT_PARSED", default=None)
 _LONG_TEXT = 20_000  # characters of one output that take some 40 milliseconds to parse
 
 
 @dataclass(frozen=True)
 class ChatServer:
-    """State that all conversations of a server share.
+    """Objects that all conversations of a server share.
 
     Attributes:
-      engine, config: of the server; parsers in `config` are not "auto".
+      engine: engine of the server.
+      config: options of the server, in which no parser is "auto".
       renderer: renders conversations to prompts.
-      tool_format, reasoning_format: formats of the model; None if the server has no parser.
+      tool_format, reasoning_format: formats of the model; None if the server has no parser for it.
     """
 
     engine: EngineClient
@@ -52,7 +53,7 @@ class ChatServer:
 
     @classmethod
     def open(cls, engine: EngineClient, config: ServerConfig) -> ChatServer:
-        """Create the state of a server's chat routes. Raises ConfigError for an unknown parser."""
+        """Return the objects that a server's chat routes share. Raises ConfigError for an unknown parser."""
         return cls(
             engine,
             config,
@@ -63,7 +64,7 @@ class ChatServer:
 
 
 class Piece(NamedTuple):
-    """The new part of one output, with its events."""
+    """New part of one of a request's outputs, with the parser's events for it."""
 
     output: CompletionOutput
     events: list[Event]
@@ -75,16 +76,16 @@ class ChatRun:
     Attributes:
       body: the request.
       params: the engine's sampling parameters.
-      prompt: text and token ids, after `prepare`.
-      is_stream: whether the answer is a stream, for the counts of parsed outputs; `body.stream` unless it is set.
-      num_completion_tokens, num_reasoning_tokens, num_cached_tokens: counts so far.
+      prompt: text and token ids; empty before `prepare`.
+      is_stream: whether the answer is counted as streamed among parsed outputs; `body.stream` unless it is set.
+      num_completion_tokens, num_reasoning_tokens, num_cached_tokens: numbers of tokens so far.
     """
 
     def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions):
-        """Create the request to the engine, which does not begin before `pieces`.
+        """Create the sampling parameters and parsers of a request; nothing runs before `pieces`.
 
-        name: the request's id in the engine; options: its scheduling. Raises RequestError for fields that this model or
-        server cannot serve, under their names in `body`.
+        name: the request's id in the engine. options: its scheduling options. Raises RequestError, with the field names
+        of `body`, for fields that this model or server cannot serve.
         """
         self._server = server
         self._name = name
@@ -112,26 +113,28 @@ class ChatRun:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether reasoning is separated from content."""
+        """Whether the server separates reasoning from content."""
         return self._reasoning is not None
 
     @property
     def ignored(self) -> list[str]:
-        """Return the fields of the request that have no effect for this model."""
+        """Names of the request's fields that have no effect for this model."""
         return self._server.renderer.ignored(self.body)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Return the number of the prompt's tokens, after `prepare`; with images or videos, whose tokens are known once
-        they have been read, the most that it can have.
+        """Upper bound of the prompt's number of tokens, after `prepare`: the exact number or, with images or videos,
+        max_model_len.
         """
         known = READY not in self.prompt
         return len(self.prompt["prompt_token_ids"]) if known else self._server.engine.inputs.config.max_model_len
 
     async def prepare(self) -> None:
-        """Render the conversation: sets `prompt`, and completes `params` by what the prompt says of reasoning. Raises
-        RequestError for a conversation that cannot be rendered, for media with a beam search, and for activations
-        beyond the server's limit; OverloadedError.
+        """Render the conversation, set `prompt`, and change `params` to apply only after the reasoning where that is
+        needed.
+
+        Raises RequestError for a conversation that cannot be rendered, for media with a beam search, and for
+        activations beyond the server's limit; OverloadedError.
         """
         self.prompt = await self._server.renderer.prompt(self.body)
         if self._beams is not None and READY in self.prompt:
@@ -141,8 +144,8 @@ class ChatRun:
         self._read_around_reasoning()
 
     def _check_budget(self) -> None:
-        """Raise RequestError for a thinking_token_budget, other than none and -1, that could have no effect: reasoning
-        is not told apart from the answer, or a forced call's grammar covers it.
+        """Raise RequestError for a thinking_token_budget that could have no effect, because no parser separates
+        reasoning or a forced call's grammar includes it. None and -1, which set no limit, always pass.
         """
         budget = self.body.thinking_token_budget
         if budget in (None, -1):
@@ -156,8 +159,8 @@ class ChatRun:
             raise RequestError(f"thinking_token_budget {allowed}", param="thinking_token_budget", value=budget)
 
     def _read_around_reasoning(self) -> None:
-        """Change `params`, once the prompt is there, so that the answer's form and the texts that end it hold only
-        after the reasoning, and add the limit of the reasoning. Nothing changes without a reasoning parser.
+        """Change `params`, which needs `prompt`, so that the output's grammar and stop strings apply only after the
+        reasoning, and add the limit of the reasoning. Does nothing without a reasoning parser.
         """
         if self._reasoning is None:
             return
@@ -177,10 +180,10 @@ class ChatRun:
             self.params = self.params.clone_with(thinking_token_budget=budget, thinking_words=words)
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
-        """Run the request, after `prepare`; yield the engine's outputs, each with its parsed pieces: one for each of
-        `output.outputs`, with the events that the request wants. Updates the counts.
+        """Run the request and yield the engine's outputs, each with one Piece for each of `output.outputs`, whose
+        events are those that the request wants. Call it after `prepare`. Updates the counts of tokens.
 
-        Raises the same errors as EngineClient.stream; a RequestError names the field as the request has it.
+        Raises the errors of EngineClient.stream; a RequestError names the request's field.
         """
         engine = self._server.engine
         if self._beams is not None:
@@ -199,11 +202,13 @@ class ChatRun:
                 raise self._as_asked(error) from None
 
     def _read(self, output: RequestOutput) -> list[Piece]:
-        """Return the pieces of an output; update the counts."""
+        """Return a Piece for each completion of an output; update the counts of tokens."""
         return [Piece(each, self._parse(each)) for each in output.outputs]
 
     def _parse(self, output: CompletionOutput) -> list[Event]:
-        """Return the events of the new part of one completion that the request wants; update the counts."""
+        """Parse the new part of one completion; return those of its events that the request wants. Updates the counts
+        of tokens.
+        """
         self.num_completion_tokens += len(output.token_ids)
         parser = self._parsers.get(output.index)
         if parser is None:
@@ -220,7 +225,9 @@ class ChatRun:
         return [event for event in events if self._is_wanted(event)]
 
     def _count_ended(self, output: RequestOutput) -> None:
-        """Count the completions that have ended, if tool calls were looked for."""
+        """Count the completions of an output that have ended, with and without tool calls, by COUNT_PARSED. Does
+        nothing if tool calls are not parsed.
+        """
         if self._tools.open is None or self._count_parsed is None:
             return
         for each in output.outputs:
@@ -229,7 +236,7 @@ class ChatRun:
                 self._count_parsed("streaming" if self.is_stream else "non_streaming", outcome)
 
     def _open_parser(self) -> MessageParser:
-        """Return a parser of one completion, which continues the prompt."""
+        """Return a new parser for one completion, in the state in which the prompt ends."""
         reasoning = None
         if self._reasoning is not None:
             reasoning = self._reasoning.open(self.prompt["prompt"], self._continued, calls=self._tools.calls)
@@ -237,11 +244,13 @@ class ChatRun:
 
     @property
     def _continued(self) -> str:
-        """Return the beginning of the answer, which the model continues; "" if it begins anew."""
+        """Text of the last message, if the model continues it; "" otherwise."""
         return text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
 
     def _is_wanted(self, event: Event) -> bool:
-        """Whether the request wants an event: reasoning, and calls after the first, may be left out."""
+        """Whether the request wants an event. Reasoning is unwanted with include_reasoning=False, and calls after the
+        first with parallel_tool_calls=False.
+        """
         if isinstance(event, ReasoningDelta):
             return self.body.include_reasoning is not False
         if isinstance(event, ToolCallStart | ArgumentsDelta):
@@ -249,7 +258,7 @@ class ChatRun:
         return True
 
     def _count_reasoning(self, text: str) -> None:
-        """Add the tokens of a completion's reasoning to num_reasoning_tokens, which stays at most
+        """Add the number of tokens in a completion's reasoning to num_reasoning_tokens, which is kept at or below
         num_completion_tokens.
         """
         tokenizer = self._server.engine.inputs.require_tokenizer()
@@ -258,8 +267,8 @@ class ChatRun:
         self.num_reasoning_tokens = min(counted, self.num_completion_tokens)
 
     def _as_asked(self, error: RequestError) -> RequestError:
-        """Return the error with its field replaced by the request's field from which the structured output came; other
-        errors unchanged.
+        """Return an error about structured_outputs with the name of the request's field from which these follow; return
+        other errors unchanged.
         """
         if error.param != "structured_outputs" or self.body.structured_outputs is not None:
             return error
@@ -267,13 +276,13 @@ class ChatRun:
 
     @property
     def _shows_special_tokens(self) -> bool:
-        """Whether texts need special tokens, with which the model marks calls or reasoning."""
+        """Whether texts must include special tokens, because the model marks calls or reasoning with them."""
         return self._tools.special_tokens or (self._reasoning is not None and self._reasoning.special_tokens)
 
     @property
     def _stop_token_ids(self) -> list[int]:
-        """Return token ids of the words with which the model's format ends an output; words that are no tokens are left
-        out. [] with ignore_eos.
+        """Token ids with which the model's formats of calls and reasoning end an output. Words that are not single
+        tokens are left out. [] with ignore_eos.
         """
         if self.body.ignore_eos:
             return []
@@ -283,8 +292,8 @@ class ChatRun:
         return [token_id for token_id in found if token_id is not None]
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters, without the limit of the reasoning. Raises RequestError for a limit
-        of tokens above max_model_len, for top_logprobs above max_logprobs, and for other values that are not allowed.
+        """Return the engine's sampling parameters, without the limit of the reasoning. Raises RequestError for a token
+        limit above max_model_len, for top_logprobs above max_logprobs, and for other values that are not allowed.
         """
         body, inputs = self.body, self._server.engine.inputs
         name, most = body.most_tokens
@@ -296,7 +305,7 @@ class ChatRun:
         if limit != -1 and not 0 <= asked <= limit:
             raise RequestError(f"top_logprobs is {asked}; allowed are 0 to {limit}", param="top_logprobs")
         changes: dict[str, Any] = {
-            "thinking_token_budget": None,  # until the prompt is there
+            "thinking_token_budget": None,  # set once the prompt is rendered
             "max_tokens": most or inputs.generation_defaults.get("max_tokens"),
             "logprobs": asked if body.logprobs else None,
         }

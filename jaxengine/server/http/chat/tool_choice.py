@@ -1,8 +1,8 @@
 """Meaning of a request's tools and tool_choice: a constraint on the output, and the parser of its calls.
 
 If the model chooses, it writes calls in its own format, which the server's parser reads; a grammar constrains them if
-the answer has a response_format. A forced call follows our JSON schema, or the model's own format for models that need
-it.
+the answer has a response_format. A forced call follows a JSON schema or, for models that need it, the model's own
+format.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from jaxengine.tokens.tokenizer import Tokenizer
 
 # Schema for a function that declares no parameters.
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-# Keywords with which an object may have other properties than its own.
+# Keywords by which a schema may allow properties that it does not list.
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "additionalProperties"}
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How calls of a request are constrained and parsed.
+    """Constraint and parser for the tool calls of a request.
 
     Attributes:
       open: creates a parser for one output; None: calls are not parsed.
       structure: constraint on the output, as structured_outputs, or None.
       asked_by: field of the request that requires the structure.
-      special_tokens: calls are marked with special tokens, which detokenised text must include.
+      special_tokens: whether calls are marked with special tokens, which detokenised text must include.
       stop_words: tokens that end an output.
-      is_whole: the structure covers the entire output, including reasoning.
-      calls: calls that are in the model's own format, None if they are not.
+      is_whole: whether the structure covers the entire output, including reasoning.
+      calls: how calls begin in the model's own format; None if calls are not in that format.
     """
 
     open: Callable[[], OutputParser] | None = None
@@ -60,14 +60,14 @@ def tool_use(
     tokenizer: Tokenizer,
     switches: Sequence[str] = (),
 ) -> ToolUse:
-    """Return how a request's tools affect its answer. Without tools to call, ToolUse(). A forced call is of a form of
-    body.text_forms, of the model's own format if that has a forced_grammar, or else JSON of the functions' schemas.
-    With "auto" calls are in the model's format; response_format adds a grammar of an answer or calls or, for a format
-    without one, holds for the answer alone.
+    """Return how a request's tools affect its answer: ToolUse() if no tool may be called.
 
-    auto: whether the server lets models choose. tool_format, reasoning_format: formats of the model, None if the server
-    has no parser. switches: options of structured outputs that are on by default. Raises RequestError for tools, or a
-    tool_choice, that these formats cannot serve.
+    A forced call is constrained by a grammar of body.text_forms, else by the forced_grammar of the model's own format,
+    else by a JSON schema of the functions. With "auto", calls are in the model's format; a response_format adds a
+    grammar for an answer or calls or, if the format has no grammar, constrains the answer only. auto: whether the
+    server lets models choose. tool_format, reasoning_format: formats of the model, None if the server has no parser.
+    switches: options of structured outputs that are on by default. Raises RequestError for tools, or a tool_choice,
+    that these formats cannot serve.
     """
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":
@@ -112,10 +112,10 @@ def tool_use(
 
 
 def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
-    """Return the ToolUse of a forced call that may be of a tool in body.text_forms; None if no such tool may be called.
+    """Return the ToolUse of a forced call if the call may be of a tool in body.text_forms, else None.
 
-    body: its choice is "required" or names a tool. The text is written as it is, because no grammar holds for a text
-    within JSON. Raises RequestError.
+    body: its tool_choice is "required" or names a tool. Such a tool's text is written outside of JSON, as no grammar
+    can constrain a text within JSON. Raises RequestError.
     """
     if isinstance(body.choice, NamedTool):
         name = body.choice.function.name
@@ -137,9 +137,10 @@ def _forced_text(body: ChatRequest, switches: Sequence[str]) -> ToolUse | None:
 def _forced_in_own_way(
     body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
 ) -> ToolUse:
-    """Return the ToolUse of a forced call in the model's own format, by a grammar of the whole output.
+    """Return the ToolUse of a forced call in the model's own format, constrained by a grammar of the whole output.
 
-    body: its choice is "required" or names a tool. tool_format: one with a forced_grammar. Raises RequestError.
+    body: its tool_choice is "required" or names a tool. tool_format: a format with a forced_grammar. Raises
+    RequestError.
     """
     functions = [tool.function for tool in body.tools or ()]
     if isinstance(body.choice, NamedTool):
@@ -157,8 +158,8 @@ def _forced_in_own_way(
 
 
 def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -> dict[str, Any]:
-    """Return structured_outputs for an output of this JSON schema, lenient unless a tool is strict. white_space:
-    pattern of white space; None for the default.
+    """Return structured_outputs that force an output of this JSON schema. They are lenient unless a tool is strict.
+    white_space: pattern of the white space allowed; None for the default.
     """
     strict = any(tool.function.strict for tool in body.tools or ())
     return {"json": schema, "whitespace_pattern": white_space, "lenient": not strict}
@@ -171,12 +172,14 @@ def _rules(
     tokenizer: Tokenizer,
     switches: Sequence[str],
 ) -> list[str]:
-    """Return the rules that a format's `grammar` has for calls of `functions`, in Lark's notation. switches: as of
-    `tool_use`. Raises RequestError for functions that no grammar can call.
+    """Return the rules, in Lark's notation, that `grammar` yields for calls of `functions`.
+
+    switches: options of structured outputs that are on by default. Raises RequestError for functions that no grammar
+    can call.
     """
 
     def token_id(word: str) -> int | None:
-        """Return the id of a word that is one added token, else None."""
+        """Return the token id of a word that is an added token, else None."""
         found = tokenizer.backend.token_to_id(word)
         return found if found in tokenizer.added_token_ids else None
 
@@ -196,17 +199,18 @@ def _rules(
 
 
 def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, to be part of a document with these `$defs`: targets of its
-    references are added to `definitions`. Raises RequestError for a reference without a target.
+    """Return the schema of a function's arguments, for use in a document with these `$defs`; the targets of its
+    references are added to `definitions`.
 
-    It gets "additionalProperties": false if it lists every required parameter, and has no keyword that needs others
-    (`lists_all`) or may allow others (_COMBINING). A function without a schema takes an empty object.
+    It gets "additionalProperties": false if it lists every required parameter (`lists_all`) and has no keyword of
+    _COMBINING. A function without parameters takes an empty object. Raises RequestError for a reference without a
+    target.
     """
     given = function.parameters or _NO_ARGUMENTS
     document = SchemaDocument(given)
     schema = dict(given)
     if lists_all(schema) and not _COMBINING & schema.keys():
-        # Not where the schema refers to its root: what applies in addition may have other properties.
+        # Only in this copy, not in the document: a reference to the root may be combined with other properties.
         schema["additionalProperties"] = False
     try:
         return moved(Place(schema, document.root.base), document, definitions)
@@ -215,15 +219,18 @@ def _arguments(function: Function, definitions: dict[str, Any]) -> dict[str, Any
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments, as a document of its own. Raises RequestError."""
+    """Return the schema of a function's arguments as a self-contained document. Raises RequestError for a reference
+    without a target.
+    """
     definitions: dict[str, Any] = {}
     return with_definitions(_arguments(function, definitions), definitions)
 
 
 def _calls_schema(functions: Sequence[Function], at_most: int | None) -> dict[str, Any]:
-    """Return the schema of a list of one call or more, for RequiredToolParser. Raises RequestError.
+    """Return the schema of a list of at least one call, for RequiredToolParser. at_most: largest number of calls; None
+    for no limit.
 
-    at_most: number of calls; None for no limit.
+    Raises RequestError for a reference without a target.
     """
     definitions: dict[str, Any] = {}
     calls = [call_schema(each.name, "parameters", _arguments(each, definitions)) for each in functions]

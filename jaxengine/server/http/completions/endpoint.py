@@ -40,8 +40,8 @@ from jaxengine.server.http.request.protocol import NULL_CHOICE, usage
 class _Completion:
     """Completion request in progress: call `read_prompts`, then `whole` for one response or `events` for a stream.
 
-    name: the response's id. model: the name that it shows. options: scheduling of its prompts. Raises RequestError for
-    parameters that are not allowed.
+    name: id of the response. model: model name in the response. options: scheduling options of its prompts. Raises
+    RequestError for parameters that are not allowed.
     """
 
     def __init__(
@@ -67,7 +67,9 @@ class _Completion:
         self._num_cached_tokens: dict[int, int] = {}
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters; with max_tokens 0 one token is sampled. Raises RequestError."""
+        """Return the engine's sampling parameters. For echo with max_tokens 0, one token is sampled. Raises
+        RequestError.
+        """
         body = self.body
         changes: dict[str, Any] = {"max_tokens": body.max_tokens}
         if body.echo and body.max_tokens == 0:
@@ -77,11 +79,12 @@ class _Completion:
         return body.sampling_params(self._engine.inputs, self._config, **changes)
 
     async def read_prompts(self, encoder: PromptEncoder) -> None:
-        """Read all prompts, those of prompt_embeds first, before any of them runs; texts are tokenized, and cut like
-        token ids if the request asks for it.
+        """Read all prompts before any of them runs, those of prompt_embeds first. Texts are tokenized; texts and token
+        ids are truncated if the request has truncate_prompt_tokens.
 
-        Raises RequestError for the first prompt that cannot run, for more than max_prompts, and for fields that they
-        cannot have; OverloadedError. The tokens of a text that is the only prompt are counted when it runs.
+        Raises RequestError for the first prompt that cannot run, for more than max_prompts, for activations beyond the
+        server's limit, and for fields that several prompts or embeddings cannot have; OverloadedError. The length of a
+        text that is the only prompt is checked when it runs.
         """
         body, inputs = self.body, self._engine.inputs
         embedded, most = body.embedded, self._config.max_prompts
@@ -113,16 +116,16 @@ class _Completion:
                 inputs.prepare(prompt, self.params, options=self._options)
 
     def _add(self, prompt: dict[str, Any]) -> None:
-        """Append a prompt with token ids, and count these."""
+        """Append a prompt, and add its token ids to the count of prompt tokens."""
         self._prompts.append(prompt)
         self._num_prompt_tokens += len(prompt["prompt_token_ids"])
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Run the prompts; yield (index of the prompt, output) as they come. No more prompts run at once than the
-        engine has slots for their n outputs. With max_tokens=0 outputs are without the token that was sampled. Updates
-        the counts.
+        """Run the prompts; yield (index of the prompt, output) as outputs arrive. At most as many prompts run at once
+        as the engine has slots for their n outputs. With max_tokens=0 the sampled token is removed. Updates the counts
+        of tokens.
 
-        The first error of one, as EngineClient.stream raises it, ends all.
+        Raises the first error of any prompt, which is one of EngineClient.stream, after ending all prompts.
         """
         async with contextlib.aclosing(interleave(self._generate, len(self._prompts), self._places())) as outputs:
             async for index, output in outputs:
@@ -133,7 +136,9 @@ class _Completion:
                 yield index, output
 
     async def whole(self) -> Response:
-        """Run the prompts and return the complete response, with choices by index. Raises the errors of `outputs`."""
+        """Run the prompts and return the complete response, with choices sorted by index. Raises the errors of
+        `outputs`.
+        """
         choices, about = [], dict[str, Any](NULL_BODY)
         writer = self._writer()
         async with contextlib.aclosing(self.outputs()) as outputs:
@@ -146,9 +151,11 @@ class _Completion:
         return json_response({**self._head, "choices": choices, "usage": self._usage(), **about})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Run the prompts and yield the response as server-sent events, without [DONE]: for each output any number of
-        them, b"" for none, and a last one with the token counts, if requested; each may have those of its choice so
-        far. Raises the errors of `outputs`.
+        """Run the prompts and yield the response as server-sent events, without [DONE]. Each item has the events for
+        one output of the engine: any number of them, b"" for none.
+
+        If the request asks for usage, a last event has the token counts, or each event has those of its choice so far.
+        Raises the errors of `outputs`.
         """
         num_tokens: Counter[int] = Counter()
         writer = self._writer()
@@ -168,12 +175,14 @@ class _Completion:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 
     def _writer(self) -> ChoiceWriter:
-        """Return a writer of choices."""
+        """Return a new writer of choices for this request."""
         by_id = self.body.names_tokens_by_id(self._config)
         return ChoiceWriter(self.body, self.params, self._engine.inputs.tokenizer, by_id)
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
-        """Return the stream of outputs of prompt number `index`; of several prompts it runs under ID-index."""
+        """Return the stream of outputs of prompt number `index`. Its id in the engine is the response's id or, with
+        several prompts, ID-index.
+        """
         request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"
         if self._beams is not None:
             prompt, n = self._prompts[index], self.body.n or 1
@@ -181,18 +190,18 @@ class _Completion:
         return self._engine.stream(self._prompts[index], self.params, request_id, self._options)
 
     def _places(self) -> int:
-        """Return how many prompts run at once: as many as have slots for their n outputs, at least one."""
+        """Return how many prompts may run at once: max_num_seqs divided by n, at least one."""
         return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)
 
     def _usage(self) -> dict[str, Any]:
-        """Return the token counts so far."""
+        """Return the usage object with the token counts so far."""
         cached = sum(self._num_cached_tokens.values())
         return usage(self._num_prompt_tokens, self._num_completion_tokens, cached)
 
 
 def _without_output(output: CompletionOutput) -> CompletionOutput:
-    """Return an output without its sampled token and all that belongs to it: the answer for max_tokens=0. Its finish
-    reason is "length" in place of "stop".
+    """Return a copy of an output without the sampled token and everything that belongs to it, which is the answer for
+    max_tokens=0. The finish reason "stop" becomes "length".
     """
     reason = "length" if output.finish_reason == "stop" else output.finish_reason
     spans = [WeightSpan(each.version, 0, 0) for each in (output.weight_versions or ())[:1]] or None
@@ -210,7 +219,7 @@ def _without_output(output: CompletionOutput) -> CompletionOutput:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the route /v1/completions."""
+    """Return the route /v1/completions."""
     routes = APIRouter(tags=["completions"], route_class=JsonRoute)
     encoder = PromptEncoder(engine.inputs)
     names = served_names(engine, config)

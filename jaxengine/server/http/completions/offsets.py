@@ -12,9 +12,9 @@ from jaxengine.tokens.tokenizer import Tokenizer
 class OutputOffsets:
     """Offsets, in characters, at which the tokens of a growing output begin in its text.
 
-    Each token of a character has the offset of that character, and a token that the text leaves out the offset of what
-    follows. Tokens of a stop string have the offsets that they would have without it, since a stream has sent them
-    before the string is complete.
+    If a character consists of several tokens, each has the character's offset. A token that the text leaves out has the
+    offset of the text after it. Tokens of a stop string have the offsets that they would have without it, since a
+    stream has sent them before the string is complete.
     """
 
     def __init__(
@@ -22,8 +22,9 @@ class OutputOffsets:
     ):
         """Start before the first token.
 
-        tokenizer: None for an output without text, all of whose tokens are at `first`. params: those that the text is
-        made with. prompt_token_ids: the prompt before the output. first: the offset of the output, in characters.
+        tokenizer: None for an output without text; all its tokens then have the offset `first`. params: sampling
+        parameters with which the text is detokenized. prompt_token_ids: the prompt before the output. first: offset of
+        the output, in characters.
         """
         self._offset = first
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -36,11 +37,11 @@ class OutputOffsets:
             )
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the output's next tokens, in characters, one for each, and advance beyond them."""
+        """Return the offset, in characters, of each of the output's next tokens, and advance past them."""
         return [self._append(token_id) for token_id in token_ids]
 
     def _append(self, token_id: int) -> int:
-        """Return the offset of the next token, and advance by the text that it completes."""
+        """Return the offset of the next token, and advance by the length of the text that it completes."""
         begin = self._offset
         if self._detokenizer is not None:
             self._detokenizer.append([token_id])
@@ -49,10 +50,11 @@ class OutputOffsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer | None, text: str, token_ids: Sequence[int]) -> list[int]:
-    """Return the offsets at which the tokens of a prompt begin in its text, in characters and at most its length; all 0
-    without a tokenizer.
+    """Return the offsets at which the tokens of a prompt begin in its text, in characters, at most the text's length;
+    all 0 without a tokenizer.
 
-    Special tokens take room if the text contains them at their position; those that the tokenizer adds do not.
+    A special token advances the offset only if the text contains it at that position; one that the tokenizer has added
+    does not.
     """
     if tokenizer is None:
         return [0] * len(token_ids)

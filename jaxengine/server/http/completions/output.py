@@ -1,4 +1,4 @@
-"""Choices of a completion: text, finish reasons, and logprobs in the form of OpenAI's older endpoint."""
+"""Choices of a completion: text, finish reasons, and logprobs in the format of OpenAI's older endpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class ChoiceWriter:
-    """Writer of the choices of one request; in a stream, of the new parts."""
+    """Writer of the choices of one request or, in a stream, of their new parts."""
 
     def __init__(
         self, body: CompletionRequest, params: SamplingParams, tokenizer: Tokenizer | None, as_token_ids: bool
     ):
-        """Store the settings. params: those that the text is made with. as_token_ids: tokens are written as token_id:N,
-        as they are without a tokenizer.
+        """Store the settings. params: sampling parameters with which the text is detokenized. as_token_ids: whether
+        tokens are written as token_id:N, as they always are without a tokenizer.
         """
         self._body = body
         self._params = params
@@ -36,10 +36,10 @@ class ChoiceWriter:
         self._spans = SpanWriter()
 
     def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """Return JSON of the choice for `completion`, one of output.outputs, of the prompt `prompt_index`; in a stream
-        the new part, to be called for each in order: the first has the prompt if the request echoes it.
+        """Return the JSON of the choice for `completion`, one of output.outputs, or in a stream of its new part. Call
+        it for each part in order: the first part has the prompt if the request echoes it.
 
-        The n answers of prompt p have indices p * n to p * n + n - 1.
+        prompt_index: index of the prompt. The n answers to prompt p have indices p * n to p * n + n - 1.
         """
         body = self._body
         index = prompt_index * self._n + completion.index
@@ -71,14 +71,16 @@ class ChoiceWriter:
 
     @staticmethod
     def says_something(choice: dict[str, Any]) -> bool:
-        """Whether a chunk has content; it has none while a partial character or the beginning of a stop string is held
-        back.
+        """Whether a chunk's choice has content. It has none while a partial character or the beginning of a stop string
+        is held back.
         """
         names = ("text", "finish_reason", "logprobs", "token_ids", "sampling_log_mass", "captured")
         return any(choice.get(name) for name in names)
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        """Return the prompt's text, decoded from its token ids if it was not given; "" without a tokenizer."""
+        """Return the prompt's text, decoded from its token ids, special tokens included, if the output does not have
+        it; "" if it cannot be decoded for lack of a tokenizer.
+        """
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
         # Including special tokens, as in the offsets of logprobs.
@@ -87,8 +89,10 @@ class ChoiceWriter:
     def _legacy_logprobs(
         self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offsets: list[int]
     ) -> dict[str, Any]:
-        """Return log-probabilities in the form of OpenAI's completions. positions, offsets: of each token; a position
-        is None without log-probabilities.
+        """Return log-probabilities in the format of OpenAI's completions.
+
+        positions: log-probabilities of each token, None for a token without them. offsets: of each token, in
+        characters.
         """
         tokens, values, tops = [], [], []
         for token_id, position in zip(token_ids, positions, strict=True):
@@ -98,19 +102,19 @@ class ChoiceWriter:
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
     def _tops(self, position: PositionLogprobs) -> dict[str, float]:
-        """Return the log-probability of each text among the tokens of a position; of several tokens with one text, the
-        highest.
+        """Return the log-probabilities of a position by the token's text. Of several tokens with the same text, the
+        highest counts.
         """
         best: dict[str, float] = {}
         for token_id in position:
             name, value = self._name(token_id, position), json_logprob(position[token_id].logprob)
-            # Several tokens may be parts of characters with the same text; the likeliest one is kept.
+            # Several tokens may be parts of characters and have the same text; the likeliest one counts.
             if value > best.get(name, float("-inf")):
                 best[name] = value
         return best
 
     def _name(self, token_id: int, position: PositionLogprobs | None) -> str:
-        """Return a token's text, or token_id:N if so requested or without a tokenizer."""
+        """Return a token's text, or token_id:N if that is requested or there is no tokenizer."""
         if not self._as_token_ids and self._tokenizer is not None:
             text = None if position is None else position[token_id].decoded_token
             return self._tokenizer.decode([token_id], skip_special_tokens=False) if text is None else text

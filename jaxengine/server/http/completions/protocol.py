@@ -23,7 +23,7 @@ class CompletionRequest(TextRequest):
       best_of: width of a beam search, at least n; without beam search it must equal n.
     """
 
-    # An output is one text here, in which stop strings are looked for everywhere and reasoning is not told apart.
+    # An output is one text here: stop strings apply to all of it, and reasoning is not separated.
     refused = {
         **TEXT_REFUSED,
         "suffix": ("",),
@@ -40,8 +40,8 @@ class CompletionRequest(TextRequest):
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        """Raise RequestError without a prompt, for another form of prompt_embeds, and for a best_of that is not
-        supported.
+        """Return this request after checking it. Raises RequestError without a prompt, for an invalid form of
+        prompt_embeds, and for a best_of that is not supported.
         """
         if self.prompt_embeds is not None:
             self._check_embedded()
@@ -55,8 +55,8 @@ class CompletionRequest(TextRequest):
         return self
 
     def _check_embedded(self) -> None:
-        """Raise RequestError for another form of prompt_embeds, and for fields that need a prompt's tokens, of which
-        embeddings have none.
+        """Raise RequestError if prompt_embeds is neither a text nor a list of texts, and for fields that need a
+        prompt's token ids, which embeddings do not have.
         """
         each = [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds
         if not isinstance(each, list) or not each or set(map(type, each)) != {str}:
@@ -69,5 +69,5 @@ class CompletionRequest(TextRequest):
 
     @property
     def embedded(self) -> list[str]:
-        """Return the prompts of embeddings, each base64 of a file; [] without any."""
+        """Prompts of embeddings, each base64 of a file; [] without any."""
         return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []

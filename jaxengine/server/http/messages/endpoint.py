@@ -29,11 +29,13 @@ from jaxengine.server.http.request.limits import JsonRoute
 
 
 class _Message:
-    """Message request in progress."""
+    """Message request in progress: call `prepare`, then `whole` for one response or `stream` for a stream."""
 
     def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
-        """Create the run of the message, which does not begin yet. name: id of the message and of its engine request;
-        model: its name in the response; options: scheduling. Raises RequestError with Anthropic's field names.
+        """Create the run of the message; nothing runs yet.
+
+        name: id of the message and of its engine request. model: model name in the response. options: scheduling
+        options. Raises RequestError with Anthropic's field names.
         """
         self._body = body
         self._writer = MessageWriter()
@@ -49,8 +51,8 @@ class _Message:
             raise body.as_asked(error) from None
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepare the prompt, and append to `ignored` the fields that have no effect for this model, by Anthropic's
-        names.
+        """Prepare the prompt, and append to `ignored` the fields, by Anthropic's names, that have no effect for this
+        model.
 
         Raises RequestError with Anthropic's field names, OverloadedError.
         """
@@ -62,17 +64,17 @@ class _Message:
         ignored += [names.get(name, name) for name in self._run.ignored]
 
     async def whole(self) -> Response:
-        """Run the message, after `prepare`, and return the complete response. Raises as `stream`."""
+        """Run the message and return the complete response. Call it after `prepare`. Raises the errors of `stream`."""
         async with contextlib.aclosing(self._events()) as events:
             async for _ in events:
                 continue
         return json_response({**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()})
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Run the message, after `prepare`, and yield the response as server-sent events, any number of them in an
-        item: message_start, those of `_events`, then message_delta and message_stop.
+        """Run the message and yield the response as server-sent events, any number of them in an item: message_start,
+        the events of `_events`, then message_delta and message_stop. Call it after `prepare`.
 
-        Raises the errors of ChatRun.pieces, and ApiError (500) for an output that cannot be used.
+        Raises the errors of ChatRun.pieces, and ApiError (500) for an output that ended with an error.
         """
         begun = False
         async with contextlib.aclosing(self._events()) as events:
@@ -86,7 +88,9 @@ class _Message:
         yield sse({"type": "message_stop"})
 
     async def _events(self) -> AsyncGenerator[list[Said], None]:
-        """Yield Anthropic's events of each output, without those of the message itself. Raises as `stream`."""
+        """Run the message and yield, for each output, Anthropic's events of its content blocks. Sets the stop reason at
+        the end. Raises the errors of `stream`.
+        """
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             try:
                 async for _, outputs in pieces:
@@ -103,9 +107,11 @@ class _Message:
                 raise self._body.as_asked(error) from None
 
     def _end(self, output: CompletionOutput) -> None:
-        """Set the stop reason of an output that has ended: "max_tokens" for "length", "pause_turn" for "abort",
-        "end_turn" for "repetition", and for "stop" "stop_sequence", with it, or "end_turn". Raises ApiError (500) for
-        one that ended with an error.
+        """Set the stop reason for an output that has ended: "max_tokens" for "length", "pause_turn" for "abort",
+        "end_turn" for "repetition". "stop" becomes "stop_sequence", together with the sequence, if a stop string has
+        ended the output, else "end_turn".
+
+        Raises ApiError (500) for an output that ended with an error.
         """
         reason, stop = output.finish_reason, output.stop_reason
         if reason == "length":
@@ -121,12 +127,14 @@ class _Message:
             raise ApiError(500, str(stop or "the output cannot be used"))
 
     def _calls(self, output: CompletionOutput) -> bool:
-        """Whether an output ended with the call of a tool: not one that a stop sequence has cut, which must not run."""
+        """Whether an output ended with a tool call. A call that a stop sequence has cut short does not count, as it
+        must not be executed.
+        """
         is_cut = isinstance(output.stop_reason, str) and self._writer.is_cut
         return output.finish_reason == "stop" and self._writer.calls and not is_cut
 
     def _usage(self) -> dict[str, Any]:
-        """Return the token counts so far; cached ones are not among the input tokens."""
+        """Return the usage object with the token counts so far; cached tokens are not counted as input tokens."""
         cached = self._run.num_cached_tokens
         return {
             "input_tokens": len(self._run.prompt["prompt_token_ids"]) - cached,
@@ -137,7 +145,7 @@ class _Message:
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes of messages. Raises ConfigError for an unknown parser."""
+    """Return the routes of messages. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["messages"], route_class=JsonRoute)
     server = ChatServer.open(engine, config)
     names = served_names(engine, config)
@@ -176,16 +184,18 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _limits(server: ChatServer, body: Conversation) -> bool:
-    """Whether the token budget of a request's `thinking` field has an effect."""
+    """Whether the token budget in a request's `thinking` has an effect: thinking is enabled, and the server has a
+    reasoning parser.
+    """
     return server.reasoning_format is not None and body.thinking is not None and body.thinking.type == "enabled"
 
 
 def _ignored(server: ChatServer, body: Conversation, request: Request) -> list[str]:
-    """Return the parts of the request that are accepted but have no effect, its header for beta features included."""
+    """Return the names of the request's parts that are accepted without effect, its beta header included."""
     budget = () if body.asked_budget is None or _limits(server, body) else ("thinking.budget_tokens",)
     return [*body.ignored_parts, *budget, *(name for name in ("anthropic-beta",) if name in request.headers)]
 
 
 def _failed(error: ApiError) -> bytes:
-    """Encode an error as the event of Anthropic's that ends a stream."""
+    """Return the error that ends a stream, encoded as one of Anthropic's events."""
     return sse(messages_error_body(error))

@@ -1,7 +1,7 @@
 """Conversion of Anthropic's messages to chat messages.
 
-Blocks that only Anthropic's server writes or reads are left out. Every other block takes effect or is refused by its
-type.
+Blocks that only Anthropic's server writes or reads are left out. Every other block takes effect, or is refused with its
+type named.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from jaxengine.media.parts import PlacedPart
 from jaxengine.scheduler.base.errors import RequestError, show_value
 
 ROLES = ("user", "assistant", "system")
-# Allowed blocks by role.
+# Types of blocks that each role may have.
 _BLOCKS = {
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
-# Blocks of an assistant's message that are left out: thinking that only Anthropic can read, and calls that its server
-# has made, with their results.
+# Types of blocks in an assistant's message that are left out: thinking that only Anthropic can decrypt, and calls that
+# its server has executed, with their results.
 _LEFT_OUT = re.compile(r"redacted_thinking|server_tool_use|(?!tool_result)[a-z_]{1,64}_tool_result")
-# Claude Code's line for Anthropic's accounts, which is left out as vLLM does: its hash differs from request to request,
-# so no prefix after it would be found again.
+# Claude Code's line for Anthropic's accounting, which vLLM leaves out too: its hash differs from request to request, so
+# no prefix after it could be cached.
 _ACCOUNTS = "x-anthropic-billing-header"
 
 
 def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a request's `system`, None without one, and `messages` to chat messages, the system message first.
+    """Convert a request's `system`, which may be None, and `messages` to chat messages, the system message first.
 
-    Raises RequestError for a role or block that is not allowed; images are checked later.
+    Raises RequestError for a role or block that is not allowed. Images are not checked here.
     """
     read = _read("system", system, "system") if system else []
     for number, message in enumerate(messages):
@@ -44,8 +44,9 @@ def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, A
 
 
 def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield, once each, the parts of the blocks that have no effect, as "messages.cache_control", or "messages." and
-    the type of a block that is left out, or _ACCOUNTS. Arguments are those of `read_messages`.
+    """Yield, once each, the names of parts of blocks that have no effect: "messages.cache_control" or
+    "messages.is_error", "messages.TYPE" for a type of block that is left out, and "messages." with _ACCOUNTS; "system."
+    in place of "messages." for blocks of `system`. Arguments are those of `read_messages`.
     """
     blocks = [("system", block) for block in system or ()] if isinstance(system, list) else []
     instructions: list[tuple[str, Any]] = [("system", system), *blocks]
@@ -66,19 +67,22 @@ def left_out_blocks(system: str | list[Any] | None, messages: Sequence[dict[str,
 
 
 def _is_for_accounts(block: Any) -> bool:
-    """Whether a block of instructions, or their text, is the line for Anthropic's accounts."""
+    """Whether an instruction, a text or a text block, is the line for Anthropic's accounting."""
     text = block.get("text") if isinstance(block, dict) else block
     return isinstance(text, str) and text.startswith(_ACCOUNTS)
 
 
 def _kind(block: dict[str, Any]) -> str:
-    """Return a block's type; "" without one."""
+    """Return a block's type; "" if it has none or it is not a text."""
     kind = block.get("type")
     return kind if isinstance(kind, str) else ""
 
 
 def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
-    """Return the chat messages of one message's content. where: its path, for errors. Raises RequestError."""
+    """Return the chat messages for the content of one message: [] for the accounting line, else one or more.
+
+    role: one of ROLES. where: path of the content, for errors. Raises RequestError for content that is not allowed.
+    """
     if isinstance(content, str):
         left_out = role == "system" and _is_for_accounts(content)
         return [] if left_out else [{"role": role, "content": content}]
@@ -88,8 +92,8 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Convert the blocks of a message to chat messages: one for each result of a tool, then one with all other blocks,
-    left out if there are only results, or no instructions are left.
+    """Convert the blocks of a message to chat messages: one for each tool result, then one with all other blocks. The
+    latter is omitted if there are only tool results, or if no block of a system message is left.
 
     role: one of ROLES. where: path of the blocks, for errors. Raises RequestError for a block that the role may not
     have or that lacks a field.
@@ -121,8 +125,9 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
 
 
 def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """Convert a block to a chat message part. Images are checked later, as for all APIs. where: path of the block, for
-    errors. Raises RequestError for a block without a text.
+    """Convert a text or image block to a part of a chat message. The image is not checked here.
+
+    where: path of the block, for errors. Raises RequestError for a text block without a text.
     """
     if block["type"] == "image":
         return PlacedPart({"type": "image", "source": block.get("source") or {}}, where)
@@ -130,15 +135,17 @@ def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the parts as one text, joined by line breaks, or unchanged if they include an image."""
+    """Return the texts of the parts, joined by line breaks; a list of the unchanged parts if they include an image."""
     if any(isinstance(part, PlacedPart) for part in parts):
         return [*parts]
     return "\n".join(part["text"] for part in parts)
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the call of a block tool_use in the form of a chat message. where: path of the block. Raises RequestError
-    for an input that is no object, and without a name or an id.
+    """Convert a block tool_use to a tool call of a chat message.
+
+    where: path of the block, for errors. Raises RequestError for an input that is not an object, and for a missing name
+    or id.
     """
     if not isinstance(block.get("input"), dict):
         raise _refused(f"{where}.input is not an object")
@@ -148,8 +155,10 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a block tool_result for a chat message: a text, "" for None, or parts if there is an image.
-    where: path of the content. Raises RequestError for blocks other than text and image.
+    """Return the content of a block tool_result for a chat message: a text, "" for None, or a list of parts if there is
+    an image.
+
+    where: path of the content, for errors. Raises RequestError for blocks other than text and image.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -163,7 +172,9 @@ def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _text(block: dict[str, Any], key: str, where: str) -> str:
-    """Return the text in field `key` of a block. where: path of the block. Raises RequestError if there is none."""
+    """Return the text in field `key` of a block. where: path of the block, for errors. Raises RequestError if the field
+    is missing or not a text.
+    """
     value = block.get(key)
     if not isinstance(value, str):
         raise _refused(f"{where}.{key} is missing or not a text")
@@ -171,5 +182,7 @@ def _text(block: dict[str, Any], key: str, where: str) -> str:
 
 
 def _refused(message: str) -> RequestError:
-    """Return the error, whose field is "system" if the message begins with that, otherwise "messages"."""
+    """Return a RequestError with this message; its field is "system" if the message begins with that, otherwise
+    "messages".
+    """
     return RequestError(message, param="system" if message.startswith("system") else "messages")

@@ -21,7 +21,7 @@ class MessageWriter:
 
     Attributes:
       content: the completed blocks.
-      is_cut: whether the arguments of the last completed call are no whole JSON.
+      is_cut: whether the arguments of the last completed call are incomplete JSON.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class MessageWriter:
 
     def add(self, events: Sequence[Event]) -> list[Said]:
         """Add the parser's new events to the message; return Anthropic's events for them. The last block stays open for
-        more content of its kind, until `close`.
+        more content of the same kind, until `close`.
         """
         said: list[Said] = []
         for part in events:
@@ -52,7 +52,7 @@ class MessageWriter:
         return said
 
     def close(self) -> list[Said]:
-        """End the open block and return the last events. An empty answer gets an empty text block."""
+        """End the open block and return the last events. A message without blocks gets an empty text block."""
         said = self._close()
         if not self.content:
             said = [*self._turn_to("text", text=""), *self._close()]
@@ -60,12 +60,12 @@ class MessageWriter:
 
     @property
     def calls(self) -> bool:
-        """Whether a completed block calls a tool."""
+        """Whether a completed block is a tool call."""
         return any(block["type"] == "tool_use" for block in self.content)
 
     def _turn_to(self, kind: str, **fields: Any) -> list[Said]:
-        """Open a block of this kind with these fields, unless the current one is of that kind; another open block ends.
-        Returns the events.
+        """Open a block of this kind with these fields, after ending another open block, and return the events. If the
+        open block is of this kind already, return [].
         """
         if self._block is not None and self._block["type"] == kind:
             return []
@@ -74,7 +74,9 @@ class MessageWriter:
         return [*said, self._say("content_block_start", content_block=self._block)]
 
     def _close(self) -> list[Said]:
-        """End the open block, if there is one, and add it to `content`; return the events."""
+        """End the open block and append it to `content`; return the event, or [] if no block is open. A tool call also
+        sets `is_cut`.
+        """
         if self._block is None:
             return []
         said, text = self._say("content_block_stop"), "".join(self._texts)
@@ -86,17 +88,21 @@ class MessageWriter:
         return [said]
 
     def _delta(self, kind: str, key: str, text: str) -> Said:
-        """Add a text to the open block; return its event. kind: type of the delta; key: its field for the text."""
+        """Append a text to the open block; return the event. kind: type of the delta. key: name of its field for the
+        text.
+        """
         self._texts.append(text)
         return self._say("content_block_delta", delta={"type": kind, key: text})
 
     def _say(self, kind: str, **fields: Any) -> Said:
-        """Return an event of the open block: its type `kind`, the block's index, and `fields`."""
+        """Return an event about the open block: a dict with the type `kind`, the block's index, and `fields`."""
         return {"type": kind, "index": len(self.content), **fields}
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Parse the arguments of a call; truncated JSON as far as it goes, {} if it is not an object."""
+    """Return the parsed arguments of a call. Truncated JSON is parsed as far as it goes; {} for invalid JSON and if the
+    result is not an object.
+    """
     try:
         value = read_cut_json(arguments)
     except (ValueError, RecursionError):
@@ -105,7 +111,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is JSON, whole."""
+    """Whether a text is valid, complete JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -114,5 +120,5 @@ def _is_json(text: str) -> bool:
 
 
 def sse(said: Said) -> bytes:
-    """Encode one of Anthropic's events as a server-sent event."""
+    """Return one of Anthropic's events encoded as a server-sent event."""
     return b"event: %b\n%b" % (said["type"].encode(), event(said))

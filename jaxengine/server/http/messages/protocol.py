@@ -14,9 +14,9 @@ from jaxengine.server.http.messages.input import left_out_blocks, read_messages
 from jaxengine.server.http.request.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.request.protocol import HINTS, REFUSED, ClosedModel, ConversationRequest, RequestModel
 
-# Fields with the same name in a chat request.
+# Fields that a chat request has under the same name.
 _SAME = ConversationRequest.model_fields.keys() - {"model", "request_id"}
-# Field of the chat request -> its name here.
+# Type of tool_choice -> the chat request's tool_choice; then field of the chat request -> field of this API.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -26,7 +26,7 @@ _NAMES = {
 }
 
 
-# Tools that Anthropic defines have the date of a version. Its server runs them, or its models know their form.
+# Types of tools that Anthropic defines, which end with a date. Its server runs them, or its models know their schema.
 _DEFINED = re.compile(r"[a-z0-9_]{1,64}_20\d{6}|mcp_toolset")
 
 
@@ -54,7 +54,7 @@ class DefinedTool(RequestModel):
 
 
 def _kind(tool: Any) -> str | None:
-    """Return "custom" or "defined" for a tool by its type; None for other types."""
+    """Return "custom" or "defined" for a tool, by its type; None for other types. A tool without a type is "custom"."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if kind is None or kind == "custom":
         return "custom"
@@ -86,7 +86,9 @@ class ToolChoice(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
-        """Raise ValueError for a type "tool" without a name, and for a name with another type."""
+        """Return this object after checking it. Raises ValueError for type "tool" without a name, and for a name with
+        another type.
+        """
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("a name is needed with type 'tool', and only there")
         return self
@@ -172,8 +174,8 @@ class Conversation(RequestModel):
     chat_template_kwargs: TemplateVariables | None = None
 
     def chat_request(self) -> ChatRequest:
-        """Convert to a chat completion request. Raises RequestError with this API's field names, or pydantic's
-        ValidationError for a field of a wrong type.
+        """Return the equivalent chat completion request. Raises RequestError with this API's field names, and
+        pydantic's ValidationError for a field of a wrong type.
         """
         try:
             return ChatRequest.of(self._chat_fields())
@@ -181,7 +183,9 @@ class Conversation(RequestModel):
             raise as_messages_error(error) from None
 
     def _chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the equivalent chat request. Raises RequestError."""
+        """Return the fields of the equivalent chat request, by name. Raises RequestError for messages, blocks or a
+        tool_choice that are not allowed.
+        """
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
         functions = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
         fields: dict[str, Any] = {"messages": messages, "tools": [_chat_tool(tool) for tool in functions] or None}
@@ -205,7 +209,9 @@ class Conversation(RequestModel):
         return fields
 
     def _check_choice(self, choice: ToolChoice) -> None:
-        """Raise RequestError if only a tool that is left out could be called. choice: the request's tool_choice."""
+        """Raise RequestError if tool_choice forces a call and only tools that are left out could be called. choice: the
+        request's tool_choice.
+        """
         left_out: list[DefinedTool] = [tool for tool in self.tools or () if isinstance(tool, DefinedTool)]
         named = choice.type == "tool" and any(tool.name == choice.name for tool in left_out)
         if named or (choice.type == "any" and left_out and len(left_out) == len(self.tools or ())):
@@ -215,12 +221,14 @@ class Conversation(RequestModel):
 
     @property
     def asked_budget(self) -> int | None:
-        """Return the tokens of reasoning that `thinking` allows; None if it sets no limit."""
+        """Number of reasoning tokens that `thinking` allows; None if it sets no limit."""
         return None if self.thinking is None else self.thinking.budget_tokens
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Yield the fields that are accepted but have no effect, and parts of fields, as "thinking.display"."""
+        """Iterator over the names of fields, and of parts of fields such as "thinking.display", that are accepted
+        without effect.
+        """
         parts = {
             "context_management": self.context_management,
             "thinking.display": self.thinking and self.thinking.display,
@@ -250,20 +258,24 @@ class MessagesRequest(Conversation, ConversationRequest):
 
     @model_validator(mode="after")
     def _check_stop(self) -> Self:
-        """Raise RequestError if both names of the stop strings are given."""
+        """Return this request after checking it. Raises RequestError if both stop_sequences and stop are given."""
         if self.stop_sequences is not None and self.stop is not None:
             raise RequestError("stop_sequences and stop are the same; give one", param="stop_sequences")
         return self
 
     def _chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the equivalent chat request, sampling fields included. Raises RequestError."""
+        """Return the fields of the equivalent chat request, by name, sampling fields included. Raises RequestError for
+        messages, blocks or a tool_choice that are not allowed.
+        """
         fields = {name: getattr(self, name) for name in _SAME}
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
         return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}
 
     def as_asked(self, error: RequestError) -> RequestError:
-        """Return an error of the chat request with this request's field name; unchanged if that is the same."""
+        """Return an error of the chat request with the name of this request's field; the error itself if its name is
+        the same.
+        """
         if error.param == "thinking_token_budget" and self.thinking_token_budget is None:
             return renamed(error, "thinking")
         if error.param == "stop" and self.stop_sequences is not None:
@@ -272,11 +284,13 @@ class MessagesRequest(Conversation, ConversationRequest):
 
 
 def as_messages_error(error: RequestError) -> RequestError:
-    """Return an error of a chat request with MessagesRequest's field name, where that differs."""
+    """Return an error of a chat request with MessagesRequest's name of the field; the error itself if its name is the
+    same.
+    """
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
 
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
-    """Return a function in the form of a chat request; strict and description only if they are given."""
+    """Return a function in the format of a chat request. It has strict and description only if they are given."""
     function = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}

@@ -25,16 +25,16 @@ _MANY_NUMBERS = 20_000  # they take a few milliseconds to write
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes /v1/embeddings, /pooling and /classify."""
+    """Return the routes /v1/embeddings, /pooling and /classify."""
     routes = APIRouter(tags=["pooling"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
     async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
-        """Run the body's prompts; return a response whose data is the list of `entry(index, output)`, one for each.
+        """Run the body's prompts; return a response whose data is a list with `entry(index, output)` for each prompt.
 
-        prefix: of the response's id. task: of the pooling parameters; None for the body's, or the model's. Raises
-        RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt without a
-        result.
+        prefix: prefix of the response's id. task: of the pooling parameters; None for the body's task, or the model's.
+        Raises RequestError, OverloadedError, EngineDeadError, and ApiError for an unknown model (404) or a prompt
+        without a result.
         """
         model = check_model(body.model or None, names)
         name = body.register(prefix, request)
@@ -58,23 +58,23 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/embeddings", response_class=Response)
     @answers(Listed[Embedding])
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-        """Return an embedding of each prompt. Errors as of `run`."""
+        """Return an embedding of each prompt. Raises the errors of `run`."""
         return await run(body, request, "embd", "embed", _vectors("embedding", "embedding", body))
 
     @routes.post("/pooling", response_class=Response)
     @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
-        """Return a vector of each prompt, or one of each of its tokens, by the request's task. Errors as of `run`."""
+        """Return a vector of each prompt or, for some tasks, one of each of its tokens. Raises `run`'s errors."""
         return await run(body, request, "pool", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
     @answers(Listed[Classified])
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        """Return each prompt's likeliest label, "LABEL_N" without a name, and all probabilities. Errors as of `run`."""
+        """Return each prompt's likeliest label, "LABEL_N" if unnamed, and all probabilities. Raises `run`'s errors."""
         labels = engine.inputs.require_pooling().labels
 
         def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-            """Return the entry of one answer."""
+            """Return the entry of one answer: its label, all probabilities and their number."""
             best = int(each.outputs.data.argmax())
             probs = each.outputs.data.tolist()
             label = labels.get(best, f"LABEL_{best}")
@@ -86,14 +86,14 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
-    """Return a function (index, answer) -> entry of the response, a dict, whose `field` is the vector in the request's
-    encoding: a list of numbers, or base64 of little-endian float32.
+    """Return a function (index, output) -> entry of the response, a dict in which `field` is the vector in the
+    request's encoding: a list of numbers, or base64 of little-endian float32.
 
     kind: the entry's "object".
     """
 
     def entry(index: int, each: PooledAnswer) -> dict[str, Any]:
-        """Return the entry of one answer, with its number `index`."""
+        """Return the entry of one answer, with its index and its vector."""
         data: Any = each.outputs.data
         if body.encoding_format == "base64":
             return {

@@ -20,7 +20,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "endianness": ("native", "little"),
     "media_io_kwargs": ({},),
 }
-# Of scores, which no chat template writes.
+# Refused fields of score requests, whose prompts use no chat template.
 _SCORES_REFUSED: dict[str, tuple[Any, ...]] = {
     **_REFUSED,
     "chat_template_kwargs": ({},),
@@ -49,7 +49,9 @@ class PoolingBody(NamedRequest):
 
     @model_validator(mode="after")
     def _check_pooling(self) -> Self:
-        """Raise RequestError for a truncate_prompt_tokens that is not allowed."""
+        """Return this request after checking it. Raises RequestError for a truncate_prompt_tokens other than -1 and
+        integers from 1.
+        """
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(
@@ -58,8 +60,8 @@ class PoolingBody(NamedRequest):
         return self
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation, which is applied to the prompt. task: None for the
-        model's. Values are checked when the request is prepared.
+        """Return the request's PoolingParams. Truncation is not among them, as it is applied to the prompt. task: None
+        for the model's task. Values are validated later, when the engine prepares the request.
         """
         return PoolingParams(task=task, use_activation=self.use_activation)
 
@@ -102,8 +104,8 @@ class EmbeddingRequest(InputBody):
     prompt_name: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation. task: None for the model's. Values are checked when
-        the request is prepared.
+        """Return the request's PoolingParams. Truncation is not among them, as it is applied to the prompt. task: None
+        for the model's task. Values are validated later, when the engine prepares the request.
         """
         return PoolingParams(
             task=task,
@@ -120,8 +122,8 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None
 
     def pooling_params(self, task: str | None = None) -> PoolingParams:
-        """Return the fields as PoolingParams, except truncation. The task is the request's own, and the argument is
-        ignored. Values are checked when the request is prepared.
+        """Return the request's PoolingParams with its own task; the argument is ignored. Values are validated later,
+        when the engine prepares the request.
         """
         return super().pooling_params(self.task)
 
@@ -144,8 +146,8 @@ class ScoreRequest(PoolingBody):
     data_2: str | Texts | None = None
 
     def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """Return the texts of both sides, each one text or a list, as given. Raises RequestError unless the fields that
-        are given are one pair of _PAIRS.
+        """Return the texts of both sides, each a single text or a list, as given. Raises RequestError unless exactly
+        the two fields of one pair in _PAIRS are given.
         """
         names = {name for pair in _PAIRS for name in pair}
         given = {name for name in names if getattr(self, name) is not None}
@@ -174,14 +176,14 @@ class RerankRequest(PoolingBody):
 
     @model_validator(mode="after")
     def _check_rerank(self) -> Self:
-        """Raise RequestError for a negative top_n."""
+        """Return this request after checking it. Raises RequestError for a negative top_n."""
         if self.top_n is not None and self.top_n < 0:
             raise RequestError(f"top_n is {self.top_n}; allowed are integers from 0", param="top_n")
         return self
 
     def texts(self) -> list[str]:
-        """Return the texts of the documents. Raises RequestError for no documents, and for one without a text or an
-        empty one.
+        """Return the texts of the documents, in order. Raises RequestError if there are no documents, or one has no
+        text or an empty one.
         """
         found = [each if isinstance(each, str) else each.get("text") for each in self.documents]
         if not found or not all(isinstance(text, str) and text for text in found):

@@ -26,7 +26,7 @@ PooledAnswer = PoolingRequestOutput[PoolingOutput]
 
 
 class PoolingServer:
-    """State that all pooling requests share: engine, encoder of prompts, options."""
+    """Objects that all pooling requests of a server share: engine, options, encoder of prompts."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.engine = engine
@@ -34,9 +34,11 @@ class PoolingServer:
         self._encoder = PromptEncoder(engine.inputs)
 
     async def encode_input(self, body: InputBody, params: PoolingParams) -> list[list[int]]:
-        """Return the token ids of each prompt of `input`, truncated if the request asks for it; before each text is the
-        model's prompt that `params` name. Raises RequestError for another form of input and for prompts that are too
-        many or too long, OverloadedError.
+        """Return the token ids of each prompt of `input`, truncated if the request has truncate_prompt_tokens. The
+        model's prompt that `params` name is prepended to texts.
+
+        Raises RequestError for another form of input, for too many prompts and for prompts that are too long,
+        OverloadedError.
         """
         inputs = self.engine.inputs
         longest = inputs.config.max_model_len if body.truncate_prompt_tokens is None else None
@@ -46,11 +48,11 @@ class PoolingServer:
     async def encode_given(
         self, given: Sequence[str | list[int]], body: PoolingBody, params: PoolingParams, *, special: bool = True
     ) -> list[list[int]]:
-        """Return the token ids of each of `given`: texts, which are tokenized as by `encode`, and lists of token ids.
-        All are truncated as the request specifies.
+        """Return the token ids of each of `given`, texts or lists of token ids, truncated if the request has
+        truncate_prompt_tokens. The model's prompt that `params` name is prepended to texts.
 
-        special: as in `encode`. Raises RequestError, also for truncate_prompt_tokens above max_model_len, and
-        OverloadedError.
+        special: whether special tokens are added to texts. Raises RequestError, also for truncate_prompt_tokens above
+        max_model_len, and OverloadedError.
         """
         texts = [each for each in given if isinstance(each, str)]
         side = None
@@ -60,11 +62,11 @@ class PoolingServer:
         return [self._cut(next(encoded) if isinstance(each, str) else each, body) for each in given]
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], body: PoolingBody) -> list[str | list[int]]:
-        """Return the prompt of each pair of texts (scoring.pair_prompt), token ids truncated as the request specifies.
-        They are made on a thread.
+        """Return the prompt of each pair of texts (scoring.pair_prompt): a text, or token ids, which are truncated if
+        the request has truncate_prompt_tokens. The prompts are made on a thread.
 
-        Raises RequestError, also for pairs that have more characters altogether than a body may have bytes: one text
-        may be in all of them. Raises OverloadedError if too many requests wait.
+        Raises RequestError, also for pairs that have more characters altogether than max_request_bytes, since one text
+        may be in all of them; OverloadedError if too many requests wait.
         """
         inputs, most = self.engine.inputs, self.config.max_request_bytes
         lengths = [len(one) + len(other) for one, other in pairs]
@@ -75,7 +77,7 @@ class PoolingServer:
             self._encoder.verify_length(max(lengths), "text_2")
 
         def made() -> list[str | list[int]]:
-            """Return the prompts."""
+            """Return the prompts of all pairs."""
             prompts = (pair_prompt(inputs, *pair) for pair in pairs)
             return [each if isinstance(each, str) else self._cut(each, body) for each in prompts]
 
@@ -90,11 +92,11 @@ class PoolingServer:
         param: str = "input",
         cut_side: str | None = None,
     ) -> list[list[int]]:
-        """Tokenize each text, with the model's prompt that the parameters name before it. Raises RequestError, also for
-        texts that cannot fit into max_model_len unless cut, and OverloadedError.
+        """Return the token ids of each text, with the model's prompt that `params` name prepended.
 
-        special: whether special tokens are added. param: field of the texts, for errors. cut_side: as in
-        PromptEncoder.encode.
+        special: whether special tokens are added. param: field of the texts, for errors. cut_side: "left" or "right" if
+        the caller truncates token ids on that side; None encodes whole texts. Raises RequestError, also for whole texts
+        that cannot fit into max_model_len, and OverloadedError.
         """
         prefix = params.prefix(self.engine.inputs.require_pooling())
         whole = [prefix + text for text in texts]
@@ -103,11 +105,11 @@ class PoolingServer:
     async def answers(
         self, prompts: Sequence[list[int]], params: PoolingParams, body: PoolingBody, name: str, options: RequestOptions
     ) -> list[PooledAnswer]:
-        """Run the prompts and return the engine's output for each, in order. name: the request's id in the engine;
-        prompt number i of several runs under NAME-i. body: has the cache_salt.
+        """Run the prompts and return the engine's output for each, in order, at most max_num_seqs at a time.
 
-        All prompts are checked before any of them runs, and no more run at once than the engine has slots. Raises the
-        errors of EngineClient.pool, and ApiError (504, 409 or 500) if a prompt has no result, which ends the others.
+        name: the request's id in the engine; with several prompts, number i runs under NAME-i. body: has the
+        cache_salt. Several prompts are all validated before any of them runs. Raises the errors of EngineClient.pool,
+        and ApiError (504, 409 or 500) if a prompt has no result, after ending the others.
         """
         inputs = self.engine.inputs
         wanted: list[Any] = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompts]
@@ -128,8 +130,8 @@ class PoolingServer:
         return [found[index] for index in range(len(wanted))]
 
     def _cut(self, token_ids: list[int], body: PoolingBody) -> list[int]:
-        """Return a prompt's token ids truncated as its request says; all of them without truncate_prompt_tokens. Raises
-        RequestError for a number above max_model_len.
+        """Return a prompt's token ids truncated to truncate_prompt_tokens (-1: max_model_len) of the request; unchanged
+        without that field. Raises RequestError for a number above max_model_len.
         """
         keep, longest = body.truncate_prompt_tokens, self.engine.inputs.config.max_model_len
         if keep is None:
@@ -142,7 +144,7 @@ class PoolingServer:
 
 
 def counts(answers: Sequence[PoolingRequestOutput[Any]]) -> dict[str, Any]:
-    """Return OpenAI's token counts, of all answers together."""
+    """Return OpenAI's usage object with the token counts of all answers together."""
     cached = sum(answer.num_cached_tokens for answer in answers)
     return usage(sum(len(answer.prompt_token_ids) for answer in answers), 0, cached)
 

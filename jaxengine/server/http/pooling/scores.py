@@ -25,7 +25,7 @@ from jaxengine.server.http.request.limits import JsonRoute
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes of score and rerank, under each of their paths."""
+    """Return the routes of score and rerank, each under all its paths."""
     routes = APIRouter(tags=["scores"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
@@ -82,7 +82,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
 
 def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[str, str]]:
-    """Return the pairs. Raises RequestError for more than the server's max_prompts."""
+    """Return the pairs unchanged. Raises RequestError for more than the server's max_prompts."""
     if len(pairs) > config.max_prompts:
         raise RequestError(f"there are {len(pairs)} pairs of texts; allowed are 1 to {config.max_prompts}")
     return pairs
@@ -91,9 +91,11 @@ def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[s
 async def _scores(
     server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
 ) -> list[ScoringRequestOutput]:
-    """Compute the score of each pair, with the tokens of both texts: those of a text that is in several pairs count in
-    each, although an embedder computes it once. body: its truncation, activation and cache_salt hold for all. name: the
-    request's id in the engine. Raises the errors of PoolingServer.encode_pairs and `answers`.
+    """Return the score of each pair, in order, with the token counts of both texts. A text that is in several pairs is
+    counted in each, although an embedding model computes it once.
+
+    body: its truncation, activation and cache_salt apply to all pairs. name: the request's id in the engine. Raises the
+    errors of PoolingServer.encode_pairs and `answers`.
     """
     model, params = server.engine.inputs.require_pooling(), body.pooling_params()
     if not reads_apart(model):

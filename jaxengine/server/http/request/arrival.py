@@ -15,34 +15,35 @@ from jaxengine.server.http.request.errors import ApiError, error_response
 
 # Minimum rate of a body: in addition to read_timeout it may take the time that this rate implies.
 LEAST_BYTES_PER_SECOND = 256 << 10
-# Limit of the total size of bodies in memory, in bodies of the largest allowed size.
+# Limit of the total size of bodies in memory, as a multiple of the largest allowed body.
 _MOST_BODIES = 8
-_CLOSE = {"Connection": "close"}  # the rest of the body is not kept
-# Refusals after which the rest of a body is read and dropped: many clients read no answer before they have sent it all,
-# and closing a connection with unread bytes resets it.
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
+# Refusals after which the rest of a body is read and dropped: many clients read no answer before they have sent the
+# whole body, and closing a connection with unread bytes resets it.
 _DRAINED = (413, 429, 431)
-# Paths and types of bodies that are not held in memory: their reader says how large they may be.
+# Paths and content types of bodies that are not held in memory; the code that reads them limits their size.
 STREAMED = {"/update_weights": b"application/octet-stream", "/v1/files": b"multipart/form-data"}
-# Limits of what is dropped of one body, in bodies of the largest allowed size, and of such bodies at a time.
+# Limits of the bytes that are dropped of one body, as a multiple of the largest allowed body, and of bodies that are
+# dropped at a time.
 _MOST_DROPPED, _MOST_DRAINS = 2, 64
-# Uploads that one process takes at a time, and those of one client.
+# Largest number of simultaneous uploads to one process, and of one client.
 _MAX_UPLOADS, _MAX_OWN_UPLOADS = 32, 8
 
 
 class LimitsMiddleware:
-    """Middleware that refuses headers and bodies that are too large, and bodies that arrive too slowly or too many at
-    once.
+    """Middleware that refuses headers and bodies that are too large, bodies that arrive too slowly, and too many large
+    bodies at once.
 
-    A body is measured while it arrives. It counts towards the total from its first byte until its response begins. A
-    streamed body (STREAMED) need only arrive in time.
+    A body is measured while it arrives. It counts towards the total size from its first byte until its response begins.
+    A streamed body (STREAMED) need only arrive in time.
     """
 
     def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int, read_timeout: float):
         """Store the limits.
 
-        max_header_bytes, max_request_bytes: largest size in bytes of a request's headers, path and query included, and
-        of its body; all bodies together may have _MOST_BODIES times as much as one. read_timeout: seconds to receive a
-        body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
+        max_header_bytes: largest size in bytes of a request's headers, path and query included. max_request_bytes:
+        largest size of its body; all bodies together may have _MOST_BODIES times as much. read_timeout: seconds to
+        receive a body, in addition to the time that LEAST_BYTES_PER_SECOND allows.
         """
         self._app = app
         self._max_header_bytes = max_header_bytes
@@ -52,10 +53,10 @@ class LimitsMiddleware:
         self._num_drains = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request as an ASGI application; scopes other than HTTP are passed on.
+        """Answer a request as an ASGI application; scopes other than HTTP are passed on unchanged.
 
-        Headers beyond a limit are refused by a response: 400, 413 or 431. The application inside receives the body by a
-        function that raises ApiError beyond a limit: 408, 413 or 429, which that application answers.
+        Headers beyond a limit are refused with a response 400, 413 or 431. The wrapped application receives the body
+        through a function that raises ApiError beyond a limit (408, 413 or 429), to be answered by that application.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -95,7 +96,7 @@ class LimitsMiddleware:
             return message
 
         async def released(message: Message) -> None:
-            """Send a message of the response. The body no longer counts; of some refusals its rest is read first."""
+            """Send a message of the response. The body stops counting; a refusal in _DRAINED first reads its rest."""
             nonlocal num_held, drains
             self._num_held -= num_held
             num_held = 0
@@ -118,8 +119,8 @@ class LimitsMiddleware:
             self._num_held -= num_held
 
     async def _drain(self, receive: Receive) -> None:
-        """Read the rest of a body and drop it, at most _MOST_DROPPED times the largest body and for read_timeout
-        seconds; read nothing if _MOST_DRAINS others are being dropped.
+        """Read and drop the rest of a body: at most _MOST_DROPPED times the largest body, and for at most read_timeout
+        seconds. Does nothing if _MOST_DRAINS other bodies are being dropped.
         """
         if self._num_drains >= _MOST_DRAINS:
             return
@@ -138,10 +139,10 @@ class LimitsMiddleware:
             self._num_drains -= 1
 
     def _check_headers(self, scope: Scope) -> None:
-        """Check the size of the headers, path and query included, and Content-Length, both in bytes.
+        """Check the size of the headers, path and query included, and the Content-Length, both in bytes.
 
-        Raises ApiError: 431 for headers that are too large, 413 for a body that is, unless it is of STREAMED, and 400
-        for a Content-Length that is no number or that comes with Transfer-Encoding.
+        Raises ApiError: 431 for headers that are too large, 413 for a body that is too large, unless it is one of
+        STREAMED, and 400 for a Content-Length that is not a number or comes with Transfer-Encoding.
         """
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
@@ -161,19 +162,23 @@ class LimitsMiddleware:
                     raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        """Return the error 413, which closes the connection."""
+        """Return the error 413, whose response closes the connection."""
         return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
 
 
 class Uploads:
-    """Bodies of STREAMED that this process takes at the moment: at most 32, of one client 8."""
+    """Counter of the streamed bodies that this process is receiving: at most _MAX_UPLOADS, of one client at most
+    _MAX_OWN_UPLOADS.
+    """
 
     def __init__(self):
         self._running: Counter[str] = Counter()
 
     @contextmanager
     def one_of(self, owner: str) -> Iterator[None]:
-        """Return a context in which an upload of a client is taken. Raises OverloadedError if there are too many."""
+        """Context manager that counts an upload of a client while it is received. Raises OverloadedError if there are
+        too many.
+        """
         running = self._running
         if running.total() >= _MAX_UPLOADS or running[owner] >= _MAX_OWN_UPLOADS:
             problem = f"{running.total()} files are being received, {running[owner]} of them of yours"
@@ -188,12 +193,12 @@ class Uploads:
 
 
 def is_streamed(scope: Scope) -> bool:
-    """Whether a request's body is one of STREAMED, by its path, the root path removed, and its Content-Type."""
+    """Whether a request's body is one of STREAMED, by its path without the root path and its Content-Type."""
     kind = STREAMED.get(scope["path"].removeprefix(scope.get("root_path", "")))
     given = (value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type")
     return kind is not None and kind in given
 
 
 def _waits_to_send(scope: Scope) -> bool:
-    """Whether the client sends a body only after it was asked to (Expect: 100-continue)."""
+    """Whether the client sends the body only after the server has agreed (Expect: 100-continue)."""
     return any(name == b"expect" for name, _ in scope["headers"])

@@ -14,18 +14,20 @@ from jaxengine.server.base.keys import NO_KEY, Keys, bearer_key, digest_of, owne
 from jaxengine.server.http.request.errors import ApiError, error_response
 from jaxengine.turns import OWNER
 
-# "/" and "/docs" are pages without data that ask for a key themselves, as browsers send none with an address.
+# "/" and "/docs" are pages without data that prompt for a key themselves, as browsers send none with an address.
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/", "/docs"})
 
 
 class AuthMiddleware:
-    """Middleware that refuses requests without a valid key, if there are keys; `require_admin` needs an operator's key.
+    """Middleware that refuses requests without a valid key, if there are keys. Routes for operators also depend on
+    `require_admin`.
 
     `state["holder"]` is the digest of the key; a caller in this process that acts for a client, such as a batch, has
-    set it before. `state["client"]` names the client for the engine, by the key; None if the policy does not
-    distinguish clients. `state["owner"]` is a hash of the key, which owns what the request creates;
-    `state["owner_tag"]` a short one for ids, and `state["sees"]` the owner whose ids it may see, None for all. OWNER
-    names the client among whom the reading of images is shared fairly.
+    set it before. `state["client"]` names the client for the engine, by the key; None if the scheduling policy does not
+    distinguish clients. `state["owner"]` is the digest in hex, which owns what the request creates;
+    `state["owner_tag"]` is a short form for ids, and `state["sees"]` the owner whose ids the client may see, None for
+    all ids. `state["is_admin"]` is whether the key is an operator's. OWNER names the client among whom image reading is
+    shared fairly.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, names_clients: bool):
@@ -34,8 +36,9 @@ class AuthMiddleware:
         self._names_clients = names_clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Note in a request's state whose it is, and pass it on if its key is admitted or its path is one of
-        OPEN_PATHS; answer others with 401. WebSockets are closed, as no route takes any. A lifespan scope is passed on.
+        """Set the client's fields in a request's state, and pass the request on if its key is admitted or its path is
+        one of OPEN_PATHS; answer others with 401. WebSockets are closed, as no route accepts any. A lifespan scope is
+        passed on unchanged.
         """
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
@@ -58,7 +61,9 @@ class AuthMiddleware:
 
 
 def require_admin(request: Request) -> None:
-    """Dependency of routes that change the server. Raises ApiError: 403 for another key, 401 for none."""
+    """Dependency of routes that change the server. Raises ApiError unless the key is an operator's: 403 for another
+    key, 401 for none.
+    """
     if request.scope["state"]["is_admin"]:
         return
     if request.scope["state"]["holder"] != NO_KEY:
@@ -67,7 +72,9 @@ def require_admin(request: Request) -> None:
 
 
 def check_query(request: Request) -> None:
-    """Dependency of routes whose query parameters all act. Raises RequestError for one that the route lacks."""
+    """Dependency of routes that use all their query parameters. Raises RequestError for a parameter that the route does
+    not have.
+    """
     known = sorted(each.alias for each in request.scope["route"].dependant.query_params)
     for name in request.query_params:
         if name not in known:
@@ -76,18 +83,18 @@ def check_query(request: Request) -> None:
             raise RequestError(problem, param=name[:64])
 
 
-# What routes for operators depend on.
+# Dependencies of routes for operators.
 ADMIN = [Depends(require_admin), Depends(check_query)]
 
 
 def _unauthorized() -> ApiError:
-    """Return the error 401, with the header WWW-Authenticate."""
+    """Return the error 401, whose response has the header WWW-Authenticate."""
     return ApiError(401, "a valid key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
 
 
 def given_key(scope: Scope) -> bytes:
-    """Return the request's key, from "Authorization: Bearer KEY" or, as Anthropic's clients send it, X-Api-Key, which
-    counts only without Authorization and with a single value; b"" for none.
+    """Return the request's key, b"" for none: from "Authorization: Bearer KEY" or, without that header, from X-Api-Key,
+    which Anthropic's clients send. Several different X-Api-Key values count as none.
     """
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     plain = {value.strip() for name, value in scope["headers"] if name == b"x-api-key"}

@@ -1,4 +1,5 @@
-"""Error responses: OpenAI's form, or Anthropic's for its endpoints, with one status per kind of error.
+"""Error responses, in OpenAI's format or, for Anthropic's endpoints, in Anthropic's, with one status for each kind of
+error.
 
 Internals of the server are not disclosed. All responses other than success are made here.
 """
@@ -48,19 +49,19 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }
 _BRANCHES = {"str", "int", "float", "bool", "none"}
-# Fields of the engine -> another name under which HTTP takes them.
+# Field of the engine -> another name under which an HTTP request may give it.
 _OTHER_NAMES = {"extra_args": "vllm_xargs", "structured_outputs": "response_format", "version": "weight_version"}
 
 
 class ApiError(HTTPException):
-    """Raised for a response other than success.
+    """Exception that is answered with a response other than success.
 
     Attributes:
       status_code: HTTP status.
       detail: message for the caller.
       headers: of the response; None for none.
-      param: the faulty field, as the caller spells it.
-      kept: text of the caller's that the message quotes; no path is removed from it.
+      param: the invalid field, as the caller spells it; None for none.
+      kept: part of the message that quotes the caller; paths are not removed from it.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
-    """Return the response for an exception, by its class; an ApiError unchanged. OverloadedError becomes 429,
-    EngineDeadError 503, the OSError of a full disk 507, all with Retry-After; UnknownAdapterError 404; RequestError and
-    RequestValidationError 400; another HTTPException keeps its status. An unexpected class becomes a 500 without
-    details; the caller logs it.
-    EngineDrainingError, an EngineDeadError, keeps its message and also gets "Connection: close".
+    """Return the ApiError with which an exception is answered, by its class. An ApiError is returned unchanged.
 
-    given: names of the fields in the request's body, by one of which a faulty field is called.
+    OverloadedError becomes 429, EngineDeadError 503 and the OSError of a full disk 507, all with Retry-After;
+    UnknownAdapterError becomes 404, RequestError and RequestValidationError 400; another HTTPException keeps its
+    status. EngineDrainingError, a subclass of EngineDeadError, also keeps its message and gets "Connection: close". An
+    unexpected class becomes a 500 without details, and the caller should log it. given: names of the fields in the
+    request's body; if one of them is another name of the invalid field, the error uses it.
     """
     match error:
         case ApiError():
@@ -111,7 +112,7 @@ def as_api_error(error: Exception, given: Collection[str] = ()) -> ApiError:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Return the JSON body of an error in OpenAI's form, with vLLM's values of `type` and the HTTP status as `code`.
+    """Return the JSON body of an error in OpenAI's format, with vLLM's values of `type` and the HTTP status as `code`.
     Paths and other internals are removed from the message.
     """
     fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
@@ -125,7 +126,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's form, with its `type` for the HTTP status. Paths and other
+    """Return the JSON body of an error in Anthropic's format; its `type` follows from the HTTP status. Paths and other
     internals are removed from the message.
     """
     fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
@@ -134,42 +135,43 @@ def messages_error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_response(error: ApiError) -> Response:
-    """Return the error as a response, in the form of the API whose path is requested."""
+    """Return the response for an error. Its body has the format of the API to which the requested path belongs."""
     return _ErrorResponse(error)
 
 
 class _ErrorResponse(Response):
-    """Response whose form depends on the request's path."""
+    """Response whose body's format depends on the request's path."""
 
     def __init__(self, error: ApiError):
         self._error = error
         super().__init__(self._body(error_body), error.status_code, dict(error.headers or {}), "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response, for Anthropic's paths in its form."""
+        """Send the response, in Anthropic's format for Anthropic's paths."""
         if scope["path"].removeprefix(scope.get("root_path", "")).startswith(_MESSAGES):
             self.body = self._body(messages_error_body)
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
     def _body(self, shape: Callable[[ApiError], dict[str, Any]]) -> bytes:
-        """Encode the body that `shape` makes of the error."""
+        """Return the JSON of `shape(error)`, in ASCII."""
         # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 encoding.
         return json.dumps(shape(self._error)).encode()
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Install handlers for the expected exceptions of `app`; the outermost middleware answers others.
+    """Install handlers for the expected exceptions of `app`; others are left to the outermost middleware.
 
-    routes: all routes, which may be added later; a response 405 lists the methods of all routes with its path.
+    routes: all routes of the application. The list may be extended later. The header Allow of a response 405 has the
+    methods of all routes with its path.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        """Return the response to an exception. A path that has no route gets 404, with what to use instead; 405 has the
-        header Allow with the methods of all routes of its path.
+        """Return the response to an exception. A path without a route gets 404, whose message says what to use instead.
+        405 has the header Allow with the methods of all routes of its path.
         """
         known = as_api_error(error, getattr(request.state, "given_fields", ()))
-        # Not what a route has raised: the framework found no route, or none of this method.
+        # Raised by the framework and not by a route: there is no route for the path, or none with this method.
         if type(error) is HTTPException and error.status_code in (404, 405):
             path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
             problem = about_missing(path)
@@ -189,8 +191,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
-    """Return the error (400) for the first invalid field, with all values that would be allowed there; for a
-    RequestError that a validator raised, that error's own.
+    """Return the error (400) for the first invalid field, with all alternatives that would be allowed there. If a
+    validator raised a RequestError, return the error for that.
     """
     problems = error.errors()
     raised = problems[0].get("ctx", {}).get("error")
@@ -209,7 +211,9 @@ def _invalid(error: RequestValidationError, given: Collection[str]) -> ApiError:
 
 
 def _want(problem: dict[str, Any]) -> str:
-    """Return what pydantic says of a field, after the keys and positions within it, without the branches of unions.
+    """Return pydantic's message about a field, preceded by the path of keys and positions within the field, without the
+    branches of unions.
+
     problem: an entry of ValidationError.errors().
     """
     # Pydantic includes branches of a union in the location; only keys and positions are shown.
@@ -220,8 +224,8 @@ def _want(problem: dict[str, Any]) -> str:
 
 
 def _as_given(text: str, given: Collection[str]) -> str:
-    """Return a field's name, or a message that begins with it, with the name by which the request gave the field;
-    unchanged if that is the same.
+    """Return `text`, a field's name or a message that begins with it, with the other name by which the request gave the
+    field; unchanged if it gave none.
     """
     for name, other in _OTHER_NAMES.items():
         if text.startswith(name) and name not in given and other in given:

@@ -14,12 +14,12 @@ _TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 
 def at_most(number: int) -> BeforeValidator:
-    """Return a validator that refuses a list or object with more than `number` entries, before the entries are
-    validated; other values pass.
+    """Return a validator that refuses a list or object with more than `number` entries, before its entries are
+    validated. Other values pass.
     """
 
     def check(value: Any) -> Any:
-        """Return the value. Raises ValueError for too many entries."""
+        """Return the value unchanged. Raises ValueError for too many entries."""
         if isinstance(value, list | dict) and len(value) > number:
             raise ValueError(f"at most {number} entries are allowed, not {len(value)}")
         return value
@@ -28,14 +28,16 @@ def at_most(number: int) -> BeforeValidator:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """Return the value. Raises ValueError unless it is an object."""
+    """Return the value unchanged. Raises ValueError unless it is an object."""
     if not isinstance(value, dict):
         raise ValueError("it must be an object")
     return value
 
 
 def _all_texts(value: Any) -> Any:
-    """Return the value. Raises ValueError for an object with a value that is no text; what is no object passes."""
+    """Return the value unchanged. Raises ValueError for an object in which a value is not a text. A value that is not
+    an object passes.
+    """
     if isinstance(value, dict):
         wrong = next((name for name, item in value.items() if not isinstance(item, str)), None)
         if wrong is not None:
@@ -46,7 +48,7 @@ def _all_texts(value: Any) -> Any:
 # Validation of lists and objects stops at the first error: a body may have millions.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-# An object as it was read. pydantic would copy it entry by entry, blocking other threads.
+# An object, used as it was parsed. pydantic would copy it entry by entry, blocking other threads.
 JsonObject = Annotated[
     dict[str, Any], PlainValidator(_object), WithJsonSchema({"type": "object", "additionalProperties": True})
 ]
@@ -58,9 +60,9 @@ TemplateVariables = Annotated[JsonObject, at_most(MAX_OPTIONS)]
 
 
 def bias_by_id(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
-    """Return logit_bias by token id, an int where JSON has a text. Raises RequestError for keys that are no whole
-    numbers, for two of the same number, and for more than `vocab_size` of them. Values, and whether an id is in the
-    vocabulary, are not checked here.
+    """Return logit_bias with its keys, texts in JSON, converted to token ids. Raises RequestError for keys that are not
+    whole numbers, for two keys of the same number, and for more than `vocab_size` keys. Values, and whether an id is in
+    the vocabulary, are not checked.
     """
     if len(logit_bias) > vocab_size:
         raise RequestError(

@@ -1,6 +1,6 @@
-"""Reading of multipart/form-data (RFC 7578): text fields and one file, with limits of their number and sizes.
+"""Parsing of multipart/form-data (RFC 7578): text fields and one file, with limits of their number and sizes.
 
-A form is read as it arrives. At most a piece of it, or a header, is in memory, besides the text fields.
+A form is parsed as it arrives. Besides the text fields, only one piece of it, or one header, is in memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Form(NamedTuple):
     """Fields of a form, without the content of its file.
 
     Attributes:
-      fields: values of each text field, in order; names that end in "[]" are without it.
-      filename: of the field FILE as its sender wrote it, "" without one; None if there is no file.
+      fields: values of each text field, in order. A name that ends with "[]" is stored without it.
+      filename: file name of the field FILE, "" if it has none; None if there is no file.
     """
 
     fields: dict[str, list[str]]
     filename: str | None
 
     def once(self, name: str) -> str | None:
-        """Return the value of a field, None without one. Raises RequestError for several."""
+        """Return the value of a text field; None if it is not given. Raises RequestError if it is given repeatedly."""
         given = self.fields.get(name, [])
         if len(given) > 1:
             raise RequestError(f"{show_value(name)} is given {len(given)} times; allowed is once", param=name[:64])
@@ -39,10 +39,10 @@ class Form(NamedTuple):
 
 
 async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> Form:
-    """Read the body of a request as a form, and pass the content of its file to `write`, piece by piece.
+    """Parse the body of a request as a form, and pass the content of its file to `write`, piece by piece.
 
-    Raises ApiError: 415 for another type, 400 for a form that is damaged or has too many parts. Raises RequestError for
-    a text field that is too long or not UTF-8 and for a second file, and what `write` raises.
+    Raises ApiError: 415 for another content type, 400 for a form that is damaged or has too many parts. Raises
+    RequestError for a text field that is too long or not UTF-8 and for a second file, and the errors of `write`.
     """
     boundary = _param(request.headers.get("content-type", ""), "multipart/form-data", "boundary")
     if boundary is None or not 1 <= len(boundary) <= 70:
@@ -51,17 +51,17 @@ async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]])
 
 
 async def parse_form(pieces: AsyncIterator[bytes], boundary: bytes, write: Callable[[bytes], Awaitable[None]]) -> Form:
-    """Parse a form that arrives in pieces, as `read_form` does: text fields may repeat, and the content of the field
-    FILE goes to `write`, piece by piece.
+    """Parse a form that arrives in pieces. Text fields may repeat; the content of the field FILE is passed to `write`,
+    piece by piece.
 
-    boundary: the parameter of Content-Type, without hyphens before it. Raises ApiError (400) for a form that is damaged
-    or has more than _MAX_PARTS parts; RequestError for a text field of more than _MAX_TEXT bytes or not in UTF-8, and
-    for a second file; and what `write` raises.
+    boundary: the parameter of Content-Type, without preceding hyphens. Raises ApiError (400) for a form that is damaged
+    or has more than _MAX_PARTS parts; RequestError for a text field that has more than _MAX_TEXT bytes or is not UTF-8,
+    and for a second file; and the errors of `write`.
     """
     body = _Body(pieces, b"\r\n--" + boundary)
     fields: dict[str, list[str]] = {}
     filename: str | None = None
-    async for _ in body.part():  # what precedes the first boundary has no meaning
+    async for _ in body.part():  # text before the first boundary has no meaning
         pass
     for _ in range(_MAX_PARTS):
         head = await body.header()
@@ -89,9 +89,10 @@ async def parse_form(pieces: AsyncIterator[bytes], boundary: bytes, write: Calla
 
 
 class _Body:
-    """Body of a form that is still arriving, read part by part: `part`, then `header` and `part` for each field.
+    """Body of a form that is still arriving, parsed part by part: call `part` once, then `header` and `part` for each
+    field.
 
-    mark: what separates parts: the boundary, with the line break and the hyphens before it.
+    mark: separator of parts: a line break, two hyphens and the boundary.
     """
 
     def __init__(self, pieces: AsyncIterator[bytes], mark: bytes):
@@ -99,7 +100,7 @@ class _Body:
         self._held = bytearray(b"\r\n")  # a body that begins with the boundary has no line break before it
 
     async def part(self) -> AsyncIterator[bytes]:
-        """Yield the content up to the next boundary, and drop that. Raises ApiError (400) if there is none."""
+        """Yield the content up to the next boundary, and drop the boundary. Raises ApiError (400) if there is none."""
         while (at := self._held.find(self._mark)) < 0:
             sure = len(self._held) - len(self._mark) + 1  # the rest may be the beginning of a boundary
             if sure > 0:
@@ -111,8 +112,8 @@ class _Body:
         del self._held[: at + len(self._mark)]
 
     async def header(self) -> bytes | None:
-        """Return the header that follows a boundary; None at the end of the form. Raises ApiError (400) for one that is
-        missing or longer than _MAX_HEADER bytes, and for a body that ends before.
+        """Return the header after a boundary; None at the end of the form. Raises ApiError (400) for a header that is
+        longer than _MAX_HEADER bytes or incomplete.
         """
         while len(self._held) < 2:
             await self._more()
@@ -127,7 +128,9 @@ class _Body:
         return head
 
     async def _more(self) -> None:
-        """Wait for more of the body, and append it to what is held. Raises ApiError (400) at its end."""
+        """Wait for the next piece of the body, and append it to the buffer. Raises ApiError (400) if the body has
+        ended.
+        """
         async for piece in self._pieces:
             if piece:  # the last one of a body may be empty
                 self._held += piece
@@ -136,7 +139,9 @@ class _Body:
 
 
 def _names(head: bytes) -> tuple[str, str]:
-    """Return the name and the file name, "" for none, of a part, from its header. Raises ApiError (400) for no name."""
+    """Return the field name and the file name, "" for none, from a part's header. Raises ApiError (400) for a part
+    without a field name.
+    """
     for line in head.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition" and (found := _param(value, "form-data", "name")):
@@ -145,8 +150,9 @@ def _names(head: bytes) -> tuple[str, str]:
 
 
 def _param(value: str, kind: str, name: str) -> str | None:
-    """Return a parameter of a header's value of this kind; None for another kind, or without it. kind: a media type, or
-    a disposition such as "form-data".
+    """Return the parameter `name` of a header's value; None if the value is of another kind or has no such parameter.
+
+    kind: a media type such as "multipart/form-data", or a disposition such as "form-data".
     """
     message = Message()
     message["content-type"] = value.strip() if "/" in kind else f"text/{value.strip()}"

@@ -13,7 +13,7 @@ from jaxengine.server.http.request.fields import MAX_OPTIONS, JsonObject, at_mos
 
 
 def _of_processors(value: Any) -> Any:
-    """Return the value. Raises ValueError for an object with kv_transfer_params or an alignment."""
+    """Return the value unchanged. Raises ValueError for an object with kv_transfer_params or alignment."""
     if isinstance(value, dict) and "kv_transfer_params" in value:
         raise ValueError("kv_transfer_params is a field of the request")
     if isinstance(value, dict) and ALIGNMENT in value:
@@ -21,7 +21,7 @@ def _of_processors(value: Any) -> Any:
     return value
 
 
-# Parameters of logits processors; what else SamplingParams.extra_args may have is a field of its own here.
+# Parameters of logits processors. Other entries of SamplingParams.extra_args are separate fields of HTTP requests.
 ExtraArgs = Annotated[JsonObject, at_most(MAX_OPTIONS), BeforeValidator(_of_processors)]
 TransferParams = Annotated[JsonObject, at_most(MAX_OPTIONS)]
 
@@ -29,11 +29,11 @@ TransferParams = Annotated[JsonObject, at_most(MAX_OPTIONS)]
 def with_kv_transfer(
     extra_args: Mapping[str, Any] | None, kv_transfer_params: Mapping[str, Any] | None, stream: bool
 ) -> Mapping[str, Any] | None:
-    """Return extra_args with kv_transfer_params among them, as vLLM passes these on; extra_args itself if these are
-    None.
+    """Return a copy of extra_args with kv_transfer_params as an entry, where vLLM has it too; extra_args itself if
+    kv_transfer_params is None.
 
     stream: whether the answer is a stream. Raises RequestError for a stream with do_remote_decode, whose answer would
-    have to return some.
+    have to contain kv_transfer_params.
     """
     if kv_transfer_params is None:
         return extra_args

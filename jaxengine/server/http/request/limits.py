@@ -1,6 +1,6 @@
-"""Reading of JSON bodies, with limits of depth, entries, texts and names.
+"""Parsing of JSON bodies, with limits of depth, entries, texts and names.
 
-What is in a body is counted before msgspec parses it, and a long body is read off the event loop.
+The content of a body is counted before msgspec parses it, and a long body is parsed on a thread.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ MAX_TEXTS = 500_000
 MAX_NAMES = 270_000
 # Limit of a request's top-level names.
 MAX_FIELDS = 1000
-# Longer bodies are read in a thread.
+# Longer bodies are parsed on a thread.
 _LONG_BODY = 64 << 10
 _PIECE_BYTES = 1 << 20
 # A string (up to the end of the body if it is not closed), a bracket, or text between these, in pieces. Possessive, for
 # linear time.
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]{1,65536}+', re.DOTALL)
-# What msgspec says of bodies, and the characters after which it knows that the second half of one is missing.
+# Parts of msgspec's messages; then the first half of a surrogate pair, and how many bytes at the end of a body are
+# searched for one, as msgspec reports a missing second half only if enough bytes follow.
 _MALFORMED, _ENDS_EARLY, _HALVES = "JSON is malformed: ", "Input data was truncated", "utf-16 surrogate pair"
 _HALF_CHARACTER, _LAST_BYTES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}"), 12
 _AT, _CONSTANT = re.compile(r"\(byte (\d+)\)"), re.compile(rb"NaN|-?Infinity")
@@ -45,13 +46,13 @@ _AT, _CONSTANT = re.compile(r"\(byte (\d+)\)"), re.compile(rb"NaN|-?Infinity")
 class JsonRoute(APIRoute):
     """Route whose body is JSON by the rules of `read_json`, sent as application/json.
 
-    Names of fields are recorded in the request's state: given_fields, for errors; unknown_fields and ignored_fields,
-    for headers of the response.
+    Names of fields are stored in the request's state: given_fields, for errors; unknown_fields and ignored_fields, for
+    headers of the response.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler of the route, which refuses other bodies than JSON with 415; of a route without a body,
-        the framework's. Raises TypeError if the body is not one RequestModel.
+        """Return the handler of the route, which refuses bodies other than JSON with 415. For a route without a body,
+        it is the framework's. Raises TypeError if the body is not a single RequestModel.
         """
         handle = super().get_route_handler()
         body = self.body_field
@@ -63,7 +64,7 @@ class JsonRoute(APIRoute):
             raise TypeError(f"{self.path}: the body must be one RequestModel")
 
         async def handle_json(request: Request) -> Response:
-            """Answer a request; raise ApiError (415) for a body that is not application/json or is compressed."""
+            """Answer a request. Raises ApiError (415) for a body that is not application/json or is compressed."""
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")
@@ -76,8 +77,10 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Request that reads its body as JSON by these rules, with one copy of it in memory besides its value. fields:
-    names that the route takes; ignored: names without effect.
+    """Request that parses its body as JSON by the rules of `read_json`, with one copy of the body in memory besides its
+    value.
+
+    fields: names that the route declares or refuses. ignored: names of fields without effect.
     """
 
     def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
@@ -88,17 +91,19 @@ class _JsonRequest(Request):
         self._raw = bytearray()
 
     async def body(self) -> bytes:
-        """Read the body; return a placeholder, b"" if the body is empty, because FastAPI would keep a copy in addition
-        to the parsed value.
+        """Receive the body, and return a placeholder for it (b"" if it is empty), because FastAPI would keep a copy in
+        addition to the parsed value.
         """
         async for part in self.stream():
             self._raw += part
         return b"..." if self._raw else b""
 
     async def json(self) -> Any:
-        """Return the body's value, and record the names of its fields in the request's state. A long body is parsed on
-        a thread. Raises ApiError (400) as `read_json` and for more than MAX_FIELDS fields, OverloadedError if too many
-        bodies wait for a thread.
+        """Return the body's value, and store the names of its fields in the request's state. A long body is parsed on a
+        thread. Call it after `body`.
+
+        Raises ApiError (400) for a body that `read_json` refuses and for more than MAX_FIELDS fields, OverloadedError
+        if too many bodies wait for a thread.
         """
         workers: Workers = self.app.state.workers
         value = await workers.run(self._read) if len(self._raw) > _LONG_BODY else self._read()
@@ -112,15 +117,17 @@ class _JsonRequest(Request):
         return value
 
     def _read(self) -> Any:
-        """Parse the body and release its bytes. Raises ApiError as `read_json`."""
+        """Parse the body, release its bytes, and return its value. Raises ApiError (400) for a body that `read_json`
+        refuses.
+        """
         raw, self._raw = self._raw, bytearray()
         return read_json(raw)
 
 
 def read_json(body: bytes | bytearray) -> Any:
-    """Parse JSON (RFC 8259). Raises ApiError (400) for invalid or harmful bodies.
+    """Return the value of a JSON text (RFC 8259). Raises ApiError (400) for invalid or harmful bodies.
 
-    Refused are: encodings other than UTF-8, unpaired surrogates, NaN and infinite numbers, depth beyond MAX_DEPTH, and
+    Refused are encodings other than UTF-8, unpaired surrogates, NaN and infinite numbers, depth beyond MAX_DEPTH, and
     more than MAX_CONTAINERS arrays and objects, MAX_VALUES entries, MAX_TEXTS texts or MAX_NAMES names.
     """
     if _measure(body):
@@ -130,7 +137,9 @@ def read_json(body: bytes | bytearray) -> Any:
 
 
 def _value(body: bytes | bytearray) -> Any:
-    """Parse a body. Raises ApiError (400) for one that is not JSON in UTF-8, or nested too deep for the parser."""
+    """Return the parsed value of a body. Raises ApiError (400) for a body that is not JSON in UTF-8, or is nested too
+    deeply for the parser.
+    """
     try:
         return msgspec.json.decode(body)
     except UnicodeError:
@@ -142,11 +151,13 @@ def _value(body: bytes | bytearray) -> Any:
 
 
 def _fault(body: bytes | bytearray, problem: str) -> ApiError:
-    """Return the error (400) for a body that msgspec refuses: that it is not UTF-8 text, or what is wrong with its
-    JSON. problem: msgspec's message.
+    """Return the error (400) for a body that msgspec refuses. It says that the body is not UTF-8 text, or what is wrong
+    with the JSON.
+
+    problem: msgspec's message.
     """
     ends_early = problem == _ENDS_EARLY
-    # It misses the second half of a character where the body ends sooner than that would.
+    # A body that ends within a surrogate pair lacks its second half.
     if _HALVES in problem or ends_early and _HALF_CHARACTER.search(body[-_LAST_BYTES:]):
         return _no_text()
     try:
@@ -164,10 +175,8 @@ def _fault(body: bytes | bytearray, problem: str) -> ApiError:
 
 
 def _measure(body: bytes | bytearray) -> bool:
-    """Count the values in a body, and raise ApiError if a limit is exceeded. Return True if the value may be nested too
-    deep, which the caller must check.
-
-    Depth is checked here only where text has to be distinguished from structure.
+    """Count the values in a body, and raise ApiError if a limit is exceeded. Return whether the value may be nested too
+    deeply, which the caller must then check; False if the depth has been checked already.
     """
     # Counting bytes regardless of context never gives too few, and is sufficient for nearly all bodies.
     brackets = _count(body, b"[") + _count(body, b"{")
@@ -181,7 +190,7 @@ def _measure(body: bytes | bytearray) -> bool:
 
 
 def _measure_structure(body: bytes | bytearray) -> None:
-    """Raise ApiError if a body exceeds a limit, depth included. Content of texts does not count, and the body need not
+    """Raise ApiError if a body exceeds a limit, depth included. The content of texts does not count. The body need not
     be valid JSON.
     """
     depth = num_open = num_values = num_texts = num_names = 0
@@ -210,7 +219,7 @@ def _measure_structure(body: bytes | bytearray) -> None:
 
 
 def _verify_depth(value: Any) -> None:
-    """Raise ApiError for a value that is nested deeper than MAX_DEPTH."""
+    """Raise ApiError for a value that is nested more deeply than MAX_DEPTH."""
     level = [value] if type(value) in (dict, list) else []
     for _ in range(MAX_DEPTH):
         entries = (parent.values() if type(parent) is dict else parent for parent in level)
@@ -221,8 +230,8 @@ def _verify_depth(value: Any) -> None:
 
 
 def _count(body: bytes | bytearray, what: bytes) -> int:
-    """Return the number of occurrences of `what` in the body, except those across pieces; other threads can run between
-    pieces.
+    """Return the number of occurrences of `what`, a single byte, in the body. The body is searched piece by piece, so
+    that other threads can run in between.
     """
     return sum(body.count(what, at, at + _PIECE_BYTES) for at in range(0, len(body), _PIECE_BYTES))
 
@@ -233,5 +242,5 @@ def _no_text() -> ApiError:
 
 
 def _too_deep() -> ApiError:
-    """Return the error (400) for a body that is nested too deep."""
+    """Return the error (400) for a body that is nested too deeply."""
     return ApiError(400, f"the body is nested deeper than {MAX_DEPTH}")

@@ -1,4 +1,4 @@
-"""Routes that are absent: those of vLLM, OpenAI and Anthropic that are not built, and those that an option adds."""
+"""Absent routes: routes of vLLM, OpenAI and Anthropic that are not built, and routes that only an option adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARSED = "POST /v1/chat/completions parses what the model writes; see docs/pars
 _SCORED = "logprobs with logprob_token_ids of /v1/completions; see docs/reinforcement_learning.md"
 _CONVERSATIONS = "conversations go on with previous_response_id of /v1/responses; see docs/serving.md"
 
-# Path -> what to use. It stands for all paths below it, too. The status is 404: clients repeat calls that end with 501.
+# Path, which stands for all paths below it too -> what to use. The status is 404, as clients repeat calls after a 501.
 NOT_BUILT: dict[str, str] = {
     # vLLM
     "/cohere": "POST /v1/chat/completions; see docs/serving.md",
@@ -117,8 +117,8 @@ SWITCHED_OFF: dict[str, str] = {
 
 
 def about_missing(path: str) -> str | None:
-    """Return the error message for a path in SWITCHED_OFF, or in or below one in NOT_BUILT; None for others. A "/" at
-    the end makes no difference.
+    """Return the error message for a path that is in SWITCHED_OFF, or that is in NOT_BUILT or below a path there; None
+    for others. A "/" at the end is ignored.
     """
     plain = path.rstrip("/")
     if plain in SWITCHED_OFF:

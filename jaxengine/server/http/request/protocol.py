@@ -31,7 +31,7 @@ from jaxengine.server.http.request.kv_transfer import ExtraArgs, TransferParams,
 _MAX_USER = 1024  # characters, as logs and answers repeat it
 MIN_LOGPROB = -9999.0
 
-# Earlier names of vLLM's fields, with the present ones. Ignoring them would give unconstrained answers.
+# Earlier names of vLLM's fields -> present names. Ignoring the earlier ones would give unconstrained answers.
 EARLIER = {
     "guided_decoding": "structured_outputs",
     **{
@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(EARLIER, ()),
 }
 
-# Those that text requests support.
+# Fields of REFUSED that text requests support.
 _OF_TEXT = frozenset(
     (
         "capture",
@@ -138,13 +138,15 @@ class RequestModel(BaseModel):
 
     @classmethod
     def known_fields(cls) -> frozenset[str]:
-        """Return the names of the fields that this model declares, refuses or ignores."""
+        """Return the names of the fields that this model declares or refuses, without those that it ignores."""
         return frozenset((*cls.model_fields, *cls.refused))
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        """Return the data. Raises RequestError for a field of `refused` with a value that would have an effect."""
+        """Return the data unchanged. Raises RequestError for a field of `refused` with a value other than None and
+        those listed there.
+        """
         for name in cls.refused.keys() & data.keys() if isinstance(data, dict) else ():
             value = data[name]
             if value is not None and not any(type(value) is type(one) and value == one for one in cls.refused[name]):
@@ -162,7 +164,7 @@ class ClosedModel(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_others(cls, data: Any) -> Any:
-        """Return the data. Raises ValueError for a field that the model lacks."""
+        """Return the data unchanged. Raises ValueError for a field that the model neither declares nor refuses."""
         known = cls.known_fields()
         other = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
         if other is not None:
@@ -200,8 +202,8 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """Return the equivalent vLLM field structured_outputs; None for any text. Raises RequestError for json_schema
-        without a schema; the schema itself is not checked.
+        """Return the equivalent value of vLLM's field structured_outputs; None for type "text". Raises RequestError for
+        json_schema without a schema; the schema itself is not checked.
         """
         if self.type == "json_object":
             return {"json_object": True}
@@ -232,7 +234,7 @@ class NamedRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:
-        """Raise RequestError for a request_id, timeout, cache_salt or user that is not allowed."""
+        """Return this request. Raises RequestError for an invalid request_id, timeout, cache_salt or user."""
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
@@ -247,8 +249,9 @@ class NamedRequest(RequestModel):
         return self
 
     def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
-        """Return the scheduling options: the priority, no more urgent than state.priority of `request`; timeout, or
-        else the server's; client, arrival, owner and X-Session-Id of `request`. lora: name of its adapter, or None.
+        """Return the request's scheduling options: its priority, but not more urgent than `request.state.priority`; its
+        timeout, or else the server's; and the client, arrival, owner and X-Session-Id of `request`. lora: name of the
+        adapter, or None.
         """
         state, timeout = request.state, self.timeout or config.request_timeout
         priority = self.priority or 0 if state.priority is None else max(self.priority or 0, state.priority)
@@ -256,8 +259,8 @@ class NamedRequest(RequestModel):
         return RequestOptions(priority, timeout, state.client, state.arrival, lora, *own)
 
     def register(self, prefix: str, request: Request) -> str:
-        """Record the user in the request's state; return the request's id for response, engine and `abort`: `prefix`,
-        such as "chatcmpl", "-", and the given request_id, or a unique one.
+        """Return the request's id for the response, the engine and `abort`: `prefix`, such as "chatcmpl", a hyphen, and
+        the given request_id or else a unique one. Stores the user in the request's state, and logs both at debug level.
         """
         request.state.user = self.user
         name = f"{prefix}-{self.request_id or request.state.unique_id}"
@@ -265,7 +268,7 @@ class NamedRequest(RequestModel):
         return name
 
 
-# Fields of SamplingFields, as pydantic's create_model takes them: (type, default).
+# Fields of SamplingFields in the form that pydantic's create_model takes: (type, default).
 NUMBERS: dict[str, Any] = {name: (type(row.neutral) | None, None) for name, row in ROWS.items()}
 _Numbers: Any = create_model("_Numbers", __base__=NamedRequest, **NUMBERS)
 
@@ -356,19 +359,23 @@ class TextRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _read_once(cls, data: Any) -> Any:
-        """Return the data without fields under earlier names (guided_...) that repeat structured_outputs."""
+        """Return the data without fields under earlier names (guided_...) whose values structured_outputs repeats;
+        unchanged if it is not an object with structured_outputs.
+        """
         if not isinstance(data, dict) or not isinstance(asked := data.get("structured_outputs"), dict):
             return data
         return {name: value for name, value in data.items() if name[:7] != "guided_" or value != asked.get(name[7:])}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """Raise RequestError for fields that need or exclude each other, and for a wrong truncate_prompt_tokens."""
+        """Return this request after checking it. Raises RequestError for fields that need or exclude each other, and
+        for an invalid truncate_prompt_tokens.
+        """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
-        # As in vLLM: it is `logprobs` that gives an answer its place for them.
+        # As in vLLM: without `logprobs` an answer has no field for them.
         if self.logprob_token_ids and getattr(self, "logprobs", None) in (None, False):
             raise RequestError("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
         if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
@@ -383,7 +390,9 @@ class TextRequest(GenerationRequest):
         return self
 
     def _check_beams(self) -> None:
-        """Raise RequestError for length_penalty without a beam search, and for fields that one does not have."""
+        """Raise RequestError for length_penalty without a beam search, and for fields that a beam search does not
+        support.
+        """
         if not self.use_beam_search:
             if self.length_penalty not in (None, 1.0):
                 raise RequestError("length_penalty is only allowed with use_beam_search=true", param="length_penalty")
@@ -397,10 +406,10 @@ class TextRequest(GenerationRequest):
     def beam_params(
         self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
     ) -> BeamSearchParams | None:
-        """Return the parameters of a beam search, None if the request has none. Raises RequestError for values that are
+        """Return the parameters of a beam search; None if the request has none. Raises RequestError for values that are
         not allowed.
 
-        max_tokens: None: as many as fit into the context. width: number of beams; None: n, or 1.
+        max_tokens: limit of the output; None for max_model_len. width: number of beams; None for n, or 1.
         """
         if not self.use_beam_search:
             return None
@@ -416,8 +425,9 @@ class TextRequest(GenerationRequest):
         return params
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
-        """Return the fields as SamplingParams; one that is None has the model's default. changes: SamplingParams'
-        fields by name that replace these, None included. Raises RequestError, also for n above max_n.
+        """Return the request's fields as SamplingParams; a field that is None gets the model's default. changes: fields
+        of SamplingParams by name that replace these, also by None. Raises RequestError for values that are not allowed,
+        also for n above max_n.
         """
         check_n(self.n, config)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
@@ -430,18 +440,22 @@ class TextRequest(GenerationRequest):
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
 
     def names_tokens_by_id(self, config: ServerConfig) -> bool:
-        """Whether tokens of logprobs are written as token_id:N, by the request or else the server's option."""
+        """Whether tokens of logprobs are written as token_id:N: as the request says, or else the server's option."""
         asked = self.return_tokens_as_token_ids
         return config.return_tokens_as_token_ids if asked is None else asked
 
     def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
-        """Return whether a stream ends with token counts, and whether every chunk has them, by request and options."""
+        """Return (whether a stream ends with an event with the token counts, whether every event has token counts),
+        from the request's stream_options and enable_force_include_usage.
+        """
         options = self.stream_options or StreamOptions()
         last = bool(options.include_usage) or config.enable_force_include_usage
         return last, last and bool(options.continuous_usage_stats)
 
     def _structure(self) -> dict[str, Any] | None:
-        """Return structured_outputs, or what response_format means; None for neither. Raises RequestError for both."""
+        """Return structured_outputs, or the equivalent of response_format; None if neither is given. Raises
+        RequestError if both are given.
+        """
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         if asked is None or self.structured_outputs is None:
             return asked or self.structured_outputs
@@ -451,18 +465,20 @@ class TextRequest(GenerationRequest):
 
 
 def check_n(n: int | None, config: ServerConfig) -> None:
-    """Raise RequestError for a number of outputs below 1 or above the server's max_n. None is allowed."""
+    """Raise RequestError for a number of outputs below 1 or above the server's max_n. None passes."""
     if n is not None and not 1 <= n <= config.max_n:
         raise RequestError(f"n is {show_value(n)}; allowed are 1 to {config.max_n}", param="n", value=n)
 
 
 def json_logprob(logprob: float) -> float:
-    """Return a log-probability for JSON: -9999.0 for anything less, such as minus infinity."""
+    """Return a log-probability for JSON, which has no infinity: -9999.0 for anything less than that or NaN."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
-    """Return an entry of vLLM's prompt_logprobs: candidates by id, as text; None for None, as of the first token."""
+    """Return an entry of vLLM's prompt_logprobs: candidates by token id, which is a text in JSON. None for None, as for
+    the first token.
+    """
     if position is None:
         return None
     return {
@@ -472,7 +488,7 @@ def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's token counts as JSON. num_cached_tokens: number of prompt tokens found in the prefix cache."""
+    """Return OpenAI's usage object. num_cached_tokens: number of prompt tokens that were found in the prefix cache."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,

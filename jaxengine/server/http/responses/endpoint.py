@@ -1,6 +1,7 @@
-"""Endpoint /v1/responses, OpenAI's newer one: a response is a chat completion in another format, and may be stored.
+"""Endpoint /v1/responses, OpenAI's newer one. A response is a chat completion in another format, and may be stored.
 
-Implements the life of a response: created complete, as a stream or in the background, retrieved, continued, cancelled.
+Implements the lifecycle of a response: created complete, as a stream or in the background, retrieved, continued,
+cancelled.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ from jaxengine.server.stored.records import Part, Responses
 
 logger = logging.getLogger(__name__)
 
-# Stored conversations that requests may hold at a time, if the process has no limit of memory.
+# Bytes of stored conversations that requests may hold at a time, if the process has no memory limit.
 _MEMORY_BYTES = 1 << 30
 
 
 class _Making:
-    """Response that is being generated.
+    """Response that is being generated. A context manager, which releases the memory at its end.
 
     Attributes:
-      id: of the response and of its engine request.
+      id: id of the response and of its engine request.
       earlier: messages of the stored conversation that it continues.
       writer: builds the response.
-      held: the memory of its conversation, released when it has ended.
+      held: account of the memory of its conversation.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class _Making:
         options: RequestOptions,
         held: Held,
     ):
-        """Create the engine request, which does not begin yet.
+        """Create the engine request; nothing runs yet.
 
-        question: the messages after `earlier`; model: its name in the response; store: whether the response says that
-        it is stored; options: for the engine request. Raises RequestError with ResponsesRequest's field names.
+        question: the messages after `earlier`. model: model name in the response. store: whether the response says that
+        it is stored. options: scheduling options. Raises RequestError with ResponsesRequest's field names.
         """
         self.id = response_id
         self.earlier = earlier
@@ -107,8 +108,8 @@ class _Making:
         self.held.release()
 
     async def prepare(self, ignored: list[str]) -> None:
-        """Prepare the prompt and append to `ignored` the fields without effect for this model. Raises RequestError with
-        ResponsesRequest's field names, OverloadedError.
+        """Prepare the prompt, and append "reasoning" to `ignored` if that field has no effect for this model. Raises
+        RequestError with ResponsesRequest's field names, OverloadedError.
         """
         try:
             await self._run.prepare()
@@ -117,8 +118,8 @@ class _Making:
         ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self) -> AsyncGenerator[list[Said], None]:
-        """Generate the response to its end, after `prepare`; yield the stream's events of each step, a list that may
-        be empty. `writer.response` is then its state. Raises EngineClient.stream's errors.
+        """Generate the response to its end; for each output, yield the list of stream events, which may be empty. Call
+        it after `prepare`. `writer.response` is the current state. Raises the errors of EngineClient.stream.
         """
         said = self.writer.open()
         async with contextlib.aclosing(self._run.pieces()) as pieces:
@@ -135,7 +136,7 @@ class _Making:
                 raise as_response_error(error) from None
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer so far as a chat message: content, "" for none, and reasoning and tool_calls if there are
+        """Return the answer so far as a chat message: content ("" for none), and reasoning and tool_calls if there are
         any.
         """
         parsed = message_of(self.writer.parts)
@@ -150,7 +151,7 @@ class _Making:
         return message
 
     def usage(self) -> dict[str, Any]:
-        """Return the token counts so far."""
+        """Return the usage object with the token counts so far."""
         run, given = self._run, len(self._run.prompt["prompt_token_ids"])
         return {
             "input_tokens": given,
@@ -161,13 +162,13 @@ class _Making:
         }
 
     def fail(self, error: Exception) -> None:
-        """End the response as failed, with the client's form of `error`."""
+        """End the response with status "failed" and the message that a client would get for `error`."""
         shown = error_body(as_api_error(error))["error"]
         self.writer.close("failed", self.usage(), {"code": "server_error", "message": shown["message"]})
 
     def _end(self, reason: str, stop_reason: int | str | None) -> list[Said]:
-        """End the response for the engine's finish reason; return the last events. "stop" completes it, "length" leaves
-        it incomplete, "abort" cancels it; after a timeout or for any other reason it has failed.
+        """End the response for the engine's finish reason; return its last events. "stop" becomes status "completed",
+        "length" "incomplete", "abort" "cancelled"; an abort by the timeout, and any other reason, becomes "failed".
         """
         if reason == "stop":
             return self.writer.close("completed", self.usage())
@@ -180,8 +181,8 @@ class _Making:
 
 
 def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of a response that do not change while it is generated. store: whether it is stored. params:
-    the engine's, from which temperature, top_p and penalties are taken.
+    """Return the fields of a response that do not change while it is generated. store: whether the response is stored.
+    params: the engine's sampling parameters, which supply temperature, top_p and penalties.
     """
     plain = {"format": {"type": "text"}}
     text = plain if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
@@ -217,18 +218,18 @@ def _head(body: ResponsesRequest, response_id: str, model: str, store: bool, par
 
 
 def _shown_choice(body: ResponsesRequest) -> Any:
-    """Return tool_choice as the response repeats it: a text, "auto" by default, or a dict."""
+    """Return tool_choice as it appears in the response: a text, "auto" by default, or a dict."""
     choice = body.tool_choice or "auto"
     return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _owner(request: Request) -> str:
-    """Return the name of the client by its key, which owns the response."""
+    """Return the owner of the request's responses: the client, identified by its key."""
     return request.state.owner
 
 
 class _Responses:
-    """State that all responses of this process share, other than stored ones, which are in `app.state.store`."""
+    """Objects shared by all responses of this process. Stored responses are in `app.state.store`."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.server = ChatServer.open(engine, config)
@@ -240,10 +241,10 @@ class _Responses:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
-        """Create a response and return it: complete, as a stream, or queued if it is made in the background.
+        """Create a response and return it: complete, as a stream, or queued if it is generated in the background.
 
-        Raises RequestError, ApiError (404) for an unknown model or conversation, and EngineDeadError for an engine or
-        store that cannot answer. Its memory is released after an error.
+        Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError, and EngineDeadError
+        if the engine or the store cannot answer. After an error the memory of its conversation is released.
         """
         model, lora = await choose_model(self._engine, body.model, self._names)
         request.state.user = body.user
@@ -266,11 +267,10 @@ class _Responses:
     async def _make(
         self, body: ResponsesRequest, request: Request, model: str, lora: str | None, held: Held
     ) -> tuple[_Making, Keeper | None]:
-        """Create a response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored.
-
-        held: takes the bytes of the conversation; the caller releases it after an error. Raises RequestError, also for
-        a request_id in use and a conversation that is too large to be stored as requested, ApiError (404) if there is
-        none to continue, EngineDeadError.
+        """Return a new response, whose prompt is not rendered yet, and its keeper, None if it is not to be stored. By
+        default a response is stored if it is small enough. held: takes the bytes of the conversation; the caller
+        releases it after an error. Raises RequestError, also for a request_id in use and for a conversation that is too
+        large to be stored as requested, ApiError (404) if there is none to continue, OverloadedError, EngineDeadError.
         """
         owner, store = _owner(request), _store(request)
         earlier, earlier_bytes = await self._earlier(body, request, held)
@@ -281,7 +281,7 @@ class _Responses:
         if body.store is not False:
             asked = await Asked.of(question, named_items(body.input))
             size, previous = earlier_bytes + asked.question.num_bytes, body.previous_response_id
-            # By default a response is stored if it can be; the answer says so.
+            # By default a response is stored if it is small enough; its field `store` says whether it is.
             if size <= self._most_bytes or body.store or body.background or previous is not None:
                 check_size(size, self._most_bytes, continued=previous is not None)
                 held.take(asked.num_bytes)
@@ -293,10 +293,9 @@ class _Responses:
     async def _earlier(
         self, body: ResponsesRequest, request: Request, held: Held
     ) -> tuple[Sequence[dict[str, Any]], int]:
-        """Return the messages of the conversation that is to be continued, and their bytes in the store; (), 0 for a
-        new one. held: takes these bytes.
-
-        Raises ApiError (404) if it is not stored, RequestError if it is not complete, OverloadedError, EngineDeadError.
+        """Return the messages of the stored conversation that the request continues, and their size in bytes; ((), 0)
+        for a new one. held: takes these bytes. Raises ApiError (404) if the response is not stored, RequestError if it
+        is not complete, OverloadedError, EngineDeadError.
         """
         name = body.previous_response_id
         if name is None:
@@ -321,8 +320,8 @@ class _Responses:
             return json_response(making.writer.response)
 
     async def _stream(self, making: _Making, keeper: Keeper | None) -> AsyncGenerator[bytes, None]:
-        """Generate a response and yield its events, encoded; it is stored before the event that ends it. Releases its
-        memory in every case. Raises the errors of `making.events`.
+        """Generate a response and yield its events, encoded. It is stored, if there is a keeper, before its last event
+        is yielded. Releases its memory in every case. Raises the errors of `making.events`.
         """
         with making:
             async with contextlib.aclosing(making.events()) as events:
@@ -332,8 +331,8 @@ class _Responses:
                     yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
 
     async def _begin(self, making: _Making, keeper: Keeper, state: Any) -> Response:
-        """Store the queued state of a background response, start its generation as a task, and return that state at
-        once. state: the application's. Raises OverloadedError, EngineDeadError if it cannot be stored.
+        """Store a background response as "queued", start its generation as a task, and return this state at once.
+        state: of the application. Raises OverloadedError or EngineDeadError if the response cannot be stored.
         """
         queued = {**making.writer.response, "status": "queued"}
         await keeper.put(making, queued, is_running=True)
@@ -342,9 +341,9 @@ class _Responses:
         return json_response(queued)
 
     async def _work(self, making: _Making, keeper: Keeper, traffic: Any) -> None:
-        """Generate a response in the background and store its states, the last one also after an error, which is not
-        raised, or a cancellation. Errors other than RequestError are logged. It counts as running in `traffic`; its
-        memory is released at the end.
+        """Generate a response in the background and store its states: at the beginning, after each completed item, and
+        at the end, also after an error or a cancellation. Errors are not raised; those other than RequestError are
+        logged. It counts as running in `traffic`. Its memory is released at the end.
         """
         traffic.num_running += 1
         try:
@@ -366,14 +365,14 @@ class _Responses:
             making.held.release()
 
     def cancel(self, response_id: str, owner: str) -> None:
-        """Cancel a background response, at most once: its clean-up must not be cancelled too. Ignores others."""
+        """Cancel a background response's task, but never twice, as that would end its clean-up. Ignores other ids."""
         if (task := self._tasks.pop((owner, response_id), None)) is not None:
             task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
-        """Return the number of the conversation's tokens, which may exceed the context. Nothing is generated or stored.
-
-        Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError, EngineDeadError.
+        """Return the number of tokens of the request's conversation, which may exceed the context. Nothing is
+        generated. Raises RequestError, ApiError (404) for an unknown model or conversation, OverloadedError,
+        EngineDeadError.
         """
         await choose_model(self._engine, body.model, self._names)
         request.state.ignored_fields += [*body.ignored_parts, *left_out_items(body.input)]
@@ -389,10 +388,10 @@ class _Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def show(self, request: Request, response_id: str, part: Part, use: Callable[[list[Any]], bytes]) -> Response:
-        """Return the JSON that `use` makes of the values in a part of a stored response of this client; `use` may run
-        on a thread.
+        """Return the response whose body is `use(values)`, JSON made of the values in a part of this client's stored
+        response. `use` may run on a thread.
 
-        Raises ApiError (404), OverloadedError, EngineDeadError, and what `use` raises.
+        Raises ApiError (404) if there is no such response, OverloadedError, EngineDeadError, and the errors of `use`.
         """
         held = self._memory.hold()
         try:
@@ -403,16 +402,16 @@ class _Responses:
 
 
 def _joined(lists: list[Any]) -> list[dict[str, Any]]:
-    """Return the items of all lists in order."""
+    """Return one list with the items of all lists, in order."""
     return [message for messages in lists for message in messages]
 
 
 def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: bool) -> bytes:
-    """Return a page of a response's input items as JSON: at most `limit`, from the one after the id `after`; None:
-    from the first.
+    """Return a page of a response's input items as JSON: at most `limit` items after the one with id `after`; None
+    begins with the first item.
 
-    lists: lists of items, oldest first. newest_first: order of the page, which `after` follows too. Raises RequestError
-    for an id that no item has.
+    lists: lists of items, oldest first. newest_first: whether the page, and the order to which `after` refers, is
+    reversed. Raises RequestError if no item has the id `after`.
     """
     items = _joined(lists)
     if newest_first:
@@ -427,25 +426,25 @@ def _input_items(lists: list[Any], limit: int, after: str | None, newest_first: 
 
 
 def _only(values: list[Any]) -> bytes:
-    """Return the JSON of the only value. Raises ValueError for none or several."""
+    """Return the JSON of the only value in the list. Raises ValueError unless there is exactly one."""
     (value,) = values
     return encode_json(value)
 
 
 def _store(request: Request) -> Responses:
-    """Return the store of responses of the request's application."""
+    """Return the store of responses of the application that answers the request."""
     return request.app.state.store
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
-    """Create the routes. Raises ConfigError for an unknown parser."""
+    """Return the routes of responses. Raises ConfigError for an unknown parser."""
     routes = APIRouter(tags=["responses"], route_class=JsonRoute)
     responses = _Responses(engine, config)
 
     @routes.post("/v1/responses", response_class=Response)
     @answers(ResponseAnswer, ResponseStreamEvent)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a request: whole, as a stream, or in the background. Errors as of `_Responses.create`."""
+        """Answer a request: whole, as a stream, or in the background. Raises `_Responses.create`'s errors."""
         return await responses.create(body, request)
 
     @routes.get("/v1/responses/{response_id}", response_class=Response)
@@ -459,7 +458,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     @answers(ResponseTokens)
     async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
-        """Count the tokens of a request's conversation, which may exceed the context. Errors as `_Responses.count`."""
+        """Count the tokens of a request's conversation, which may exceed the context. Raises the errors of `count`."""
         return await responses.count(body, request)
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)

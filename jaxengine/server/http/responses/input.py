@@ -1,6 +1,7 @@
 """Conversion of the items of /v1/responses to chat messages.
 
-Calls of tools that only OpenAI's server runs are left out, as those tools are. An item of another type is an error.
+Calls of tools that only OpenAI's server runs are left out, as are these tools. An item of another unknown type is an
+error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxengine.server.http.responses.tools import ADDITIONAL_TOOLS, flat_name
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _IMAGE_PART = "input_image"
-# A call of the model -> where it has its arguments.
+# Type of a call -> field with its arguments.
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _LEFT_OUT = (
@@ -34,8 +35,8 @@ _ALLOWED = ("message", *_CALLS, *_OUTPUTS, "reasoning", ADDITIONAL_TOOLS, *_LEFT
 
 
 def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a request's `input` to chat messages; a text becomes a user message. Raises RequestError for an item or
-    part that is not allowed; images are checked later.
+    """Convert a request's `input` to chat messages; a text becomes one user message. Raises RequestError for an item or
+    part that is not allowed. Images are not checked here.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -47,14 +48,14 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def left_out_items(items: str | Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the types of the items that are left out, each once, as "input.web_search_call"."""
+    """Yield, once each, the types of the items that are left out, as "input.TYPE", such as "input.web_search_call"."""
     kinds = () if isinstance(items, str) else dict.fromkeys(item.get("type") for item in items)
     yield from (f"input.{kind}" for kind in kinds if kind in _LEFT_OUT)
 
 
 def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of a request's `input` as /v1/responses/{id}/input_items shows them, each with an id, its own or
-    a new one. A text becomes the item of a user message.
+    """Return the items of a request's `input` as /v1/responses/{id}/input_items shows them: each has an id, which is
+    random if the item has none, and a type. A text becomes the item of a user message.
     """
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
@@ -62,9 +63,11 @@ def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Add an item to the messages, in place: to the last one if that is the same turn of the assistant; nothing for an
-    item that is left out. where: path of the item, for errors. Raises RequestError for another type and for a field
-    that is missing or not allowed.
+    """Add an item to the messages, in place. Text and calls of the assistant are added to its last message if that is
+    open; items of types that are left out add nothing.
+
+    where: path of the item, for errors. Raises RequestError for an unknown type and for a field that is missing or not
+    allowed.
     """
     kind = item.get("type", "message")
     if kind == "message":
@@ -99,10 +102,10 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
 
 
 def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Return the call of a function or a custom tool in the form of a chat message.
+    """Return the call of a function or a custom tool as a tool call of a chat message.
 
     kind: the item's type, one of _CALLS. where: path of the item, for errors. Raises RequestError for a field that is
-    missing or no string; whether there is such a tool is not checked.
+    missing or not a string. Whether the tool exists is not checked.
     """
     for key in ("call_id", "name", _CALLS[kind]):
         if not isinstance(item.get(key), str):
@@ -117,8 +120,8 @@ def _call(item: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 
 def _decrypted(content: Any, where: str) -> str:
-    """Decode the reasoning text, base64 of UTF-8, of a response made with include "reasoning.encrypted_content". Raises
-    RequestError for anything else. where: of the content, for the error.
+    """Return the reasoning text in the encrypted_content of a reasoning item, which this server writes as base64 of
+    UTF-8. Raises RequestError for anything else. where: path of the content, for the error.
     """
     try:
         return base64.b64decode(content, validate=True).decode()
@@ -127,17 +130,18 @@ def _decrypted(content: Any, where: str) -> str:
 
 
 def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the assistant message that further items extend, None without one: reasoning, text and calls are items
-    each.
+    """Return the last message if it is the assistant's, so that further items may extend it (reasoning, text and calls
+    are separate items); else None.
     """
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
 
 
 def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[str, Any]]:
-    """Return `content`, a text or a list of parts, as one text, or as parts for a chat message if one of them is an
-    image.
+    """Return `content`, a text or a list of parts, as one text with parts joined by line breaks, or as a list of chat
+    message parts if one of them is an image.
 
-    where: its path, for errors. takes_images: whether images may be in it. Raises RequestError for anything else.
+    where: path of the content, for errors. takes_images: whether images are allowed. Raises RequestError for anything
+    else.
     """
     if isinstance(content, str):
         return content
@@ -150,10 +154,10 @@ def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[st
 
 
 def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """Convert a part to one of a chat message: an image to a PlacedPart with its fields, which are checked later, for
-    all APIs in one place; others to a text part.
+    """Convert a part to a part of a chat message: an image to a PlacedPart with the same fields, which are checked
+    later, others to a text part.
 
-    kinds: the allowed types of parts. place: path of the part; where: path of its item; both for errors. Raises
+    kinds: the allowed types of parts. place: path of the part; where: path of the content; both for errors. Raises
     RequestError for a part of another type or without a text.
     """
     if isinstance(part, dict) and part.get("type") == _IMAGE_PART and _IMAGE_PART in kinds:
@@ -162,8 +166,8 @@ def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[s
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
-    """Return the text of a part that is one of `kinds`. where: path of its item, for errors. Raises RequestError for
-    others.
+    """Return the text of a part whose type is one of `kinds`. where: path of the content, for errors. Raises
+    RequestError for another type and for a text that is not a string.
     """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
@@ -175,5 +179,5 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
 
 
 def _refused(message: str) -> RequestError:
-    """Return the error, whose field is "input"."""
+    """Return a RequestError with this message and the field "input"."""
     return RequestError(message, param="input")

@@ -1,4 +1,6 @@
-"""Storing of responses, and reading them back: documents are made off the event loop, within a bound of memory."""
+"""Storage of responses, and reading them back. Documents are encoded and decoded off the event loop, within a bound of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 _SHORT_BYTES = 64 << 10
 # Longer texts are sent to the store only if it lacks them.
 _SHORT_TEXT = 16 << 10
-# A store that is started again between two calls lacks what it had.
+# Attempts to store a response, as a store that is restarted between two calls has lost its content.
 _MOST_CALLS = 4
 
 _P = ParamSpec("_P")
@@ -30,8 +32,9 @@ Json = dict[str, Any]
 
 
 class Memory:
-    """Bounded count of the bytes of stored conversations that requests of this process hold at the moment. most: its
-    limit.
+    """Bounded count of the bytes of stored conversations that requests of this process hold at the moment.
+
+    most: limit in bytes.
     """
 
     def __init__(self, most: int):
@@ -39,12 +42,12 @@ class Memory:
         self._num_bytes = 0
 
     def hold(self) -> Held:
-        """Return a request's account of held bytes, which starts at 0."""
+        """Return a new account of held bytes for one request, which starts at 0."""
         return Held(self)
 
     def change(self, num_bytes: int) -> None:
-        """Add a number of bytes, which may be negative. Raises OverloadedError, with nothing added, if there would be
-        more than `most`; where none are held yet, any number may be added.
+        """Add a number of bytes, which may be negative, to the count. Raises OverloadedError, without adding anything,
+        if the count would exceed `most`; if no bytes are held yet, any number may be added.
         """
         if num_bytes > 0 and self._num_bytes and self._num_bytes + num_bytes > self._most:
             text = f"requests that are being answered hold {self._num_bytes} bytes of stored conversations"
@@ -53,19 +56,21 @@ class Memory:
 
 
 class Held:
-    """Bytes of Memory that one request has taken; given back by `release`, or else when this is deleted."""
+    """Bytes that one request has taken from a Memory; given back by `release`, or when this object is deleted."""
 
     def __init__(self, memory: Memory):
         self._memory = memory
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Add bytes to the request's account. Raises OverloadedError, with nothing added, as Memory.change."""
+        """Add bytes to the request's account and to the memory's count. Raises OverloadedError, without adding
+        anything, if the memory has no room for them.
+        """
         self._memory.change(num_bytes)
         self._num_bytes += num_bytes
 
     def release(self) -> None:
-        """Give back all that was taken."""
+        """Give back all bytes that were taken. Further calls have no effect."""
         self._memory.change(-self._num_bytes)
         self._num_bytes = 0
 
@@ -73,15 +78,15 @@ class Held:
 
 
 async def off_loop(size: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Run `work` and return its result, or raise its exception, on a thread if it handles more than a few bytes. size:
-    bytes that it handles.
+    """Run `work` and return its result or raise its exception: on a thread if `size`, the number of bytes that it
+    handles, exceeds _SHORT_BYTES, else directly.
     """
     return work(*args, **kwargs) if size <= _SHORT_BYTES else await asyncio.to_thread(work, *args, **kwargs)
 
 
 def weight(value: Any) -> int:
-    """Return about how many bytes a JSON value has: characters of its texts and names, and 8 for each other plain
-    value; for a large one some number above _SHORT_BYTES.
+    """Return the approximate size of a JSON value in bytes: the characters of its texts and names, and 8 for each other
+    plain value. Counting stops above _SHORT_BYTES.
     """
     total, left = 0, [value]
     while left and total <= _SHORT_BYTES:
@@ -98,9 +103,10 @@ def weight(value: Any) -> int:
 
 
 def there(found: _T | None, response_id: str, param: str = "response_id") -> _T:
-    """Return `found`; raise ApiError (404) for None, a response that is not stored or belongs to another client.
+    """Return `found`, or raise ApiError (404) if it is None, because the response is not stored or belongs to another
+    client.
 
-    param: the field that names it.
+    param: the field that names the response.
     """
     if found is None:
         raise ApiError(404, f"there is no stored response {show_value(response_id)}", param=param)
@@ -110,11 +116,11 @@ def there(found: _T | None, response_id: str, param: str = "response_id") -> _T:
 async def read_back(
     store: Responses, response_id: str, owner: str, part: Part, held: Held, use: Callable[[list[Any]], _T]
 ) -> tuple[Found, _T]:
-    """Return a stored response and the result of `use` over the list of the values of a part's documents, oldest
-    first; on a thread if it is large.
+    """Return a stored response and the result of `use`, which is called with the values of the documents in a part of
+    it, oldest first; on a thread if the part is large.
 
-    owner: name of the client, who sees only responses of its own. held: takes the part's bytes. Raises ApiError (404)
-    if there is no such response, OverloadedError if `held` has no room, and what `use` raises.
+    owner: the client, who sees only its own responses. held: takes the part's bytes. Raises ApiError (404) if there is
+    no such response, OverloadedError if `held` has no room, and the errors of `use`.
     """
     found = there(await store.find(response_id, owner), response_id)
     size = found.num_bytes[part]
@@ -122,7 +128,7 @@ async def read_back(
     reading = there(await store.read(response_id, owner, part), response_id)
 
     def restored(reading: Reading) -> _T:
-        """Return the result of `use` over the documents' values."""
+        """Return the result of `use` for the values of the documents."""
         joiner = Joiner(reading.texts)
         return use([joiner.join(document) for document in reading.documents])
 
@@ -135,7 +141,7 @@ class Asked:
 
     Attributes:
       question: the request's messages.
-      input: its input items.
+      input: the request's input items.
       texts: long texts of both documents, by digest.
     """
 
@@ -145,64 +151,64 @@ class Asked:
 
     @classmethod
     async def of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
-        """Make both documents, on a thread if `items` are large. question: the request's messages; items: its input
-        items.
+        """Return both documents, encoded on a thread if `items` are large. question: the request's messages. items: its
+        input items.
 
-        The data URL of an image is stored without what follows the image's end (`trimmed_url`).
+        The data URL of an image is stored without any bytes after the image's end (`trimmed_url`).
         """
         return await off_loop(weight(items), cls._of, question, items)
 
     @classmethod
     def _of(cls, question: Sequence[Json], items: Sequence[Json]) -> Asked:
-        """Make both documents on the calling thread, as `of`."""
+        """Return both documents, encoded on the calling thread, with images trimmed."""
         texts, pictures = dict[bytes, bytes](), _Pictures()
         question = [pictures.only(message, ("content",)) for message in question]
         items = [pictures.only(item, ("content", "output")) for item in items]
         return cls(split(question, texts), split(items, texts), texts)
 
     def after(self, earlier: Sequence[Json]) -> Asked:
-        """Return a copy whose question begins with these earlier messages."""
+        """Return a copy whose question is preceded by these earlier messages."""
         texts = dict(self.texts)
         question = [*earlier, *Joiner(texts).join(self.question)]
         return Asked(split(question, texts), self.input, texts)
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of both documents, in bytes."""
+        """Size of both documents and their long texts, in bytes."""
         return sum(map(len, self.texts.values())) + len(self.question.data) + len(self.input.data)
 
 
 class _Pictures:
-    """Trimming of the data URLs of images in items and messages (`trimmed_url`), once for each string object."""
+    """Trimmer of the data URLs of images in items and messages (`trimmed_url`); each string object is trimmed once."""
 
     def __init__(self):
-        # The text itself is kept along, so that its id stays its own.
+        # Each entry refers to the text itself, so that no other object can get its id().
         self._trimmed: dict[int, tuple[str, str]] = {}
 
     def only(self, item: Json, keys: Sequence[str]) -> Json:
-        """Return an item or message with the images of its parts, which are lists under `keys`, trimmed."""
+        """Return a copy of an item or message in which the images of the lists of parts under `keys` are trimmed."""
         return {name: self._parts(value) if name in keys else value for name, value in item.items()}
 
     def _parts(self, parts: Any) -> Any:
-        """Return a list of parts with their images trimmed; other values unchanged."""
+        """Return a list of parts with their images trimmed; a value that is not a list unchanged."""
         return [self._part(part) for part in parts] if isinstance(parts, list) else parts
 
     def _part(self, part: Any) -> Any:
-        """Return a part with its image trimmed; a part without one unchanged."""
+        """Return a copy of a part with its image trimmed; a part without an image unchanged."""
         if not isinstance(part, dict) or part.get("type") != "input_image":
             return part
         url = part.get("image_url")
         return {**part, "image_url": self._url(url)} if isinstance(url, str) else part
 
     def _url(self, url: str) -> str:
-        """Return an image's address, trimmed; the same string is trimmed once."""
+        """Return an image's URL, trimmed. The result is cached by string object."""
         if id(url) not in self._trimmed:
             self._trimmed[id(url)] = url, trimmed_url(url)
         return self._trimmed[id(url)][1]
 
 
 class Making(Protocol):
-    """Response that is being generated, as far as storing needs it."""
+    """Attributes of a response being generated that its storage needs."""
 
     id: str
     earlier: Sequence[Json]
@@ -214,15 +220,15 @@ class Making(Protocol):
 
 @dataclass
 class Keeper:
-    """Storing of successive states of one response.
+    """Writer of successive states of one response to the store.
 
     Attributes:
-      store: where it is stored.
-      owner: name of the client, by its key.
-      worker: generates the response, for the store's order to cancel.
-      asked: messages that it adds to the conversation of `previous`.
+      store: the store of responses.
+      owner: the client, identified by its key.
+      worker: object that generates the response, which the store asks to cancel it.
+      asked: documents that the response adds to the conversation of `previous`.
       previous: id of the stored response that it continues; None for none.
-      background: generated in the background, so that it may be cancelled.
+      background: whether it is generated in the background, so that it may be cancelled.
     """
 
     store: Responses
@@ -233,11 +239,12 @@ class Keeper:
     background: bool = False
 
     async def put(self, making: Making, shown: Json, *, is_running: bool) -> None:
-        """Store a state of the response `making`, in place of the one before. shown: the response as the client sees
-        it; is_running: whether it is still being generated.
+        """Store a state of the response `making`, replacing the state before. shown: the response as the client sees
+        it. is_running: whether it is still being generated.
 
-        If the store was restarted, the whole conversation is sent anew, as one that continues none: `asked` and
-        `previous` change. Raises EngineDeadError, and OverloadedError for a response that the store cannot take.
+        Texts that the store lacks are sent in a second call. If the store was restarted, the whole conversation is sent
+        as one that continues none, and `asked` and `previous` change accordingly. Raises EngineDeadError, and
+        OverloadedError for a response that the store cannot take or if it was restarted several times.
         """
         for _ in range(_MOST_CALLS):
             answer = [making.answer()]
@@ -257,8 +264,8 @@ class Keeper:
         raise OverloadedError("the store of responses was started again several times")
 
     async def keep(self, making: Making, shown: Json, *, is_running: bool = False) -> None:
-        """Store a state of the response, as `put` does, but only log a failure: a stored response might be evicted at
-        once anyway.
+        """Store a state of the response like `put`, but log a failure instead of raising it, since a stored response
+        may be evicted at any time anyway.
         """
         try:
             await self.put(making, shown, is_running=is_running)
@@ -268,8 +275,8 @@ class Keeper:
     def _stored(
         self, response_id: str, shown: Json, answer: list[Json], is_running: bool
     ) -> tuple[StoredResponse, dict[bytes, bytes]]:
-        """Return a state of the response for the store, and its long texts by digest. shown: the response as the client
-        sees it; answer: a list with the answer as a chat message.
+        """Return a state of the response in the form that the store takes, and its long texts by digest. shown: the
+        response as the client sees it. answer: a list with the answer as a chat message.
         """
         asked, texts = self.asked, dict(self.asked.texts)
         stored = StoredResponse(
@@ -289,7 +296,7 @@ class Keeper:
 def check_size(num_bytes: int, most: int, *, continued: bool) -> None:
     """Raise RequestError for a conversation of more than `most` bytes, which is too large to be stored.
 
-    continued: whether it continues a stored response, whose field the error then names.
+    continued: whether it continues a stored response; the error then names previous_response_id instead of input.
     """
     if num_bytes > most:
         param = "previous_response_id" if continued else "input"

@@ -1,7 +1,6 @@
 """Writing of a response as it is generated: its output items, and the stream events for them.
 
-The parts of an answer are items in sequence: reasoning, a message, calls of functions and custom tools. Independent of
-the engine.
+An answer is a sequence of items: reasoning, a message, calls of functions and custom tools. Independent of the engine.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class ResponseWriter:
 
     Args:
       response: its fields except status, output and usage.
-      origins: for each function that the model knows, the tool of the request that it stands for.
+      origins: for each function that the model may call, the tool of the request from which it was made.
       encrypted: add encrypted_content to reasoning items, from which `input.read_input` restores their text.
     Attributes:
       response: its current state.
-      parts: every parser event of the answer so far.
+      parts: all parser events of the answer so far.
     """
 
     def __init__(self, response: dict[str, Any], origins: Mapping[str, Origin], encrypted: bool = False):
@@ -48,8 +47,10 @@ class ResponseWriter:
         return [self._say(f"response.{kind}", response=dict(self.response)) for kind in ("created", "in_progress")]
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
-        """Add parser events and return stream events; logprobs: of the tokens that the events come from, as
-        `token_logprobs` returns them, None for none. They go with the first text of the message among the events.
+        """Add parser events to the response; return the stream events for them.
+
+        logprobs: of the tokens from which the events come, in the form that `token_logprobs` returns; None for none.
+        They are attached to the first text of the message among the events.
         """
         self.parts += events
         said: list[Said] = []
@@ -78,8 +79,9 @@ class ResponseWriter:
     ) -> list[Said]:
         """End the response and return its last events.
 
-        status: completed, incomplete (for `reason`), failed (with `error`) or cancelled; the last event of a cancelled
-        one is that of a failed one. usage: its token counts.
+        status: "completed", "incomplete" (because of `reason`), "failed" (because of `error`) or "cancelled", whose
+        last event is response.failed. usage: its token counts. An answer without items gets an empty message if it is
+        completed.
         """
         if self._item is None and not self.response["output"] and status == "completed":
             said = self._turn_to("message")  # an empty answer still has a message
@@ -89,13 +91,13 @@ class ResponseWriter:
         self.response |= {"status": status, "usage": usage, "error": error}
         if reason is not None:
             self.response["incomplete_details"] = {"reason": reason}
-        # There is no event of its own for a response that was cancelled.
+        # OpenAI's API has no event for a cancelled response.
         last = "failed" if status == "cancelled" else status
         return [*said, self._say(f"response.{last}", response=dict(self.response))]
 
     def _turn_to(self, kind: str) -> list[Said]:
-        """Open an item of this kind, "message" or "reasoning", unless one is open already; another open item ends.
-        Returns the events.
+        """Open an item of this kind, "message" or "reasoning", after ending another open item, and return the events.
+        If the open item is of this kind already, return [].
         """
         if self._item is not None and self._item["type"] == kind:
             return []
@@ -107,7 +109,9 @@ class ResponseWriter:
         return [*said, self._say_at("response.content_part.added", content_index=0, part=self._part(""))]
 
     def _open_call(self, start: ToolCallStart) -> list[Said]:
-        """Open the item of a call that begins, of a function or a custom tool by `origins`; return its events."""
+        """Open the item for the start of a call, of a custom tool or a function according to `origins`; return its
+        events.
+        """
         origin = self._origins.get(start.name, Origin(False, start.name))
         if origin.is_custom:
             self._input = TextInput()
@@ -115,7 +119,9 @@ class ResponseWriter:
         return self._open("function_call", call_id=start.id, **origin.item, arguments="")
 
     def _say_arguments(self, text: str) -> list[Said]:
-        """Add text to the arguments or the input of the open call; return its events."""
+        """Append text to the arguments of the open function call, or feed it to the input of the open custom tool call;
+        return the events.
+        """
         assert self._item is not None
         if self._item["type"] == "custom_tool_call":
             return self._say_input(self._input.feed(text))
@@ -123,19 +129,21 @@ class ResponseWriter:
         return [self._say_at("response.function_call_arguments.delta", delta=text)]
 
     def _say_input(self, text: str) -> list[Said]:
-        """Add text to the input of the open custom tool call; return its event, [] for no text."""
+        """Append text to the input of the open custom tool call; return its event, or [] for an empty text."""
         self._texts.append(text)
         return [self._say_at("response.custom_tool_call_input.delta", delta=text)] if text else []
 
     def _open(self, kind: str, **fields: Any) -> list[Said]:
-        """Open an item of this kind with these fields; return its event."""
+        """Open an item of this kind with these fields and a new id; return its event."""
         item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
         self._item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
         self._texts, self._logprobs = [], []
         return [self._say("response.output_item.added", output_index=self._index, item=dict(self._item))]
 
     def _close(self, status: str) -> list[Said]:
-        """End the open item, if there is one, with this status, and add it to the output; return its events."""
+        """End the open item with this status and append it to the response's output; return its events, or [] if no
+        item is open.
+        """
         if self._item is None:
             return []
         is_custom = self._item["type"] == "custom_tool_call"
@@ -165,24 +173,24 @@ class ResponseWriter:
         return said
 
     def _part(self, text: str) -> dict[str, Any]:
-        """Return the content part of the open item, with this text."""
+        """Return the content part, with this text, of the open item, a message or reasoning."""
         assert self._item is not None
         if self._item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
     def _say_delta(self, kind: str, text: str, **fields: Any) -> Said:
-        """Add text to the open item; return its event, of type `kind`."""
+        """Append text to the open message or reasoning item; return its event, of type `kind`."""
         self._texts.append(text)
         return self._say_at(kind, content_index=0, delta=text, **fields)
 
     def _say_at(self, kind: str, **fields: Any) -> Said:
-        """Return an event of the open item: its type `kind`, the item's id and index, and `fields`."""
+        """Return an event about the open item: a dict with the type `kind`, the item's id and index, and `fields`."""
         assert self._item is not None
         return self._say(kind, item_id=self._item["id"], output_index=self._index, **fields)
 
     def _say(self, kind: str, **fields: Any) -> Said:
-        """Return the next event of the stream, with its sequence_number: of type `kind`, with `fields`."""
+        """Return the next event of the stream: a dict with the type `kind`, the next sequence_number, and `fields`."""
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
@@ -193,8 +201,10 @@ class ResponseWriter:
 
 
 def called(call: ParsedCall, origins: Mapping[str, Origin]) -> dict[str, str]:
-    """Return name, as the model knows it, and arguments of a call for a chat message. The text of a custom tool (found
-    by `origins`) is encoded anew, as the model may have written it in another form.
+    """Return the name, as the model knows it, and the arguments of a call for a chat message.
+
+    The text of a custom tool (according to `origins`) is encoded again, because the model may have written it in
+    another JSON form.
     """
     arguments = call.arguments
     if call.name in origins and origins[call.name].is_custom:

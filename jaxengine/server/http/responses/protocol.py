@@ -23,7 +23,7 @@ from jaxengine.server.http.responses.tools import (
 
 # Values of `include`.
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Parts of calls that this server never makes.
+# Values of `include` about calls that this server never makes; they have no effect.
 _NEVER_MADE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -41,13 +41,13 @@ Includable = Literal[
     "web_search_call.results",
 ]
 Summary = Literal["none", "auto", "concise", "detailed"]
-# Fields with the same name in a chat request.
+# Fields that a chat request has under the same name.
 _SAME = {
     *("chat_template_kwargs", "include_reasoning", "mm_processor_kwargs", "parallel_tool_calls"),
     *("spaces_between_special_tokens", "stop_token_ids"),
     *(ConversationRequest.model_fields.keys() - {"model", "request_id"}),
 }
-# Field of the chat request -> its name here.
+# Field of the chat request -> field of this API.
 _NAMES = {
     "logprobs": "top_logprobs",
     "max_completion_tokens": "max_output_tokens",
@@ -161,7 +161,9 @@ class ResponsesRequest(ConversationRequest):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """Raise RequestError for fields that contradict each other."""
+        """Return this request after checking it. Raises RequestError for background with stream or without store, and
+        for top_logprobs that `include` does not select.
+        """
         if self.background and self.stream:
             raise RequestError("background cannot be combined with stream", param="background")
         if self.background and self.store is False:
@@ -179,14 +181,14 @@ class ResponsesRequest(ConversationRequest):
 
     @cached_property
     def callables(self) -> Callables:
-        """Return the tools that the model may call, those of input items included. Raises RequestError."""
+        """Tools that the model may call, those of input items included. Raises RequestError for invalid tools."""
         items = () if isinstance(self.input, str) else self.input
         return Callables.of((*(self.tools or ()), *read_additional_tools(items)))
 
     @property
     def ignored_parts(self) -> Iterator[str]:
-        """Yield parts of fields that are accepted but have no effect, as "text.verbosity". Raises RequestError for
-        tools that `callables` refuses.
+        """Iterator over the names of parts of fields that are accepted without effect, such as "text.verbosity". Raises
+        RequestError for tools that `callables` refuses.
         """
         if self.text is not None and self.text.verbosity is not None:
             yield "text.verbosity"
@@ -198,9 +200,8 @@ class ResponsesRequest(ConversationRequest):
         yield from (f"tools.{kind}" for kind in dict.fromkeys(self.callables.left_out))
 
     def chat_request(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-        """Return the equivalent chat request. Its messages are the instructions, as a system message, and `messages`.
-
-        Raises RequestError with this class's field names.
+        """Return the equivalent chat request. Its messages are the instructions, if given, as a system message, then
+        `messages`. Raises RequestError with this class's field names.
         """
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
         fields |= {
@@ -222,7 +223,7 @@ class ResponsesRequest(ConversationRequest):
             raise as_response_error(error) from None
 
     def _tool_choice(self) -> Any:
-        """Return tool_choice of the chat request; None for the default, and for "auto" without functions. Raises
+        """Return the tool_choice of the chat request; None for the default, and for "auto" without functions. Raises
         RequestError if it forces a tool that this server cannot run.
         """
         choice, left_out = self.tool_choice, self.callables.left_out
@@ -238,7 +239,9 @@ class ResponsesRequest(ConversationRequest):
         return None if choice == "auto" and not self.callables.functions else choice
 
     def _response_format(self) -> dict[str, Any] | None:
-        """Return response_format of the chat request; None for none. Raises RequestError without a schema."""
+        """Return the response_format of the chat request; None if the request has no format. Raises RequestError for
+        json_schema without a schema.
+        """
         asked = None if self.text is None else self.text.format
         if asked is None or asked.type != "json_schema":
             return None if asked is None else {"type": asked.type}
@@ -251,5 +254,7 @@ class ResponsesRequest(ConversationRequest):
 
 
 def as_response_error(error: RequestError) -> RequestError:
-    """Return an error of a chat request with ResponsesRequest's field name, where that differs."""
+    """Return an error of a chat request with ResponsesRequest's name of the field; the error itself if its name is the
+    same.
+    """
     return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error

@@ -1,6 +1,4 @@
-"""Reader of a custom tool call's text from arguments that arrive in pieces: {"input": text}, as the
-model wrote them.
-"""
+"""Streaming reader of a custom tool call's text from its JSON arguments, {"input": text}, which arrive in pieces."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from jaxengine.tokens.cut_json import read_cut_json
 _HEAD = re.compile(rf'\s*\{{\s*"{TEXT}"\s*:\s*"')
 _COMPACT_HEAD = f'{{"{TEXT}":"'
 _MAX_HEAD = 1000
-# Part of a string that ends between two characters: neither within an escape, nor between two surrogates. An escape
-# without its four digits is text.
+# Longest part of a string that ends between two characters: neither within an escape, nor between two surrogates. An
+# escape without its four digits is text.
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _WHOLE = re.compile(
     rf'(?:[^"\\]|{_HIGH}{_LOW}|{_HIGH}(?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])[0-9a-fA-F]{{4}})'
@@ -24,7 +22,7 @@ _ESCAPE = re.compile(rf"{_HIGH}{_LOW}|\\u[0-9a-fA-F]{{4}}|\\[^u]", re.DOTALL)
 
 
 class TextInput:
-    """Reader of one call's text. Arguments of another form are taken as text as a whole."""
+    """Reader of one call's text. Arguments of another form count as text as a whole."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -32,8 +30,8 @@ class TextInput:
         self._is_other = False
 
     def feed(self, arguments: str) -> str:
-        """Read a piece of the arguments; return the part of the text that has become certain with it, "" for none.
-        What follows the text is dropped.
+        """Read a piece of the arguments; return the part of the text that is certain now and was not before, "" for
+        none. Anything after the end of the text is dropped.
         """
         if self._has_ended:
             return ""
@@ -47,14 +45,14 @@ class TextInput:
         return _ESCAPE.sub(_unescaped, whole.group())
 
     def finish(self) -> str:
-        """Return the rest of the text: "" once it has begun, and otherwise all of it, from arguments of another form
-        (`_other`). A partial escape at the end of a truncated output is dropped.
+        """Return the rest of the text: "" if the text has begun, else the whole text, taken from arguments of another
+        form (`_other`). A partial escape at the end of a truncated output is dropped.
         """
         return "" if self._in_text else _other(self._held)
 
     def _open(self) -> bool:
-        """Remove what precedes the text, and return whether the text has begun. False before, and for good where the
-        arguments are of another form.
+        """Remove the JSON before the text from the buffer, and return True, if the text begins in it. Return False if
+        the text has not begun yet, and always once the arguments are known to be of another form.
         """
         if self._is_other:
             return False
@@ -68,7 +66,9 @@ class TextInput:
 
 
 def _unescaped(escape: re.Match[str]) -> str:
-    """Return the character of an escape. An invalid escape stays as it is; an unpaired surrogate has no UTF-8."""
+    """Return the character of a JSON escape. An invalid escape is returned unchanged; an unpaired surrogate becomes
+    U+FFFD, as it has no UTF-8 encoding.
+    """
     try:
         text = json.loads(f'"{escape.group()}"', strict=False)
     except ValueError:
@@ -77,8 +77,8 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def _other(arguments: str) -> str:
-    """Return the text in arguments of another form: that of the parameter TEXT, wherever it is, or of the only
-    parameter; a JSON string's; "" for {}; otherwise all of it unchanged. Arguments may be cut short.
+    """Return the text in arguments of another form: the value of the parameter TEXT, or of the only parameter; the
+    content of a JSON string; "" for {}; otherwise the arguments unchanged. Arguments may be truncated.
     """
     try:
         value = read_cut_json(arguments)

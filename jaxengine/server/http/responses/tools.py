@@ -1,7 +1,8 @@
-"""Tools of a request to /v1/responses: functions and custom tools, alone or in namespaces, as functions of a chat.
+"""Tools of a request to /v1/responses: functions and custom tools, alone or in namespaces, converted to functions of a
+chat request.
 
-A function of a namespace is one of a longer name for the model, and a custom tool is a function that takes one text.
-Tools that OpenAI's server runs, or whose form its models know, are left out.
+For the model, a function of a namespace has a longer name, and a custom tool is a function that takes one text. Tools
+that only OpenAI's server can run, or whose schema only its models know, are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS
 from jaxengine.server.http.request.fields import JsonObject, at_most
 from jaxengine.server.http.request.protocol import RequestModel
 
-# Tools of OpenAI that this server cannot run, without the date of a version.
+# Types of OpenAI's tools that this server cannot run, without the date of a version.
 _OPENAI_TOOLS = (
     "apply_patch",
     "code_interpreter",
@@ -79,7 +80,7 @@ class CustomTool(RequestModel):
 
     @property
     def form(self) -> dict[str, str] | None:
-        """Return the format in the form of ChatRequest.text_forms; None for any text."""
+        """The tool's format in the form of ChatRequest.text_forms; None if any text is allowed."""
         if not isinstance(self.format, GrammarFormat):
             return None
         return {"grammar" if self.format.syntax == "lark" else "regex": self.format.definition}
@@ -107,7 +108,7 @@ class OtherTool(RequestModel):
 
 
 def _kind(tool: Any) -> str | None:
-    """Return a tool's type, "other" for one that this server cannot run, None without a type."""
+    """Return a tool's type, "other" for a type that this server cannot run, None without a type."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "other" if isinstance(kind, str) and _OTHERS.fullmatch(kind) else kind
 
@@ -146,12 +147,12 @@ class ChosenOther(RequestModel):
 
 @dataclass(frozen=True)
 class Origin:
-    """Tool of the request that a function of the chat stands for.
+    """Tool of the request from which a function of the chat request was made.
 
     Attributes:
-      is_custom: whether it is a custom tool, not a function.
-      name: as the request gives it.
-      namespace: of the tool; None for none.
+      is_custom: whether it is a custom tool and not a function.
+      name: the tool's name in the request.
+      namespace: namespace of the tool; None for none.
     """
 
     is_custom: bool
@@ -160,18 +161,18 @@ class Origin:
 
     @property
     def item(self) -> dict[str, str]:
-        """Fields of the items of its calls."""
+        """Fields with which output items identify the tool: its name, and its namespace if it has one."""
         return {"name": self.name, **({} if self.namespace is None else {"namespace": self.namespace})}
 
 
 @dataclass
 class Callables:
-    """The tools of a request that the model may call.
+    """Tools of a request that the model may call.
 
     Attributes:
-      functions: as in a chat request.
-      text_forms: see ChatRequest.text_forms.
-      origins: by name of the function.
+      functions: the tools in the form of a chat request.
+      text_forms: value of ChatRequest.text_forms.
+      origins: original tool by name of the function.
       left_out: types of the tools that are left out.
     """
 
@@ -182,8 +183,8 @@ class Callables:
 
     @classmethod
     def of(cls, tools: Sequence[Any]) -> Callables:
-        """Read a request's tools, each a ResponseTool. Raises RequestError for names that occur twice or are too long,
-        and for more than MAX_TOOLS functions and custom tools, those of namespaces included.
+        """Return the converted tools of a request. tools: ResponseTools. Raises RequestError for names that occur twice
+        or are too long, and for more than MAX_TOOLS functions and custom tools, those of namespaces included.
         """
         found = cls()
         for tool in tools:
@@ -201,8 +202,8 @@ class Callables:
         return found
 
     def _add(self, tool: ResponseFunction | CustomTool, namespace: str | None = None, about: str | None = None) -> None:
-        """Add a function or custom tool to `functions`, `origins` and, if it has a form, `text_forms`. about: text
-        before its description. Raises RequestError for a name that is taken or too long.
+        """Add a function or custom tool to `functions`, `origins` and, if it has a form, `text_forms`. about: text to
+        put before its description. Raises RequestError for a name that is taken or too long.
         """
         name = flat_name(tool.name, namespace)
         if len(name) > MAX_NAME_CHARS or name in self.origins:
@@ -221,7 +222,7 @@ class Callables:
 
 
 def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    """Yield the tools of input items of the type additional_tools, as ResponseTool. Raises RequestError at the first
+    """Yield the tools, as ResponseTools, of the input items of type additional_tools. Raises RequestError at the first
     list or tool that is not valid.
     """
     for number, item in enumerate(items):
@@ -241,8 +242,8 @@ def read_additional_tools(items: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name under which the model knows a tool: NAMESPACE__NAME, with one "__" if the namespace ends with it;
-    without a namespace its own.
+    """Return the name under which the model knows a tool: NAMESPACE__NAME, without a second "__" if the namespace ends
+    with one; the tool's own name without a namespace.
     """
     if namespace is None:
         return name
@@ -250,7 +251,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def _text_function(tool: CustomTool) -> dict[str, Any]:
-    """Return the function of a chat that stands for a custom tool, without its namespace."""
+    """Return the function of a chat request, named without the namespace, by which a custom tool is represented."""
     return {
         "name": tool.name,
         "description": "\n\n".join(_description(tool)),
@@ -264,7 +265,9 @@ def _text_function(tool: CustomTool) -> dict[str, Any]:
 
 
 def _description(tool: CustomTool) -> Iterator[str]:
-    """Yield the paragraphs of a custom tool's description, its format included."""
+    """Yield the paragraphs of a custom tool's description for the model: its description and its format, as far as it
+    has them.
+    """
     if tool.description:
         yield tool.description
     if isinstance(tool.format, GrammarFormat):
