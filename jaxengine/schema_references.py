@@ -117,7 +117,7 @@ class SchemaDocument:
     def applicable(self, place: Place, always: bool = False) -> Iterator[Place]:
         """Yield the schemas that may apply to the same value as `place`: `place` itself, then, breadth first, those
         that it reaches through anyOf, oneOf, allOf, then, else and references; each once, at most _MAX_APPLICABLE.
-        References without a target are skipped.
+        References without a target, and schemas that are no objects (true, false), are skipped, `place` included.
 
         always: yield only schemas that apply in any case, which leaves out anyOf, oneOf, then and else.
         """

@@ -39,7 +39,7 @@ class OutputStream:
 
     async def get(self) -> Any:
         """Wait for an output; return what has arrived since the last call, as one output. Raises the error once no
-        output is left.
+        output is left; do not call it again after that.
         """
         await self._ready.wait()
         self._ready.clear()

@@ -98,10 +98,11 @@ def page_map(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
-    """Return sizes in bytes: the planned parts of the device with the least free memory, "budget", "device" (its
-    total), and "in_use", which a device of the first pipeline stage uses now.
+    """Return the memory plan of the device with the least free memory, as the status page shows it.
 
-    "counts": "device", or "process" on a CPU, where "in_use" is the process's memory. "svg": a picture of the plan.
+    Sizes are in bytes: each planned part under its own name, "budget" (what the engine may use), "device" (the total)
+    and "in_use" (what a device of the first pipeline stage uses now). "counts" is "device", or "process" on a CPU, where
+    "in_use" is the process's memory. "svg" is a picture of the plan.
     """
     plan = engine.runner.plan
     return {

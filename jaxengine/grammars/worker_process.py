@@ -394,7 +394,7 @@ def main() -> None:
 
     def compile_all() -> None:
         """Take grammars from the queue without end and compile them one at a time; one that takes long continues with
-        still lower priority.
+        still lower priority. If the loop itself fails, the process exits with status 1.
         """
         try:
             while True:

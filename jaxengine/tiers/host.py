@@ -55,7 +55,7 @@ class HostTier:
         return block
 
     def put(self, key: bytes, block: np.ndarray) -> bool:
-        """Store a block under a key, evicting others if necessary. Does nothing if the key has a block already. Returns
+        """Store a block, the array itself, under a key, evicting others if necessary. Does nothing if the key has a block already. Returns
         whether the key has a block afterwards; it has none if the block does not fit in addition to the pinned ones.
         """
         if key in self:

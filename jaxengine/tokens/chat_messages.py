@@ -196,8 +196,10 @@ def _checked_calls(calls: Any, where: str) -> list[Any] | None:
 
 
 def _with_objects(call: Message) -> Message:
-    """Return a copy of a tool call with its arguments as an object, {} if they are missing. Clients send arguments as
-    text, but most templates expect objects.
+    """Return a copy of a tool call with its arguments as an object, as most templates expect them.
+
+    Clients send them as text: missing, null or empty arguments become {}, and text that is not a JSON object becomes
+    {"arguments": text}.
     """
     function = call["function"]
     return {**call, "function": {**function, "arguments": _object(function.get("arguments") or {})}}

@@ -237,8 +237,8 @@ def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], modul
 def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scope: str, count: int) -> Exchange:
     """Return the Exchange of an instruction, not yet with `beside`.
 
-    by_name: instructions of its computation. scope: named scope, "" for none. count: exchanges combined in it. The text
-    is cut to 300 characters.
+    by_name: instructions of its computation. scope: named scope, "" for none. count: exchanges combined in it;
+    an all-to-all counts as one. The text is cut to 300 characters.
     """
     opcode, place = instruction.opcode.removesuffix("-start"), _place(scope)
     written = "ragged-all-to-all" if _RAGGED in scope.split("/") else _WRITTEN.get(scope.rpartition("/")[2], opcode)

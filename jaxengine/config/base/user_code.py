@@ -249,9 +249,10 @@ class _Walk:
                 self.add(vars(module)[each], f"{module.__name__}.{each}", read)
 
     def _object(self, value: Any, name: str) -> None:
-        """Hash an array's content, or an object's class, and queue its attributes. name: of the value, for errors.
+        """Hash a value that is neither code nor plain data. name: of the value, for errors.
 
-        Raises UnknownCodeError for an object without readable attributes.
+        Of an array the content is hashed, of a wrapper what it wraps, of a logger its name, of a builtin its qualified
+        name, of objects of typing and types their text; the attributes of any other object are queued. Raises UnknownCodeError for an object without readable attributes.
         """
         kind = type(value)
         self._write(f"{kind.__module__}.{kind.__qualname__}")

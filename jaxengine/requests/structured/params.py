@@ -222,10 +222,10 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
 
 
 def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    """Return alternatives of consecutive words, given as a text, or as a list of texts or of lists of texts, as a tuple
-    of tuples.
+    """Return the alternatives that a field names, each as a tuple of consecutive words.
 
-    Raises RequestError about the field owner.name for other values, for more than MAX_WORDS alternatives or words, and
+    value: one word, which is never split; or a list of alternatives, each one word or a list of consecutive words. Raises
+    RequestError about the field owner.name for anything else, for more than MAX_WORDS alternatives or words of one, and
     for a word of more than MAX_WORD_BYTES.
     """
     ends = _few(owner, name, (value,) if isinstance(value, str) else value)

@@ -30,9 +30,10 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> str:
-    """Return the name of the family that reads a file, as in CausalLM.gguf_architecture. It is the architecture, except
-    that files of Mixtral name the architecture llama, and those of DeepSeek V3 deepseek2. Raises ModelConfigError if
-    the architecture is missing.
+    """Return the name of the family that reads a file, as in CausalLM.gguf_architecture.
+
+    It is the file's architecture, with two exceptions: MIXTRAL for llama with experts, and DEEPSEEK_V3 for deepseek2
+    whose experts are chosen by sigmoids. Raises ModelConfigError if the architecture is missing.
     """
     architecture = gguf_architecture(metadata)
     fields = ConfigFields(metadata, f"{architecture}.")
