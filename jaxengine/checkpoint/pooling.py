@@ -243,9 +243,9 @@ def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
 def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
     """Return how many labels are scored, and which tokens' logits stand for them if the model has no head for labels.
 
-    With the method TWO_WAY there are exactly two tokens, the one for "no" first, and one label is scored: the difference
-    of their logits. fields: of config.json. token_id: maps a token of the vocabulary to its id, and any other text to
-    None. Raises ModelConfigError.
+    With the method TWO_WAY there are exactly two tokens, the one for "no" first, and one label is scored: the
+    difference of their logits. fields: of config.json. token_id: maps a token of the vocabulary to its id, and any
+    other text to None. Raises ModelConfigError.
     """
     tokens = fields.value("classifier_from_token", None)
     if tokens is None:

@@ -101,8 +101,8 @@ def _memory(engine: Engine) -> dict[str, Any]:
     """Return the memory plan of the device with the least free memory, as the status page shows it.
 
     Sizes are in bytes: each planned part under its own name, "budget" (what the engine may use), "device" (the total)
-    and "in_use" (what a device of the first pipeline stage uses now). "counts" is "device", or "process" on a CPU, where
-    "in_use" is the process's memory. "svg" is a picture of the plan.
+    and "in_use" (what a device of the first pipeline stage uses now). "counts" is "device", or "process" on a CPU,
+    where "in_use" is the process's memory. "svg" is a picture of the plan.
     """
     plan = engine.runner.plan
     return {

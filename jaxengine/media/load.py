@@ -97,8 +97,9 @@ class MediaLoader:
     def _check_room(self, owner: str | None, count: int) -> None:
         """Raise OverloadedError if `count` more parts of a client may not wait.
 
-        They may not in two cases: the client has waiting parts and would exceed its share; or others have waiting parts,
-        and all clients together, each counted with at most its share, would exceed _MAX_WAITING. owner: the client; None for all requests without one.
+        They may not in two cases: the client has waiting parts and would exceed its share; or others have waiting
+        parts, and all clients together, each counted with at most its share, would exceed _MAX_WAITING. owner: the
+        client; None for all requests without one.
         """
         own, share = self._num_waiting[owner], share_of(owner, _MAX_WAITING)
         if own and own + count > share:

@@ -175,8 +175,8 @@ def best_grids(needs: Counter[int], largest: int, seconds: Callable[[int], float
 def _cost_of(chosen: Sequence[int], sizes: np.ndarray, weight: np.ndarray, seconds: Callable[[int], float]) -> float:
     """Return the seconds of all steps in total if each runs in the smallest of the `chosen` sizes that holds it.
 
-    chosen: ascending; the last must hold every size that has a weight. sizes: i64[n]. weight: f64[n], the number of steps
-    that need each of `sizes`. seconds: returns the time of one step of a size.
+    chosen: ascending; the last must hold every size that has a weight. sizes: i64[n]. weight: f64[n], the number of
+    steps that need each of `sizes`. seconds: returns the time of one step of a size.
     """
     places = np.searchsorted(chosen, sizes)
     return float(sum(count * seconds(chosen[place]) for place, count in zip(places, weight, strict=True) if count))

@@ -55,8 +55,9 @@ class HostTier:
         return block
 
     def put(self, key: bytes, block: np.ndarray) -> bool:
-        """Store a block, the array itself, under a key, evicting others if necessary. Does nothing if the key has a block already. Returns
-        whether the key has a block afterwards; it has none if the block does not fit in addition to the pinned ones.
+        """Store a block, the array itself, under a key, evicting others if necessary. Does nothing if the key has a
+        block already. Returns whether the key has a block afterwards; it has none if the block does not fit in addition
+        to the pinned ones.
         """
         if key in self:
             return True

@@ -252,7 +252,8 @@ class _Walk:
         """Hash a value that is neither code nor plain data. name: of the value, for errors.
 
         Of an array the content is hashed, of a wrapper what it wraps, of a logger its name, of a builtin its qualified
-        name, of objects of typing and types their text; the attributes of any other object are queued. Raises UnknownCodeError for an object without readable attributes.
+        name, of objects of typing and types their text; the attributes of any other object are queued. Raises
+        UnknownCodeError for an object without readable attributes.
         """
         kind = type(value)
         self._write(f"{kind.__module__}.{kind.__qualname__}")

@@ -224,9 +224,9 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
 def words_of(owner: str, name: str, value: Any) -> tuple[tuple[str, ...], ...]:
     """Return the alternatives that a field names, each as a tuple of consecutive words.
 
-    value: one word, which is never split; or a list of alternatives, each one word or a list of consecutive words. Raises
-    RequestError about the field owner.name for anything else, for more than MAX_WORDS alternatives or words of one, and
-    for a word of more than MAX_WORD_BYTES.
+    value: one word, which is never split; or a list of alternatives, each one word or a list of consecutive words.
+    Raises RequestError about the field owner.name for anything else, for more than MAX_WORDS alternatives or words of
+    one, and for a word of more than MAX_WORD_BYTES.
     """
     ends = _few(owner, name, (value,) if isinstance(value, str) else value)
     words = [_few(owner, name, (end,) if isinstance(end, str) else end) for end in ends]
