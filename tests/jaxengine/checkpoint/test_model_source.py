@@ -157,7 +157,7 @@ def test_ropes_and_other_fields_of_the_user(tmp_path):
 def test_an_unknown_architecture_names_file_and_way_out(tmp_path):
     folder = copy(tmp_path)
     unknown(folder)
-    said = f"{folder}/config.json: the architecture 'XverseForCausalLM' is not supported; .*register_model"
+    said = f"{folder}/config.json: the architecture 'FuyuForCausalLM' is not supported; .*register_model"
     with pytest.raises(ModelFileError, match=said):
         open_model(EngineConfig(model=str(folder)))
 
@@ -188,7 +188,7 @@ def truncated(folder):
 
 def unknown(folder):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["XverseForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["FuyuForCausalLM"]}))
 
 
 def remote_code(folder):

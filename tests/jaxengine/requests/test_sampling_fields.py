@@ -28,6 +28,9 @@ NAMING = {
     "jaxengine/server/grpc/inference.proto",
     "jaxengine/server/grpc/inference_pb2.py",
     "jaxengine/server/grpc/inference_pb2.pyi",
+    # Answers of /v1/responses repeat the penalties.
+    "jaxengine/server/http/responses/answers.py",
+    "jaxengine/server/http/responses/endpoint.py",
 }
 
 

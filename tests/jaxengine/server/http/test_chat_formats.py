@@ -61,7 +61,8 @@ async def test_harmony(harmony, choice, stream):
         (answer,) = (await client.chat.completions.create(**ask)).choices
         content, reasoning, reason = answer.message.content or "", answer.message.reasoning, answer.finish_reason
         found = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
-    assert (content, reasoning, reason, found) == ("", "Hm.", "tool_calls", [("weather", {"city": "Zürich"})])
+    ended = "tool_calls" if isinstance(choice, str) else "stop"  # as OpenAI says of a call that was demanded by name
+    assert (content, reasoning, reason, found) == ("", "Hm.", ended, [("weather", {"city": "Zürich"})])
     params = engine.calls[-1][1]
     assert params.skip_special_tokens is False
     assert params.stop_token_ids == (ids["<|call|>"], ids["<|return|>"])
