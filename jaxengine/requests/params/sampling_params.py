@@ -13,12 +13,23 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.requests.params import param_limits as limits
 from jaxengine.requests.params.activations import Steer, captured_fields, read_captured, read_steer
-from jaxengine.requests.params.param_limits import INT32_MAX, MAX_EXTRA_ARGS, MIN_TEMPERATURE, RequestOutputKind
+from jaxengine.requests.params.param_limits import (
+    INT32_MAX,
+    MAX_EXTRA_ARGS,
+    MIN_TEMPERATURE,
+    RequestOutputKind,
+    Rule,
+    flag,
+    integer,
+    optional,
+    read_as,
+    real,
+    refuse,
+)
 from jaxengine.requests.params.repetition import RepetitionDetectionParams, read_repetition_detection
 from jaxengine.requests.params.stop_after import StopAfter, stop_after
 from jaxengine.requests.params.thinking import ThinkingWords, limited, thinking_words
@@ -41,72 +52,13 @@ _ID_FIELDS = (
     "trace_decode_token_ids",
 )
 
-# (name of a field, value) -> the checked and normalised value. Rules raise RequestError.
-Rule = Callable[[str, Any], Any]
-
-
-def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    """Return a RequestError, which the caller raises, that the field `name` must be `allowed`."""
-    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
-
-
-def _int(low: int, high: int, allowed: str) -> Rule:
-    """Return a rule that accepts integers, but no bool, from `low` to `high`, and returns an int. allowed: description
-    for the error; a value above `high` is reported as "at most" instead.
-    """
-
-    def check(name: str, value: Any) -> int:
-        whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not integers here
-        if not whole or not low <= int(value) <= high:
-            raise _refuse(name, value, f"at most {high}" if whole and int(value) > high else allowed)
-        return int(value)
-
-    return check
-
-
-def _float(low: float, high: float, allowed: str) -> Rule:
-    """Return a rule that accepts real numbers, but no bool or NaN, from `low` to `high`, and returns a float. allowed:
-    description for the error.
-    """
-
-    def check(name: str, value: Any) -> float:
-        # NaN is in no range. numpy's scalars are Real, but their comparison with floats is not typed.
-        inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
-        if not inside:
-            raise _refuse(name, value, allowed)
-        return float(value)
-
-    return check
-
-
-def _flag(name: str, value: Any) -> bool:
-    """Return a bool unchanged. Raises RequestError for other types."""
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "True or False")
-    return value
-
-
-def _optional(rule: Rule) -> Rule:
-    """Return a rule that returns None for None, and the result of `rule` for other values."""
-    return lambda name, value: None if value is None else rule(name, value)
-
-
-def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
-    """Return a rule that checks with `rule`, and returns `meaning` if the checked value equals `value`."""
-
-    def check(name: str, given: Any) -> Any:
-        checked = rule(name, given)
-        return meaning if checked == value else checked
-
-    return check
-
 
 def _number(row: Row) -> Rule:
     """Return the rule of a parameter of ROWS: a number from row.low to row.high, of the type of row.neutral; row.off is
     returned as row.neutral.
     """
-    rule = (_float if isinstance(row.neutral, float) else _int)(row.low, row.high, row.allowed)  # pyright: ignore
-    return rule if row.off is None else _read_as(rule, row.off, row.neutral)
+    rule = (real if isinstance(row.neutral, float) else integer)(row.low, row.high, row.allowed)  # pyright: ignore
+    return rule if row.off is None else read_as(rule, row.off, row.neutral)
 
 
 def _temperature(name: str, value: Any) -> float:
@@ -124,7 +76,7 @@ def _num_logprobs(name: str, value: Any) -> int:
     """Return a number of logprobs: an int from -1, 1 for True. Raises RequestError for other values."""
     if value is True:
         return 1
-    return _int(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
+    return integer(-1, INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
 
 
 def _texts(at_most: int, max_chars: int) -> Rule:
@@ -136,9 +88,9 @@ def _texts(at_most: int, max_chars: int) -> Rule:
         texts = (value,) if isinstance(value, str) else () if value is None else value
         whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
         if not whole or not all(isinstance(text, str) and text for text in texts):
-            raise _refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
+            raise refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
         if sum(map(len, texts)) > max_chars:
-            raise _refuse(name, value, f"at most {max_chars} characters altogether")
+            raise refuse(name, value, f"at most {max_chars} characters altogether")
         return tuple(texts)
 
     return check
@@ -150,18 +102,18 @@ def _token_ids(name: str, value: Any, most: int = limits.MAX_TOKEN_IDS) -> tuple
     """
     ids = () if value is None else value
     if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > most:
-        raise _refuse(name, value, f"a list of at most {most} token ids")
+        raise refuse(name, value, f"a list of at most {most} token ids")
     # Checking a million ids one by one would take a second.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32_MAX:
         return tuple(dict.fromkeys(ids))
-    allowed_id = _int(0, INT32_MAX, "a list of token ids, each an int >= 0")
+    allowed_id = integer(0, INT32_MAX, "a list of token ids, each an int >= 0")
     return tuple(dict.fromkeys(allowed_id(name, token_id) for token_id in ids))
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Return token ids as a tuple without repeats. Raises RequestError for other values, and for an empty list."""
     if not (ids := _token_ids(name, value)):
-        raise _refuse(name, value, "None or a list with at least one token id")
+        raise refuse(name, value, "None or a list with at least one token id")
     return ids
 
 
@@ -178,7 +130,7 @@ def _trace(name: str, value: Any) -> tuple[int, ...]:
     """
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, (list, tuple, range)) or not 0 < len(ids) <= limits.MAX_TOKEN_IDS:
-        raise _refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
+        raise refuse(name, value, f"None or a list of 1 to {limits.MAX_TOKEN_IDS} token ids")
     _token_ids(name, ids)
     return tuple(map(int, ids))
 
@@ -188,11 +140,11 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     values. Raises RequestError for other values.
     """
     if not isinstance(value, Mapping):
-        raise _refuse(name, value, "a dict from token id to a number")
+        raise refuse(name, value, "a dict from token id to a number")
     if len(value) > limits.MAX_TOKEN_IDS:
-        raise _refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
-    token_id = _int(0, INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
-    bias = _float(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
+        raise refuse(name, len(value), f"a dict of at most {limits.MAX_TOKEN_IDS} token ids")
+    token_id = integer(0, INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
+    bias = real(-FLOAT_LIMIT, FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
     return {token_id(name, key): bias(name, added) for key, added in value.items()}
 
 
@@ -201,14 +153,14 @@ def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     other values.
     """
     if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS or not all(isinstance(key, str) for key in value):
-        raise _refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
+        raise refuse(name, value, f"None or a dict of at most {MAX_EXTRA_ARGS} names")
     return dict(value) or None
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     """Return a RequestOutputKind unchanged. Raises RequestError for other types."""
     if not isinstance(value, RequestOutputKind):
-        raise _refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
+        raise refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
     return value
 
 
@@ -217,41 +169,41 @@ _SEED = "None or an int of 64 bits (-1 means None)"
 _RULES: dict[str, Rule] = {
     **{name: _number(row) for name, row in ROWS.items()},
     "temperature": _temperature,
-    "n": _int(1, limits.MAX_N, f"an int from 1 to {limits.MAX_N}"),
-    "seed": _optional(_read_as(_int(-limits.INT64_MAX - 1, limits.INT64_MAX, _SEED), -1, None)),
+    "n": integer(1, limits.MAX_N, f"an int from 1 to {limits.MAX_N}"),
+    "seed": optional(read_as(integer(-limits.INT64_MAX - 1, limits.INT64_MAX, _SEED), -1, None)),
     "stop": _texts(limits.MAX_STOP_STRINGS, limits.MAX_STOP_CHARS),
-    "stop_after": _optional(stop_after),
+    "stop_after": optional(stop_after),
     "stop_token_ids": _token_ids,
-    "ignore_eos": _flag,
-    "max_tokens": _optional(_int(1, INT32_MAX, "an int >= 1, or None for the rest of the context")),
-    "min_tokens": _int(0, INT32_MAX, "an int >= 0"),
-    "logprobs": _optional(_num_logprobs),
-    "prompt_logprobs": _optional(_num_logprobs),
-    "prompt_logprob_start": _optional(_int(0, INT32_MAX, "None or an int >= 0")),
-    "logprob_token_ids": _optional(_logprob_token_ids),
-    "prompt_logprob_token_ids": _optional(_logprob_token_ids),
-    "return_sampling_mass": _flag,
-    "trace_decode_token_ids": _optional(_trace),
-    "routed_experts_prompt_start": _int(0, INT32_MAX, "an int >= 0"),
-    "detokenize": _flag,
-    "skip_special_tokens": _flag,
-    "spaces_between_special_tokens": _flag,
-    "include_stop_str_in_output": _flag,
+    "ignore_eos": flag,
+    "max_tokens": optional(integer(1, INT32_MAX, "an int >= 1, or None for the rest of the context")),
+    "min_tokens": integer(0, INT32_MAX, "an int >= 0"),
+    "logprobs": optional(_num_logprobs),
+    "prompt_logprobs": optional(_num_logprobs),
+    "prompt_logprob_start": optional(integer(0, INT32_MAX, "None or an int >= 0")),
+    "logprob_token_ids": optional(_logprob_token_ids),
+    "prompt_logprob_token_ids": optional(_logprob_token_ids),
+    "return_sampling_mass": flag,
+    "trace_decode_token_ids": optional(_trace),
+    "routed_experts_prompt_start": integer(0, INT32_MAX, "an int >= 0"),
+    "detokenize": flag,
+    "skip_special_tokens": flag,
+    "spaces_between_special_tokens": flag,
+    "include_stop_str_in_output": flag,
     "output_kind": _output_kind,
-    "logit_bias": _optional(_logit_bias),
-    "allowed_token_ids": _optional(_allowed_token_ids),
+    "logit_bias": optional(_logit_bias),
+    "allowed_token_ids": optional(_allowed_token_ids),
     "bad_words": _texts(limits.MAX_BAD_WORDS, limits.MAX_BAD_WORDS_CHARS),
-    "structured_outputs": _optional(structured_outputs),
-    "thinking_token_budget": _optional(_read_as(_int(-1, INT32_MAX, _BUDGET), -1, None)),
-    "thinking_words": _optional(thinking_words),
-    "extra_args": _optional(_extra_args),
-    "return_hidden_states": _flag,
-    "capture": _optional(read_captured),
-    "steer": _optional(read_steer),
-    "stream_interval": _optional(_int(1, INT32_MAX, "None or an int >= 1")),
-    "flat_logprobs": _flag,
-    "skip_reading_prefix_cache": _optional(_flag),
-    "repetition_detection": _optional(read_repetition_detection),
+    "structured_outputs": optional(structured_outputs),
+    "thinking_token_budget": optional(read_as(integer(-1, INT32_MAX, _BUDGET), -1, None)),
+    "thinking_words": optional(thinking_words),
+    "extra_args": optional(_extra_args),
+    "return_hidden_states": flag,
+    "capture": optional(read_captured),
+    "steer": optional(read_steer),
+    "stream_interval": optional(integer(1, INT32_MAX, "None or an int >= 1")),
+    "flat_logprobs": flag,
+    "skip_reading_prefix_cache": optional(flag),
+    "repetition_detection": optional(read_repetition_detection),
 }
 
 
@@ -357,30 +309,30 @@ class SamplingParams(SamplingFields):
     def __post_init__(self) -> None:
         if self.is_greedy:
             if self.n > 1:
-                raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
+                raise refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
             for name, row in ROWS.items():
                 if row.feature == TRUNCATION:
                     setattr(self, name, row.neutral)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         given, most = self.prompt_logprob_token_ids or (), MAX_LOGPROB_TOKEN_IDS - len(self.logprob_token_ids or ())
         if len(given) > most:
-            raise _refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
+            raise refuse("prompt_logprob_token_ids", given, f"at most {most} token ids beside logprob_token_ids")
         if self.prompt_logprob_start is not None and self.num_prompt_logprobs is None:
-            raise _refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
+            raise refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprobs")
         if (trace := self.trace_decode_token_ids) is not None:
             if self.n > 1:
-                raise _refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
+                raise refuse("n", self.n, "1 with trace_decode_token_ids (every output would be the same)")
             if self.min_tokens > len(trace):
-                raise _refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
+                raise refuse("min_tokens", self.min_tokens, f"at most {len(trace)}, as trace_decode_token_ids has")
         if self.thinking_token_budget is not None and self.thinking_words is None:
             allowed = "None without thinking_words, such as {'reasoning_end': '</think>'}"
-            raise _refuse("thinking_token_budget", self.thinking_token_budget, allowed)
+            raise refuse("thinking_token_budget", self.thinking_token_budget, allowed)
         if self.skip_reading_prefix_cache is False and self.num_prompt_logprobs is not None:
             allowed = "None or True with prompt_logprobs (prompt_logprob_start names the tokens that need none)"
-            raise _refuse("skip_reading_prefix_cache", False, allowed)
+            raise refuse("skip_reading_prefix_cache", False, allowed)
         if self.stop and not self.detokenize:
-            raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
+            raise refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field to the checked and normalised value.
@@ -510,31 +462,31 @@ class SamplingParams(SamplingFields):
                 served = vocab_size <= MAX_LOGPROBS
                 way = "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
                 whole = f"-1, the whole vocabulary of {vocab_size} tokens, {way}"
-                raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
+                raise refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
-                raise _refuse(name, asked, f"at most max_logprobs ({most})")
+                raise refuse(name, asked, f"at most max_logprobs ({most})")
         for name in _ID_FIELDS:
             ids = getattr(self, name) or ()
             if max(ids, default=0) >= vocab_size:
                 outside = [token_id for token_id in ids if token_id >= vocab_size]
-                raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
+                raise refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
         no_text = {"stop": "empty", "bad_words": "empty", "structured_outputs": "None", "thinking_words": "None"}
         for name, empty in no_text.items():
             if getattr(self, name) and not has_tokenizer:
-                raise _refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
+                raise refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
         if (self.max_tokens or 0) > max_model_len:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
-            raise _refuse("max_tokens", self.max_tokens, allowed)
+            raise refuse("max_tokens", self.max_tokens, allowed)
         room = max_model_len - num_prompt_tokens
         for name in ("prompt_logprob_start", "routed_experts_prompt_start"):
             if (start := getattr(self, name)) and start >= num_prompt_tokens:
-                raise _refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
+                raise refuse(name, start, f"at most {num_prompt_tokens - 1}, the prompt's last token")
         if (trace := self.trace_decode_token_ids) and len(trace) > room:
             allowed = f"at most {room} tokens, which the prompt leaves of max_model_len ({max_model_len})"
-            raise _refuse("trace_decode_token_ids", trace, allowed)
+            raise refuse("trace_decode_token_ids", trace, allowed)
         if self.min_tokens > room:
             allowed = f"at most {room}, which the prompt leaves of max_model_len ({max_model_len})"
-            raise _refuse("min_tokens", self.min_tokens, allowed)
+            raise refuse("min_tokens", self.min_tokens, allowed)
 
 
 _FIELDS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}

@@ -59,8 +59,7 @@ class TokenBlocks(NamedTuple):
       token_ids, positions: i32[T].
       seqs, index: i32[T], the row of each token's sequence, and the token's number among that sequence's new ones.
       num_tokens: i32[], tokens of sequences; padding comes after them.
-      last: i32[M], indices of the tokens that complete a block, in order; T in the remaining entries. M is 0 without
-        blocks.
+      last: i32[M], indices of the tokens that complete a block, in order, then T; M is 0 without blocks.
       num_blocks: i32[], number of blocks that the step completes.
       rope: cos and sin, f32[M, R / 2] each, at the first position of these blocks.
     """
@@ -76,10 +75,7 @@ class TokenBlocks(NamedTuple):
 
 
 def token_blocks(key: tuple[int | None, Rope], step: StepContext) -> TokenBlocks:
-    """Return the TokenBlocks of a step.
-
-    key: the number of tokens of a block, or None for a layer without blocks, and the rope of the keys of blocks.
-    """
+    """Return the TokenBlocks of a step. key: tokens of a block, None for a layer without; and the keys' rope."""
     (rate, rope), batch, ragged = key, step.batch, step.batch.ragged[0]
     num_tokens, num_seqs = batch.token_ids.shape[0], ragged.cu_q_lens.shape[0] - 1
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -128,7 +124,6 @@ class _Recent(NamedTuple):
 
     def indices(self, tokens: jax.Array, lags: jax.Array) -> jax.Array:
         """Return the index in `rows`, i32, of the token that is `lags` tokens before each of `tokens` in its sequence.
-
         tokens, lags: i32 of one shape; lags are at most R. Where a sequence has no such token the index is that of an
         arbitrary row, which callers must mask.
         """
@@ -161,10 +156,8 @@ def _recent(new: jax.Array, state: jax.Array, rows: StateRows, blocks: TokenBloc
 
 
 def rotated(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return x [T, heads, H] with its last R elements rotated.
-
-    rope: cos and sin [T, R / 2]. Neighbouring elements are a pair; in the result the first elements of all pairs come
-    before the second ones.
+    """Return x [T, heads, H] with its last R elements rotated. rope: cos and sin [T, R / 2]. Neighbouring elements are
+    a pair; in the result the first elements of all pairs come before the second ones.
     """
     kept, last = jnp.split(x, (x.shape[-1] - 2 * rope[0].shape[-1],), axis=-1)
     return jnp.concatenate([kept, apply_rope(last, *rope, interleaved=True)], axis=-1)
@@ -251,9 +244,7 @@ class _Pages(NamedTuple):
 
     def read(self, seqs: jax.Array, blocks: jax.Array, *, of_index: bool = False) -> jax.Array:
         """Return the keys f32[B, b, H] of blocks i32[B, b] of the sequences i32[B]; with `of_index`, the indexer's
-        keys.
-
-        Where a block is -1 the result is that of an arbitrary block, which callers must mask.
+        keys. Where a block is -1 the result is that of an arbitrary block, which callers must mask.
         """
         page_size, rate = self.kv.page_size, self.keys.rate or 1
         last = (jnp.maximum(blocks, 0) + 1) * rate - 1
@@ -271,10 +262,8 @@ def _folded(
     softmax: tuple[jax.Array, ...], q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float
 ) -> tuple[jax.Array, ...]:
     """Return the online softmax `softmax` of queries [B, N, H] after adding keys [B, b, H], which are values as well;
-    those not `seen`, bool[B, b], count nothing.
-
-    softmax: largest logits and totals, f32[B, N] each, and weighted sums of values f32[B, N, H]. scale: factor of
-    logits.
+    those not `seen`, bool[B, b], count nothing. softmax: largest logits and totals, f32[B, N] each, and weighted sums
+    of values f32[B, N, H]. scale: factor of logits.
     """
     largest, total, sums = softmax
     keys = jnp.where(seen[..., None], keys.astype(q.dtype), 0)
@@ -289,9 +278,8 @@ def _folded(
 def _selected(
     q: jax.Array, weights: jax.Array, seqs: jax.Array, counts: jax.Array, top_k: int, pages: _Pages
 ) -> jax.Array:
-    """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence.
-
-    Of equal scores the lowest block comes first. A sequence with at most k blocks has all of them in order, followed by
+    """Return the blocks i32[B, k] with the highest indexer scores among the first `counts` i32[B] of each sequence. Of
+    equal scores the lowest block comes first. A sequence with at most k blocks has all of them in order, followed by
     -1. q, weights: the indexer's, [B, I, J] and f32[B, I]. seqs: i32[B], rows of the sequences. top_k: k.
     """
     at_once = min(_MERGED * top_k, _SCORED, pages.most_blocks)
@@ -359,7 +347,6 @@ class CompressedAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, kept: Any, located: Any, step: StepInputs) -> tuple[jax.Array, Any]:
         """Map x[T, D] to ([T, D], the pool with the keys of completed blocks and the states after this step's tokens).
-
         kept: (the pool, the states). located: (LayerPages, StateRows). A layer without blocks gets the states and the
         StateRows alone, and returns the states alone.
         """
@@ -394,10 +381,8 @@ class CompressedAttention(nnx.Module):
 
     def _write(self, contributed: _Recent, kv: KVPages, where: LayerPages) -> tuple[KVPages, _Pages]:
         """Compute the keys of the blocks that this step completes and write them to the pool; return the new pool and
-        the _Pages that reads blocks from it.
-
-        contributed: contributions of tokens. where: the layer's pages. Raises ModelConfigError for a page size that
-        does not suit the blocks.
+        the _Pages that reads blocks from it. contributed: contributions of tokens. where: the layer's pages. Raises
+        ModelConfigError for a page size that does not suit the blocks.
         """
         blocks, keys = contributed.blocks, self.keys
         slots, ragged = keys.num_slots(kv.page_size), where.in_pool(kv.page_size)
@@ -442,9 +427,7 @@ class CompressedAttention(nnx.Module):
         return [tuple(parts[at : at + 2]) for at in range(0, len(parts), 2)]
 
     def _in_slots(self, made: jax.Array, slots: int) -> jax.Array:
-        """Return keys [M, H] cut into `slots` equal pieces each, [M * slots, 1, .]; zeros fill the last piece of a
-        key.
-        """
+        """Return keys [M, H] cut into `slots` equal pieces each, [M * slots, 1, .]; zeros fill the last piece of a key."""
         made = jnp.pad(made, ((0, 0), (0, -made.shape[1] % slots)))
         return made.reshape(made.shape[0] * slots, 1, -1)
 
@@ -452,10 +435,8 @@ class CompressedAttention(nnx.Module):
         self, q: jax.Array, window: _Recent, pages: _Pages | None, index: tuple[jax.Array, jax.Array] | None
     ) -> jax.Array:
         """Return the attention output f32[T, N, H] of queries q [T, N, H] over the window's keys and the complete
-        blocks, computed _TOKENS tokens at a time.
-
-        window: keys of this step and of the states. pages: None for a layer without blocks. index: queries and weights
-        of the indexer; None without one.
+        blocks, computed _TOKENS tokens at a time. window: keys of this step and of the states. pages: None for a layer
+        without blocks. index: queries and weights of the indexer; None without one.
         """
         blocks, (num_tokens, num_heads, dim) = window.blocks, q.shape
         size = min(_TOKENS, num_tokens)
@@ -490,10 +471,8 @@ class CompressedAttention(nnx.Module):
         pages: _Pages,
     ) -> tuple[jax.Array, ...]:
         """Return the online softmax `softmax` of queries [B, N, H] after adding the keys of all complete blocks, or of
-        those that the indexer selects.
-
-        tokens: sequences and positions of the queries, i32[B] each. of_index: queries and weights of the indexer; []
-        without one.
+        those that the indexer selects. tokens: sequences and positions of the queries, i32[B] each. of_index: queries
+        and weights of the indexer; [] without one.
         """
         (seqs, positions), index = tokens, self.keys.index
         counts = (positions + 1) // (self.keys.rate or 1)

@@ -305,9 +305,7 @@ def _call(
         return pl.BlockSpec((shape.rows, array.shape[1]), lambda n, v, _, tile, *__: (tile[v], 0))
 
     def of_half(half: int, array: jax.Array | None) -> pl.BlockSpec | None:
-        """Return the BlockSpec of a strip of columns of one half of a group's array, or of a block of biases; None for
-        no array.
-        """
+        """Return the BlockSpec of a strip of columns of one half of a group's array or biases; None for no array."""
         if array is None:
             return None
 
