@@ -427,7 +427,8 @@ class CompressedAttention(nnx.Module):
         return [tuple(parts[at : at + 2]) for at in range(0, len(parts), 2)]
 
     def _in_slots(self, made: jax.Array, slots: int) -> jax.Array:
-        """Return keys [M, H] cut into `slots` equal pieces each, [M * slots, 1, .]; zeros fill the last piece of a key."""
+        """Return keys [M, H] cut into `slots` equal pieces each, [M * slots, 1, .]; zeros fill the last piece of a
+        key."""
         made = jnp.pad(made, ((0, 0), (0, -made.shape[1] % slots)))
         return made.reshape(made.shape[0] * slots, 1, -1)
 
