@@ -41,8 +41,10 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
 }
 # Those with a decoder's layers whose tokens see their whole prompt, whatever their files say.
 BIDIRECTIONAL = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
-# Values of their field `pooling`.
-POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
+# Values of the field `pooling` of classes that read it, by class or family; the first is the default.
+_OF_LLAMA = {"mean": MEAN, "avg": MEAN, "cls": CLS, "last": LAST}
+POOLINGS = dict.fromkeys(BIDIRECTIONAL, _OF_LLAMA)
+POOLINGS["CohereCompassForCausalLM"] = {"eos": LAST, "bos": CLS, "mean": MEAN}
 # Further names of classes: of a family's first code, and of whole models, of which a part is read.
 _OTHER_NAMES = {
     "MPTForCausalLM": "MptForCausalLM",
@@ -69,6 +71,7 @@ _OTHER_NAMES = {
 # Beginnings of names of classes with the same layers and fields as those of another beginning.
 _STEMS = {
     "Camembert": "Roberta",
+    "CohereCompassText": "CohereCompass",
     "Data2VecText": "Roberta",
     "Gemma3Text": "Gemma3",
     "GteNew": "New",

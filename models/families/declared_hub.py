@@ -34,10 +34,11 @@ def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _internlm_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return the base of rope in `rotary`, where that is present. Raises ModelConfigError, also for another type there
-    than dynamic, whose scaling begins after `max_position_embeddings`.
+    than origin, which is not scaled, and dynamic, whose scaling begins after `max_position_embeddings`.
     """
     rotary = ConfigFields(fields.mapping("rotary") or {})
-    rotary.require(type="dynamic")
+    if rotary.text("type", "dynamic") not in ("dynamic", "origin"):
+        raise rotary.fail("type", "dynamic or origin")
     base = rotary.number("base", None)
     return {} if base is None else {"rope_theta": base}
 
@@ -207,7 +208,8 @@ HUB_ROWS: dict[str, Row] = {
             "rotary_emb_base": "rope_theta",
         },
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
-        only={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True, "use_cache_quantization": False},
+        only={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True, "use_cache_quantization": False}
+        | {"visual": None},  # Qwen-VL has this class's name, too
         output_bias=False,
         adapt=_qwen_fields,
         unused=("transformer.rotary_emb.",),

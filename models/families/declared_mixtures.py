@@ -221,6 +221,8 @@ _STEP = Row(
         "need_fp32_gate": True,
         "norm_expert_weight": True,
         "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
         "moe_every_n_layer": 1,
     },
     eps="rms_norm_eps",

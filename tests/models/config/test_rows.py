@@ -83,6 +83,7 @@ def test_names_of_first_code():
         read_hf(plain)
         == read_hf(recorded("internlm"))
         == read_hf(plain | {"architectures": ["PanguEmbeddedForCausalLM"]})
+        == read_hf(plain | {"rotary": {"base": 5000.0, "type": "origin"}})
     )
     for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM"):
         assert read_hf(recorded("llama", architectures=[name])) == read_hf(recorded("llama"))
@@ -180,7 +181,8 @@ def test_baichuan_of_7_and_of_13_billion():
         ("flint", {"mlp_only_layers": 2}, "mlp_only_layers must be a list of layer indices"),
         ("bailing_lite", {"norm_head": True}, "norm_head must be false or absent"),
         ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),
-        ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, 'type must be "dynamic" or absent'),
+        ("qwen", {"visual": {"layers": 48}}, "visual must be absent"),
+        ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, "type must be dynamic or origin, got 'linear'"),
         ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "attention_types must be"),
         ("gpt_neo", {"attention_types": [[["global"] * 10**5, 2]]}, "attention_types must be"),
     ],
