@@ -244,7 +244,7 @@ def _compass_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
     """
     kind, ropes = layer_kinds(fields)[layer], fields.mapping("rope_parameters") or {}
     if kind not in ropes or ropes[kind] is not None:
-        return kinds_of_ropes(fields, layer, attention)
+        return kinds_of_ropes(fields, layer, attention, partial_rotary=False)
     return replace(attention, window=fields.integer("sliding_window") if kind == SLIDING else None)
 
 

@@ -18,6 +18,8 @@ from jaxengine.models.registry import build_model, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
 
+_OF_A_PART = dict.fromkeys(("sliding_attention", "full_attention"), {"partial_rotary_factor": 0.5})
+
 
 def recorded(name: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a recorded checkpoint, with changes; None leaves a field out."""
@@ -172,6 +174,10 @@ def test_baichuan_of_7_and_of_13_billion():
         ("step3p5", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate must be true or absent"),
         ("step3p5", {"attention_other_setting": {"num_attention_groups": 2}}, "num_attention_groups must be 1"),
         ("step3p7", {"text_config": None}, "text_config must be a mapping"),
+        *(
+            (name, {"rope_parameters": _OF_A_PART}, "partial_rotary_factor must be 1.0, got 0.5")
+            for name in ("beam", "cohere_compass")
+        ),
         ("cohere_compass", {"rope_parameters": {}}, "rope_parameters must be a mapping that has one for"),
         (
             "lara_mini",
