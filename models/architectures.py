@@ -43,8 +43,10 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
 }
 # Classes with a decoder's layers whose tokens attend to the whole prompt, whatever their files say.
 BIDIRECTIONAL = tuple(name for name, (family, _) in POOLING_CLASSES.items() if family == "LlamaForCausalLM")
-# Values of the field `pooling` of these classes -> pooling types.
-POOLINGS = {"avg": MEAN, "mean": MEAN, "cls": CLS, "last": LAST}
+# Values of the field `pooling` of classes that read it, by class or family; the first is the default.
+_OF_LLAMA = {"mean": MEAN, "avg": MEAN, "cls": CLS, "last": LAST}
+POOLINGS = dict.fromkeys(BIDIRECTIONAL, _OF_LLAMA)
+POOLINGS["CohereCompassForCausalLM"] = {"eos": LAST, "bos": CLS, "mean": MEAN}
 # Other class names -> registered class: names in a family's original code, and names of whole models of which only a
 # part is read.
 _OTHER_NAMES = {
@@ -72,6 +74,7 @@ _OTHER_NAMES = {
 # Beginning of a class name -> beginning of the registered name of a class with the same layers and fields.
 _STEMS = {
     "Camembert": "Roberta",
+    "CohereCompassText": "CohereCompass",
     "Data2VecText": "Roberta",
     "Gemma3Text": "Gemma3",
     "GteNew": "New",

@@ -62,14 +62,15 @@ def family_of(architecture: str) -> tuple[str, str | None]:
 
 
 def usual_pooling(architecture: str, fields: ConfigFields) -> str:
-    """Return the type of pooling of a checkpoint that names none: the field `pooling` for BIDIRECTIONAL classes, an
+    """Return the type of pooling of a checkpoint that names none: the field `pooling` for classes in POOLINGS, an
     encoder family's own choice, otherwise LAST. Raises ModelConfigError.
     """
-    if architecture in BIDIRECTIONAL:
-        if (kind := fields.text("pooling", "mean")) not in POOLINGS:
-            raise fields.fail("pooling", ", ".join(POOLINGS))
-        return POOLINGS[kind]
-    encoder = ENCODERS.get(family_of(architecture)[0])
+    family, _ = family_of(architecture)
+    if (kinds := POOLINGS.get(architecture) or POOLINGS.get(family)) is not None:
+        if (kind := fields.text("pooling", next(iter(kinds)))) not in kinds:
+            raise fields.fail("pooling", ", ".join(kinds))
+        return kinds[kind]
+    encoder = ENCODERS.get(family)
     return LAST if encoder is None else encoder.usual_pooling(fields)
 
 

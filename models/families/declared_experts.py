@@ -74,11 +74,11 @@ def _exaone_kinds(fields: ConfigFields) -> Mapping[str, Any]:
     return {"layer_types": [*kinds[:-1], FULL]}
 
 
-def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **names: str) -> LayerAttention:
-    """Return the attention with the window and rope of its kind. names: see ropes_by_kind. Raises ModelConfigError."""
-    kinds = layer_kinds(fields)
+def kinds_of_ropes(fields: ConfigFields, layer: int, attention: LayerAttention, **options: Any) -> LayerAttention:
+    """Return the attention with the window and rope of its kind. options: of ropes_by_kind. Raises ModelConfigError."""
+    kinds, options = layer_kinds(fields), {"partial_rotary": True, **options}
     window = windows_by_kind(kinds, fields.integer("sliding_window"))[layer]
-    rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], partial_rotary=True, **names)[0]
+    rope = ropes_by_kind(fields, read_head_dim(fields), kinds[layer : layer + 1], **options)[0]
     return replace(attention, window=window, rope=rope)
 
 

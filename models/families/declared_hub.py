@@ -34,11 +34,13 @@ def _chatglm_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _internlm_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Return `rope_theta` from the base in `rotary`, or {} if that is absent. Raises ModelConfigError for a type other
-    than dynamic in it (whose scaling begins only after `max_position_embeddings`), and for wrong fields.
+    """Return `rope_theta` from the base in `rotary`, or {} if that is absent. Raises ModelConfigError for wrong fields,
+    and for a type in it other than origin (without scaling) and dynamic (whose scaling begins only after
+    `max_position_embeddings`).
     """
     rotary = ConfigFields(fields.mapping("rotary") or {})
-    rotary.require(type="dynamic")
+    if rotary.text("type", "dynamic") not in ("dynamic", "origin"):
+        raise rotary.fail("type", "dynamic or origin")
     base = rotary.number("base", None)
     return {} if base is None else {"rope_theta": base}
 
@@ -210,7 +212,8 @@ HUB_ROWS: dict[str, Row] = {
             "rotary_emb_base": "rope_theta",
         },
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
-        only={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True, "use_cache_quantization": False},
+        only={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True, "use_cache_quantization": False}
+        | {"visual": None},  # Qwen-VL has this class's name, too
         output_bias=False,
         adapt=_qwen_fields,
         unused=("transformer.rotary_emb.",),

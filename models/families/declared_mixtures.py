@@ -227,6 +227,8 @@ _STEP = Row(
         "need_fp32_gate": True,
         "norm_expert_weight": True,
         "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
         "moe_every_n_layer": 1,
     },
     eps="rms_norm_eps",
@@ -248,7 +250,7 @@ def _compass_layer(fields: ConfigFields, layer: int, attention: LayerAttention) 
     """
     kind, ropes = layer_kinds(fields)[layer], fields.mapping("rope_parameters") or {}
     if kind not in ropes or ropes[kind] is not None:
-        return kinds_of_ropes(fields, layer, attention)
+        return kinds_of_ropes(fields, layer, attention, partial_rotary=False)
     return replace(attention, window=fields.integer("sliding_window") if kind == SLIDING else None)
 
 

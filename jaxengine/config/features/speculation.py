@@ -214,7 +214,9 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if (stages := options["pipeline_parallel_size"]) > 1:
         raise refuse(f"pipeline_parallel_size is {stages}, and {chosen.method} needs a single stage")
     if chosen.method == MTP and not model.num_nextn_predict_layers:
-        raise refuse(f"num_nextn_predict_layers of this {model.architecture} is 0")
+        unread = f"the {model.num_unread_layers} next-token layers of this {model.architecture} are not read"
+        none = f"num_nextn_predict_layers of this {model.architecture} is 0"
+        raise refuse(unread if model.num_unread_layers else none)
     if model.tower is not None:
         raise refuse(f"{model.architecture} takes images, and {chosen.method} does not", "limit each modality to 0")
     hybrid = not options["disable_hybrid_kv_cache_manager"]

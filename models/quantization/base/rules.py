@@ -73,16 +73,19 @@ class Quantization:
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
         if self.stacked:  # the stack of all experts of a layer is also a name of each expert's module
-            names += [stack for name in names if (stack := _EXPERT.sub(_stack, name)) != name]
+            names += [stack for name in names for stack in _stacks(name)]
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
         return names + [name.removesuffix(new) + old for name, old, new in ends]
 
 
-def _stack(expert: re.Match[str]) -> str:
-    """Return the name of the stacked tensor from which jaxengine.models.weights.views.stacked takes the matrix of an
-    expert. `expert` is a match of _EXPERT.
+def _stacks(module: str) -> list[str]:
+    """Return the names of the stacked tensors from which jaxengine.models.weights.views.stacked may take the matrix of
+    an expert's module: gate and up are in a stack of both, or each in its own. [] for another module.
     """
-    return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
+    if (expert := _EXPERT.search(module)) is None:
+        return []
+    parts = ("down",) if expert[2] == "down" else ("gate_up", expert[2])
+    return [f"{module[: expert.start()]}{expert[1]}.{part}_proj" for part in parts]
 
 
 @dataclass(frozen=True)

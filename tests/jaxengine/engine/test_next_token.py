@@ -208,4 +208,6 @@ def test_models_without_such_a_layer_say_so():
     assert config.speculative_config is not None and config.speculative_config.method == MTP
     with pytest.raises(ConfigError, match="num_nextn_predict_layers of this Glm4MoeForCausalLM is 0"):
         config.resolved(read_hf(GLM4), PLATFORMS["cpu"])
+    with pytest.raises(ConfigError, match="the 2 next-token layers of this Step3p5ForCausalLM are not"):
+        config.resolved(read_hf(json.loads((FOLDER / "step3p5" / "config.json").read_text())), PLATFORMS["cpu"])
     config.resolved(read_hf(TINY), PLATFORMS["cpu"])

@@ -100,7 +100,15 @@ def test_a_switch_that_is_null_is_off(name, field):
     assert name == "dots1" or absent != off
 
 
-@each_row("name", ["hy_v3", "laguna", "afmoe"])
+@each_row("name", ["cohere2_moe", "cohere_compass"])
+def test_a_token_id_that_is_null_is_none(name):
+    ids, size = ("bos_token_id", "eos_token_id"), {"vocab_size": 256000}
+    null, absent = (read_hf(recorded(name, **size, **dict.fromkeys(ids, value))) for value in (None, ABSENT))
+    assert (null.bos_token_id, null.eos_token_ids) == (None, ())
+    assert (absent.bos_token_id, absent.eos_token_ids) == (5, (255001,))
+
+
+@each_row("name", ["hy_v3", "laguna", "afmoe", "step3p5"])
 def test_weights_that_always_add_up_to_one_are_not_switched_off(name):
     for field, value in (("norm_topk_prob", False), ("n_group", 2)):
         with pytest.raises(ModelConfigError, match=f"^{field} must be "):

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxengine.models.config.fields import ModelConfigError
+from jaxengine.models.config.fields import ConfigFields, ModelConfigError
 from jaxengine.models.config.model_config import ModelConfig
-from jaxengine.models.config.pooler import MEAN, Pooler
-from jaxengine.models.registry import family_of, read_hf
+from jaxengine.models.config.pooler import CLS, LAST, MEAN, Pooler
+from jaxengine.models.registry import family_of, read_hf, usual_pooling
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 40, "max_position_embeddings": 64}
@@ -106,6 +106,8 @@ def test_classes():
     for name, found in {
         "AlbertForPreTraining": ("AlbertModel", "embed"),
         "CamembertForTokenClassification": ("RobertaModel", "token_classify"),
+        "CohereCompassTextForSequenceClassification": ("CohereCompassForCausalLM", "classify"),
+        "CohereCompassTextModel": ("CohereCompassForCausalLM", "embed"),
         "Data2VecTextModel": ("RobertaModel", "embed"),
         "Gemma3TextForSequenceClassification": ("Gemma3ForCausalLM", "classify"),
         "GteNewForSequenceClassification": ("NewModel", "classify"),
@@ -115,6 +117,16 @@ def test_classes():
         "MT5EncoderModel": ("T5EncoderModel", "embed"),
     }.items():
         assert family_of(name) == found
+
+
+def test_poolings_that_files_name():
+    for name, kinds in (
+        ("CohereCompassTextForSequenceClassification", {None: LAST, "eos": LAST, "bos": CLS, "mean": MEAN}),
+        ("LlamaBidirectionalModel", {None: MEAN, "avg": MEAN, "cls": CLS, "last": LAST}),
+    ):
+        assert {kind: usual_pooling(name, ConfigFields({"pooling": kind})) for kind in kinds} == kinds
+        with pytest.raises(ModelConfigError, match="^pooling must be .*mean"):
+            usual_pooling(name, ConfigFields({"pooling": "max"}))
 
 
 def test_xlm_roberta_with_rope_is_jina_embeddings_v3():

@@ -18,6 +18,8 @@ from jaxengine.models.registry import build_model, read_hf
 from tests.fixtures.drawn_weights import FOLDER
 from tests.tables import each_row
 
+_OF_A_PART = dict.fromkeys(("sliding_attention", "full_attention"), {"partial_rotary_factor": 0.5})
+
 
 def recorded(name: str, **changes: Any) -> dict[str, Any]:
     """The config.json of a recorded checkpoint, with changes; None leaves a field out."""
@@ -83,6 +85,7 @@ def test_names_of_first_code():
         read_hf(plain)
         == read_hf(recorded("internlm"))
         == read_hf(plain | {"architectures": ["PanguEmbeddedForCausalLM"]})
+        == read_hf(plain | {"rotary": {"base": 5000.0, "type": "origin"}})
     )
     for name in ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM"):
         assert read_hf(recorded("llama", architectures=[name])) == read_hf(recorded("llama"))
@@ -171,6 +174,10 @@ def test_baichuan_of_7_and_of_13_billion():
         ("step3p5", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate must be true or absent"),
         ("step3p5", {"attention_other_setting": {"num_attention_groups": 2}}, "num_attention_groups must be 1"),
         ("step3p7", {"text_config": None}, "text_config must be a mapping"),
+        *(
+            (name, {"rope_parameters": _OF_A_PART}, "partial_rotary_factor must be 1.0, got 0.5")
+            for name in ("beam", "cohere_compass")
+        ),
         ("cohere_compass", {"rope_parameters": {}}, "rope_parameters must be a mapping that has one for"),
         (
             "lara_mini",
@@ -180,7 +187,8 @@ def test_baichuan_of_7_and_of_13_billion():
         ("flint", {"mlp_only_layers": 2}, "mlp_only_layers must be a list of layer indices"),
         ("bailing_lite", {"norm_head": True}, "norm_head must be false or absent"),
         ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),
-        ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, 'type must be "dynamic" or absent'),
+        ("qwen", {"visual": {"layers": 48}}, "visual must be absent"),
+        ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, "type must be dynamic or origin, got 'linear'"),
         ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "attention_types must be"),
         ("gpt_neo", {"attention_types": [[["global"] * 10**5, 2]]}, "attention_types must be"),
     ],

@@ -19,7 +19,7 @@ from jaxengine.models.weights.formats.safetensors import SafetensorsCheckpoint
 from jaxengine.models.weights.load import load_params
 from jaxengine.pallas_kernels.matmul.rounding import FLOAT32, UE8M0
 from jaxengine.sharding.layout import MeshLayout
-from tests.fixtures.drawn_weights import checkpoint
+from tests.fixtures.drawn_weights import FOLDER, checkpoint
 from tests.fixtures.quantized_models import CONFIG, FORMATS, write
 from tests.models.quantization.test_damage import COMPRESSED, Q, settings
 
@@ -130,6 +130,17 @@ def test_names_of_a_model_of_more_than_text():
         "x", (), ignored=("model.language_model.layers.0.a",), prefixes=(("model.language_model.", "model."),)
     )
     assert quantization.names_of("model.layers.0.a") == ["model.layers.0.a", "model.language_model.layers.0.a"]
+
+
+def test_stacks_of_gate_and_of_up_are_chosen_by_their_own_names():
+    """Step's, in its first code's names, as parts of a module that is named, or alone."""
+    raw = json.loads((FOLDER / "step3p5" / "config.json").read_text())
+    plain = ["model.layers.0.moe", "model.layers.2.moe.gate_proj", "model.layers.2.share_expert.down_proj"]
+    stored = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": plain}
+    chosen = read_hf(raw | {"quantization_config": stored}).quantization
+    parts = [f"{module}.{part}_proj" for module in ("experts.{expert}", "shared_experts") for part in ("gate", "down")]
+    kinds = [type(chosen(f"model.layers.{n}.mlp.{part}")).__name__ for n in (0, 2) for part in parts]
+    assert kinds == ["Plain", "Plain", "Quantized", "Quantized", "Plain", "Quantized", "Quantized", "Plain"]
 
 
 def test_experts_are_chosen_by_the_name_of_their_stack(tmp_path):
