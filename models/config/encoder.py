@@ -18,7 +18,8 @@ class EncoderConfig(NamedTuple):
       num_token_types: rows of the table of token types; 0 for a model without one. A token of type n has the token id
         of its text plus n times the rows of the token table, so that a request needs nothing besides its ids.
       num_positions: rows of the position table; 0 for a model without one.
-      first_position: the row that a prompt's first token has.
+      first_position: the row that a prompt's first token has; if it is not 0, the token with the id first_position - 1
+        is padding and has no position.
       norm_bias: whether norms have biases.
       distances: number of ranges of distances that have a bias of attention each, and the distance from which on all
         have the last; None for a model without such biases, or whose family knows them.

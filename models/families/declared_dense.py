@@ -91,13 +91,14 @@ def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _modernbert_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types`, without them FULL for every `global_attn_every_n_layers`-th layer, 3 by default, from the
-    first on; `sliding_window`, half of `local_attention`; and the base of FULL layers' rope. Raises ModelConfigError.
+    first on; `sliding_window`, without it half of `local_attention`; and the base of FULL layers' rope. Raises
+    ModelConfigError.
     """
     every, count = fields.integer("global_attn_every_n_layers", 3), fields.integer("num_hidden_layers")
     kinds = [SLIDING if layer % every else FULL for layer in range(count)]
     return {
         "layer_types": fields.value("layer_types", kinds),
-        "sliding_window": fields.integer("local_attention", minimum=2) // 2,
+        "sliding_window": fields.integer("sliding_window", fields.integer("local_attention", minimum=2) // 2),
         "rope_theta": fields.number("global_rope_theta"),
     }
 

@@ -94,14 +94,23 @@ def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
 
 
 def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Give a layer a scale of 1 and, if `attention_types` makes it local, `window_size`. Raises ModelConfigError."""
-    count, listed = fields.integer("num_hidden_layers"), fields.value("attention_types")
-    try:  # a run that is longer than the model is left out before it takes memory
-        kinds = [kind for names, times in listed[:count] if len(names) * times <= count for kind in names * times]
-    except (TypeError, ValueError, KeyError):
-        kinds = []
-    if len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
-        raise fields.fail("attention_types", "lists of global and local, and how often each comes, for all layers")
+    """Give a layer a scale of 1 and, if it is local by `attention_layers` or, without that field, `attention_types`,
+    `window_size`. Raises ModelConfigError.
+    """
+    count, field = fields.integer("num_hidden_layers"), "attention_types"
+    if fields.has("attention_layers"):
+        kinds = fields.value(field := "attention_layers")
+    else:
+        try:  # a run that is longer than the model is found before it takes memory
+            runs = fields.value(field)[: count + 1]
+            fits = all(len(names) * times <= count for names, times in runs)
+            kinds = [kind for names, times in runs for kind in names * times] if fits else []
+        except (TypeError, ValueError, KeyError):
+            kinds = []
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
+        every = "global or local for each layer"
+        runs_of = "lists of global and local, and how often each comes, for all layers"
+        raise fields.fail(field, runs_of if field == "attention_types" else every)
     return replace(attention, scale=1.0, window=fields.integer("window_size") if kinds[layer] == "local" else None)
 
 

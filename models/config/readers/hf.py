@@ -265,7 +265,8 @@ def ropes_by_kind(
     """Read the rope of each layer of these kinds, FULL or SLIDING. options: as for read_rope. Raises ModelConfigError.
 
     transformers 5 writes a mapping for each kind into `rope_parameters`; transformers 4 `rope_theta` and `rope_scaling`
-    for FULL layers, and the field `sliding_theta` for SLIDING ones, which are not scaled.
+    for FULL layers, and the field `sliding_theta` for SLIDING ones, which are not scaled. Either must say the kind of
+    scaling as `rope_type`: transformers 4 also reads the older `type`, and transformers 5 takes it for no scaling.
     """
     parameters, by_kind = fields.mapping("rope_parameters"), {}
     for kind in dict.fromkeys(kinds):
@@ -274,6 +275,10 @@ def ropes_by_kind(
             own = ConfigFields(parameters).mapping(kind)
             if own is None:
                 raise fields.fail("rope_parameters", f"a mapping that has one for {kind}")
+        said = ConfigFields(own or {})
+        if said.text("type", "default") != "default" and not said.has("rope_type"):
+            name = "rope_scaling" if parameters is None else "rope_parameters"
+            raise fields.fail(name, "a mapping that says its kind as rope_type, as versions of transformers differ on type")
         theta = fields.number("rope_theta" if kind == FULL else sliding_theta)
         flat = {**fields.raw, "rope_parameters": own, "rope_scaling": None, "rope_theta": theta}
         by_kind[kind] = read_rope(ConfigFields(flat), head_dim, **options)
