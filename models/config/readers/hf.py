@@ -278,7 +278,7 @@ def ropes_by_kind(
         said = ConfigFields(own or {})
         if said.text("type", "default") != "default" and not said.has("rope_type"):
             name = "rope_scaling" if parameters is None else "rope_parameters"
-            raise fields.fail(name, "a mapping that says its kind as rope_type, as versions of transformers differ on type")
+            raise fields.fail(name, "a mapping with rope_type: versions of transformers differ on the older type")
         theta = fields.number("rope_theta" if kind == FULL else sliding_theta)
         flat = {**fields.raw, "rope_parameters": own, "rope_scaling": None, "rope_theta": theta}
         by_kind[kind] = read_rope(ConfigFields(flat), head_dim, **options)

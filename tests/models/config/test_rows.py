@@ -181,12 +181,13 @@ def test_baichuan_of_7_and_of_13_billion():
         ("bailing_lite", {"norm_head": True}, "norm_head must be false or absent"),
         ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),
         ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, 'type must be "dynamic" or absent'),
-        ("gpt_neo", {"attention_layers": None, "attention_types": [[["global"], 10**15]]}, "attention_types must be"),
-        ("gpt_neo", {"attention_layers": None, "attention_types": [[["global"] * 10**5, 2]]}, "attention_types must be"),
-        (
-            "gpt_neo",
-            {"attention_layers": None, "attention_types": [[["global"], 9], [["global", "local"], 1]]},
-            "attention_types must be",
+        *(
+            ("gpt_neo", {"attention_layers": None, "attention_types": types}, "attention_types must be")
+            for types in (
+                [[["global"], 10**15]],
+                [[["global"] * 10**5, 2]],
+                [[["global"], 9], [["global", "local"], 1]],
+            )
         ),
         ("gpt_neo", {"attention_layers": ["global"]}, "attention_layers must be global or local for each layer"),
         ("gpt_neo", {"attention_layers": ["global", 2]}, "attention_layers must be global or local for each layer"),
