@@ -227,7 +227,8 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     invalid one.
     """
     raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
-    prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
+    prompts, default = raw.get("prompts"), raw.get("default_prompt_name")
+    prompts = {} if prompts is None else prompts
     # PyLate's names for what it prepends.
     for name in (QUERY, DOCUMENT):
         if raw.get(f"{name}_prefix") and isinstance(prompts, dict):

@@ -18,7 +18,8 @@ class EncoderConfig(NamedTuple):
       num_token_types: rows of the table of token types; 0 for a model without one. A token of type n has its usual id
         plus n times the rows of the token table, so that ids alone describe a request.
       num_positions: rows of the position table; 0 for a model without one.
-      first_position: row of the position table for a prompt's first token.
+      first_position: row of the position table for a prompt's first token; if it is not 0, the token with the id
+        first_position - 1 is padding and has no position.
       norm_bias: whether norms have biases.
       distances: (number of ranges of distances with one attention bias each, distance from which on all have the last
         bias); None for a model without such biases, or whose family fixes them.

@@ -13,7 +13,9 @@ from jaxengine.models.config.readers.hf import FULL, SLIDING, layer_kinds, read_
 from jaxengine.models.families.declared_row import ACTIVATIONS, EPS, GGUFRow, Row, no_rope
 from jaxengine.models.families.declared_rows import (
     EPSILON,
+    GPT2_FORM,
     GPT2_SPELLED,
+    MASKS,
     four_times,
     full_first_of_four,
     transformer_names,
@@ -94,14 +96,14 @@ def _ministral_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _modernbert_fields(fields: ConfigFields) -> Mapping[str, Any]:
     """Return `layer_types`; if they are not listed, every `global_attn_every_n_layers`-th layer (3 by default), the
-    first included, is FULL. Also returns `sliding_window`, half of `local_attention`, and `rope_theta`, the base for
-    FULL layers. Raises ModelConfigError for wrong fields.
+    first included, is FULL. Also returns `sliding_window`, by default half of `local_attention`, and `rope_theta`, the
+    base for FULL layers. Raises ModelConfigError for wrong fields.
     """
     every, count = fields.integer("global_attn_every_n_layers", 3), fields.integer("num_hidden_layers")
     kinds = [SLIDING if layer % every else FULL for layer in range(count)]
     return {
         "layer_types": fields.value("layer_types", kinds),
-        "sliding_window": fields.integer("local_attention", minimum=2) // 2,
+        "sliding_window": fields.integer("sliding_window", fields.integer("local_attention", minimum=2) // 2),
         "rope_theta": fields.number("global_rope_theta"),
     }
 
@@ -131,8 +133,46 @@ def _gpt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     return replace(form, activation="gelu_new") if form.activation == "gelu" else form
 
 
+def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
+    """Give a layer a scale of 1 and, if it is local by `attention_layers` or, without that field, `attention_types`,
+    `window_size`. Raises ModelConfigError.
+    """
+    count, field = fields.integer("num_hidden_layers"), "attention_types"
+    if fields.has("attention_layers"):
+        kinds = fields.value(field := "attention_layers")
+    else:
+        try:  # a run that is longer than the model is found before it takes memory
+            runs = fields.value(field)[: count + 1]
+            fits = all(len(names) * times <= count for names, times in runs)
+            kinds = [kind for names, times in runs for kind in names * times] if fits else []
+        except (TypeError, ValueError, KeyError):
+            kinds = []
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
+        every = "global or local for each layer"
+        runs_of = "lists of global and local, and how often each comes, for all layers"
+        raise fields.fail(field, runs_of if field == "attention_types" else every)
+    return replace(attention, scale=1.0, window=fields.integer("window_size") if kinds[layer] == "local" else None)
+
+
 # Keys are the class names that config.json lists under "architectures".
 DENSE_ROWS: dict[str, Row] = {
+    "GPTNeoForCausalLM": Row(
+        "GPT-Neo (EleutherAI 2021): GPT-2 with windows in every second layer, and scores that are not scaled.",
+        replace(
+            GPT2_FORM,
+            qkv=tuple(f"attn.attention.{part}_proj" for part in "qkv"),
+            out="attn.attention.out_proj",
+        ),
+        names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
+        spelled={**GPT2_SPELLED, **EPSILON, "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
+        defaults={EPS: 1e-5, "window_size": 256, "attention_types": [[["global", "local"], 12]]},
+        rope=no_rope,
+        bias=False,
+        tied=True,
+        adapt=four_times,
+        each_layer=_gpt_neo_layer,
+        unused_ends=(*MASKS, ".attn.attention.bias", ".attn.attention.masked_bias"),
+    ),
     "ExaoneForCausalLM": Row(
         "EXAONE 3 and 3.5 (LG AI Research 2024, arXiv:2412.04862): Llama under GPT-2's names.",
         replace(

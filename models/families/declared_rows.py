@@ -41,7 +41,7 @@ GPT2_SPELLED = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head
 GPT2_SPELLED |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
 GPT2_SPELLED |= {"activation_function": "hidden_act"}
 EPSILON = {"layer_norm_epsilon": EPS}
-_MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 def transformer_names(**ends: str) -> tuple[tuple[str, str], ...]:
@@ -91,18 +91,6 @@ def _gpt2_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> 
     """
     scale = attention.sm_scale if fields.boolean("scale_attn_weights") else 1.0
     return replace(attention, scale=scale / (layer + 1 if fields.boolean("scale_attn_by_inverse_layer_idx") else 1))
-
-
-def _gpt_neo_layer(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
-    """Return the attention with scale 1 and, if it is local, window `window_size`. Raises ModelConfigError if wrong."""
-    count, listed = fields.integer("num_hidden_layers"), fields.value("attention_types")
-    try:  # a run that is longer than the model is left out before it takes memory
-        kinds = [kind for names, times in listed[:count] if len(names) * times <= count for kind in names * times]
-    except (TypeError, ValueError, KeyError):
-        kinds = []
-    if len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
-        raise fields.fail("attention_types", "lists of global and local, and how often each comes, for all layers")
-    return replace(attention, scale=1.0, window=fields.integer("window_size") if kinds[layer] == "local" else None)
 
 
 def windowed(fields: ConfigFields, layer: int, attention: LayerAttention) -> LayerAttention:
@@ -184,7 +172,7 @@ def _opt_form(fields: ConfigFields, form: DeclaredForm) -> DeclaredForm:
     )
 
 
-_GPT2_FORM = DeclaredForm(
+GPT2_FORM = DeclaredForm(
     norms=("ln_1", "ln_2"),
     qkv=("attn.c_attn",),
     out="attn.c_proj",
@@ -216,7 +204,7 @@ _WITHOUT_GATE = DeclaredForm(up=("mlp.up_proj",), activation="relu2")
 ROWS_BY_NAME: dict[str, Row] = {
     "GPT2LMHeadModel": Row(
         "GPT-2 (Radford et al. 2019): layer norms, learned positions, biases, an MLP without a gate.",
-        _GPT2_FORM,
+        GPT2_FORM,
         names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
         spelled={**GPT2_SPELLED, **EPSILON},
         defaults={EPS: 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
@@ -236,11 +224,11 @@ ROWS_BY_NAME: dict[str, Row] = {
                 form, qkv=("attn.qkv",), out="attn.out", up=("mlp.up",), down="mlp.down"
             ),
         ),
-        unused_ends=_MASKS,
+        unused_ends=MASKS,
     ),
     "GPTBigCodeForCausalLM": Row(
         "StarCoder and SantaCoder (Li et al. 2023, arXiv:2305.06161): GPT-2 with one head of keys and values.",
-        _GPT2_FORM,
+        GPT2_FORM,
         names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
         spelled={**GPT2_SPELLED, **EPSILON},
         defaults={EPS: 1e-5, "scale_attn_weights": True, "multi_query": True, "hidden_act": "gelu_pytorch_tanh"},
@@ -254,24 +242,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         },
         choose=lambda fields, form: form if fields.boolean("multi_query") else replace(form, joined=GROUPS),
         each_layer=_gpt2_layer,
-        unused_ends=_MASKS,
-    ),
-    "GPTNeoForCausalLM": Row(
-        "GPT-Neo (EleutherAI 2021): GPT-2 with windows in every second layer, and scores that are not scaled.",
-        replace(
-            _GPT2_FORM,
-            qkv=tuple(f"attn.attention.{part}_proj" for part in "qkv"),
-            out="attn.attention.out_proj",
-        ),
-        names=transformer_names(wte="embed_tokens", wpe="embed_positions"),
-        spelled={**GPT2_SPELLED, **EPSILON, "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
-        defaults={EPS: 1e-5, "window_size": 256, "attention_types": [[["global", "local"], 12]]},
-        rope=no_rope,
-        bias=False,
-        tied=True,
-        adapt=four_times,
-        each_layer=_gpt_neo_layer,
-        unused_ends=(*_MASKS, ".attn.attention.bias", ".attn.attention.masked_bias"),
+        unused_ends=MASKS,
     ),
     "GPTJForCausalLM": Row(
         "GPT-J (EleutherAI 2021): attention and MLP in parallel after one norm, rope over neighbouring elements.",
@@ -283,7 +254,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias=False,
         output_bias=False,
         adapt=four_times,
-        unused_ends=_MASKS,
+        unused_ends=MASKS,
     ),
     "CodeGenForCausalLM": Row(
         "CodeGen (Nijkamp et al. 2022, arXiv:2203.13474): GPT-J with a joined projection of queries, values and keys.",
@@ -295,7 +266,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias=False,
         output_bias=False,
         adapt=four_times,
-        unused_ends=(*_MASKS, ".attn.causal_mask"),
+        unused_ends=(*MASKS, ".attn.causal_mask"),
     ),
     "GPTNeoXForCausalLM": Row(
         "GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373): attention "
@@ -318,7 +289,7 @@ ROWS_BY_NAME: dict[str, Row] = {
         bias="attention_bias",
         output_bias="attention_bias",
         choose=_parallel("use_parallel_residual"),
-        unused_ends=(*_MASKS, ".attention.rotary_emb.inv_freq"),
+        unused_ends=(*MASKS, ".attention.rotary_emb.inv_freq"),
         gguf=GGUFRow(
             "gptneox",
             eps="attention.layer_norm_epsilon",

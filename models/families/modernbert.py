@@ -87,7 +87,7 @@ class ModernBertModel(Encoder):
         # The field `rope_theta` itself has no meaning in this family.
         fields = ConfigFields({**fields.raw, "rope_theta": fields.value("global_rope_theta")})
         bias, head_dim = fields.boolean("attention_bias", False), read_head_dim(fields)
-        kinds, window = _kinds(fields), fields.integer("local_attention") // 2 + 1
+        kinds, window = _kinds(fields), _window(fields)
         shared = hf_fields(
             fields,
             windows=windows_by_kind(kinds, window),
@@ -204,6 +204,13 @@ class ModernBertModel(Encoder):
     def table(self) -> Embedding:
         """Token embedding without its norm."""
         return self.embed.tokens
+
+
+def _window(fields: ConfigFields) -> int:
+    """Return the number of keys that a token of a SLIDING layer sees on each side, its own included: one more than
+    `sliding_window` or, without that field, than half of `local_attention`. Raises ModelConfigError.
+    """
+    return fields.integer("sliding_window", fields.integer("local_attention") // 2) + 1
 
 
 def _kinds(fields: ConfigFields) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from jaxengine.models.layers.attention.compressed import BLOCKS
 from jaxengine.models.layers.attention.mla_made import MADE_ROWS
 from jaxengine.models.layers.base.rope import ROPE
 from jaxengine.models.layers.base.rows import step_rows
-from jaxengine.models.layers.base.section import Note, SelectedKeys, notes_of, sections_of
+from jaxengine.models.layers.base.section import Note, SelectedKeys, key_limits_of, notes_of, sections_of
 from jaxengine.models.layers.base.step_inputs import StepContext
 from jaxengine.pallas_kernels.attention.op import RaggedBatch
 from jaxengine.pallas_kernels.kv.pages import KVPages
@@ -94,10 +94,9 @@ class DecoderStep:
         with_state = [layer for layer in self._stage.layers if config.attention[layer].state is not None]
         self._state_index = {layer: index for index, layer in enumerate(with_state)}
         self._sections = sections_of(batch)
-        limits = [each.key_limits(config, batch.positions) for each in self._sections]
-        limits = [each for each in limits if each is not None]
+        limits = key_limits_of(self._sections, config, batch.positions)
         in_windows = config.tower is not None and config.tower.in_windows_only
-        step = StepContext(batch, self._pool, build, *(limits or [None]), in_windows_only=in_windows)
+        step = StepContext(batch, self._pool, build, limits, in_windows_only=in_windows)
         self._inputs = _step_inputs(self._attention, step)
         self._pages = _layer_pages(groups, self._places, batch, self._pool)
         self._run_layer = layer_runner()

@@ -128,8 +128,25 @@ class EncoderEmbeddings(nnx.Module):
         if self.types is not None:
             x = x + self.types[...][token_ids // self.num_rows].astype(jnp.float32)
         if self.positions is not None:
-            x = x + self.positions[...][positions + self.first_position].astype(jnp.float32)
+            rows = position_rows(token_ids % self.num_rows, positions, self.first_position)
+            x = x + self.positions[...][rows].astype(jnp.float32)
         return self.norm(x).astype(self.dtype)
+
+
+def position_rows(token_ids: jax.Array, positions: jax.Array, first: int) -> jax.Array:
+    """Return the row of the position table for each token i32[T], of prompts that follow each other whole; positions:
+    i32[T], within each prompt. `first` is the row of a prompt's first token.
+
+    If that is not 0, the token with the id first - 1 is padding, as in RoBERTa: wherever a prompt has it, it takes the
+    row first - 1, and later tokens do not count it.
+    """
+    if not first:
+        return positions
+    is_padding = token_ids == first - 1
+    counted = jnp.cumsum(~is_padding, dtype=jnp.int32)
+    begins = jnp.arange(len(positions)) - positions
+    before = jnp.where(begins > 0, counted[jnp.maximum(begins - 1, 0)], 0)
+    return jnp.where(is_padding, 0, counted - before) + first - 1
 
 
 class PostNormLayer(nnx.Module):

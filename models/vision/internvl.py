@@ -15,13 +15,12 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import HeadsRMSNorm, LayerNorm, RMSNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
+from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, read_activation, tower_axis
 from jaxengine.models.vision.base.vit import (
     VitAttention,
     VitConfig,
     VitMLP,
     joined_neighbours,
-    read_activation,
     read_layer_index,
     read_merge_ratio,
     read_vit,

@@ -17,8 +17,8 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.norm import Identity, LayerNorm
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.clip import DEFAULTS, SIGLIP
-from jaxengine.models.vision.base.layers import PatchEmbedding, PatchMerger
-from jaxengine.models.vision.base.vit import ACTIVATIONS, VitConfig, read_activation, read_vit, table
+from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, PatchMerger, read_activation
+from jaxengine.models.vision.base.vit import VitConfig, read_vit, table
 from jaxengine.models.vision.llava import PROJECTOR, TOWER
 from jaxengine.models.vision.minicpmv import make_layer
 

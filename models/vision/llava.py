@@ -14,13 +14,8 @@ from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
-from jaxengine.models.vision.base.vit import (
-    ACTIVATIONS,
-    VitConfig,
-    linear,
-    read_activation,
-    read_layer_index,
-)
+from jaxengine.models.vision.base.layers import ACTIVATIONS, read_activation
+from jaxengine.models.vision.base.vit import VitConfig, linear, read_layer_index
 
 # Prefixes in the model's names of tensors; some of a checkpoint's names have more before them.
 TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"

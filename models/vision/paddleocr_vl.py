@@ -20,6 +20,7 @@ from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
 from jaxengine.models.vision.base.attention import UNIT, segment_attention
 from jaxengine.models.vision.base.layers import (
+    ACTIVATIONS,
     PatchEmbedding,
     PatchMerger,
     TowerAttention,
@@ -30,7 +31,7 @@ from jaxengine.models.vision.base.layers import (
     rope_frequencies,
     stretched,
 )
-from jaxengine.models.vision.base.vit import ACTIVATIONS, VitConfig, read_vit
+from jaxengine.models.vision.base.vit import VitConfig, read_vit
 
 TOWER, PROJECTOR = "visual.vision_model", "mlp_AR"
 LAYER = f"{TOWER}.encoder.layers.{{layer}}"

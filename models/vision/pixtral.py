@@ -28,6 +28,7 @@ from jaxengine.models.vision.base.layers import (
     TowerLayer,
     TowerMLP,
     axial_rope,
+    read_activation,
     read_axial_theta,
     rope_frequencies,
     tower_axis,
@@ -103,8 +104,8 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
         intermediate_size=vision.integer("intermediate_size", 4096),
         num_layers=vision.integer("num_hidden_layers", 24),
         num_heads=heads,
-        activation=_activation(vision, "hidden_act"),
-        projector_activation=_activation(fields, "projector_hidden_act"),
+        activation=read_activation(vision, "hidden_act"),
+        projector_activation=read_activation(fields, "projector_hidden_act"),
         patch_size=patch,
         spatial_merge_size=merge,
         rope_theta=read_axial_theta(vision),
@@ -112,16 +113,6 @@ def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> Pixtral
         norm_eps=norm_eps or 0.0,
         joins=joins,
     )
-
-
-def _activation(fields: ConfigFields, name: str) -> str:
-    """Return the field `name`, a name of ACTIVATIONS; "gelu" if it is absent. Raises ModelConfigError for another
-    value.
-    """
-    found = fields.text(name, "gelu")
-    if found not in ACTIVATIONS:
-        raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
-    return found
 
 
 class PixtralTower(nnx.Module):

@@ -30,6 +30,7 @@ from jaxengine.models.vision.base.layers import (
     TowerMLP,
     axial_rope,
     joined_qkv,
+    read_activation,
     read_axial_theta,
     rope_frequencies,
 )
@@ -109,9 +110,6 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
     size, heads = fields.integer(width), fields.integer("num_heads")
     if size % heads or size // heads % 4:
         raise fields.fail(width, f"a multiple of 4 * num_heads = {4 * heads}")
-    activation = fields.text("hidden_act")
-    if activation not in ACTIVATIONS:
-        raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
     return {
         "num_features": channels * frames * patch * patch,
         "columns": ("segment", "row", "column"),
@@ -120,7 +118,7 @@ def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: 
         "hidden_size": size,
         "num_layers": fields.integer("depth"),
         "num_heads": heads,
-        "activation": activation,
+        "activation": read_activation(fields, "hidden_act"),
         "patch_size": patch,
         "temporal_patch_size": frames,
         "spatial_merge_size": merge,

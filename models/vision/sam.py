@@ -20,8 +20,8 @@ from jaxengine.models.config.tower import TowerConfig
 from jaxengine.models.layers.base.linear import Linear
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import PatchEmbedding, joined_qkv, tower_axis
-from jaxengine.models.vision.base.vit import ACTIVATIONS, VitConfig, attend_units, linear, read_vit, table
+from jaxengine.models.vision.base.layers import ACTIVATIONS, PatchEmbedding, joined_qkv, tower_axis
+from jaxengine.models.vision.base.vit import VitConfig, attend_units, linear, read_vit, table
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 # Names of convolutions' kernels, which are matrices here, and of positions.

@@ -117,7 +117,7 @@ def _ignored(matrices: set[str], rounded: set[str]) -> list[str]:
     taken = {part for name in rounded for part in _beginnings(name)}
     ignored = {"lm_head"} | matrices - rounded
     for name in matrices - rounded:
-        whole = next(part for part in _beginnings(name) if part not in taken)
+        whole = next((part for part in _beginnings(name) if part not in taken), name)
         part = whole.rpartition(".")[2]
         pattern = f".*{re.escape(part)}[.]"
         if whole != name and not part.isdecimal() and not any(re.match(pattern, other) for other in rounded):

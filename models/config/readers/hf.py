@@ -264,6 +264,8 @@ def ropes_by_kind(
 
     transformers 5 writes a mapping for each kind into `rope_parameters`. transformers 4 writes `rope_theta` and
     `rope_scaling` for FULL layers, and the field named by `sliding_theta` for SLIDING ones, which are not scaled.
+    Either must name the kind of scaling as `rope_type`; the older `type`, which transformers 5 does not read there, is
+    refused.
     """
     parameters, by_kind = fields.mapping("rope_parameters"), {}
     for kind in dict.fromkeys(kinds):
@@ -272,6 +274,10 @@ def ropes_by_kind(
             own = ConfigFields(parameters).mapping(kind)
             if own is None:
                 raise fields.fail("rope_parameters", f"a mapping that has one for {kind}")
+        said = ConfigFields(own or {})
+        if said.text("type", "default") != "default" and not said.has("rope_type"):
+            name = "rope_scaling" if parameters is None else "rope_parameters"
+            raise fields.fail(name, "a mapping with rope_type: versions of transformers differ on the older type")
         theta = fields.number("rope_theta" if kind == FULL else sliding_theta)
         flat = {**fields.raw, "rope_parameters": own, "rope_scaling": None, "rope_theta": theta}
         by_kind[kind] = read_rope(ConfigFields(flat), head_dim, **options)

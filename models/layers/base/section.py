@@ -6,6 +6,7 @@ Other entries are plain arrays or tuples, which the layer type that they are for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -149,3 +150,12 @@ def notes_of(notes: nnx.State | None, kind: type[Note]) -> list[tuple[tuple[Any,
 def sections_of(batch: ForwardBatch) -> list[Section]:
     """Return those entries of the batch's sections that are Sections and thus act between layers, in order."""
     return [each for each in batch.sections.values() if isinstance(each, Section)]
+
+
+def key_limits_of(sections: Sequence[Section], config: ModelConfig, positions: jax.Array) -> jax.Array | None:
+    """Return, for each token at `positions` i32[T], the position after the last key that any of the sections lets it
+    see, i32[T]; None if no section has limits.
+    """
+    limits = [each.key_limits(config, positions) for each in sections]
+    given = [each for each in limits if each is not None]
+    return reduce(jnp.maximum, given) if given else None

@@ -190,12 +190,20 @@ def _expression(source: str) -> NamePattern:
     return NamePattern(source)
 
 
+def given(settings: Mapping[str, Any], field: str, default: Any) -> Any:
+    """Return a field of a quantization_config, unchecked; `default` if it is missing or null. Other values that count
+    as false, such as 0 and "", are returned: whether they are allowed is for the caller to say.
+    """
+    value = settings.get(field)
+    return default if value is None else value
+
+
 def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """Return the list of names in a field of a quantization_config, () if it is missing or empty.
 
     Raises ModelConfigError for anything but a list of at most _MAX_NAMES valid names.
     """
-    entries = settings.get(field) or []
+    entries = given(settings, field, [])
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_NAMES:
         raise bad(field, entries, f"a list of at most {_MAX_NAMES} names")
     for entry in entries:
@@ -229,8 +237,7 @@ def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], defa
 
     Raises ModelConfigError for any other value, also if that is the default.
     """
-    value = settings.get(field)
-    value = default if value is None else value
+    value = given(settings, field, default)
     if not any(type(value) is type(each) and value == each for each in allowed):
         raise bad(field, value, " or ".join(map(repr, allowed)))
     return value
@@ -242,8 +249,7 @@ def group_size(settings: Mapping[str, Any], field: str = "group_size", default: 
 
     default: value if the field is missing. Raises ModelConfigError for anything but -1 and integers from 1 to 2^20.
     """
-    value = settings.get(field)
-    value = default if value is None else value
+    value = given(settings, field, default)
     if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 20):
         raise bad(field, value, "-1 or a whole number of 1 to 2^20")
     return None if value == -1 else value

@@ -12,6 +12,7 @@ from jaxengine.models.quantization.base.rules import (
     Quantization,
     bad,
     check_name,
+    given,
     group_size,
     names_in,
     one_of,
@@ -35,13 +36,16 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
         raise bad("act_bits", act_bits, "16 or more: rows as they are")
     refuse(settings, "super_bits", "super_group_size")
-    changes = settings.get("extra_config") or {}
+    changes = given(settings, "extra_config", {})
     if not isinstance(changes, Mapping) or not all(isinstance(change, Mapping) for change in changes.values()):
         raise bad("extra_config", changes, "a mapping of modules to mappings")
     rules = [(_target(name), _stored({**settings, **change})) for name, change in changes.items()]
-    field = "block_name_to_quantize" if settings.get("block_name_to_quantize") else "to_quant_block_names"
+    others = given(settings, "block_name_to_quantize", "") in ("", [])
+    field = "to_quant_block_names" if others else "block_name_to_quantize"
     said = settings.get(field)
-    blocks = names_in({field: said.split(",") if isinstance(said, str) else said}, field)
+    if isinstance(said, str):
+        said = said.split(",") if said else []
+    blocks = names_in({field: said}, field)
     rest = tuple(f"re:{re.escape(name.strip())}[.]" for name in blocks) or (LINEAR,)
     named = {name for name, _ in rules}
     return Quantization(

@@ -11,6 +11,7 @@ from jaxengine.models.quantization.base.rules import (
     Quantization,
     bad,
     block_size,
+    given,
     group_size,
     names_in,
     one_of,
@@ -46,7 +47,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     """
     one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
     refuse(settings, "transform_config", "moe_sparsity_config")
-    sparsity = settings.get("sparsity_config") or {}
+    sparsity = given(settings, "sparsity_config", {})
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise bad("sparsity_config", sparsity, "absent or dense: sparse weights are not supported")
     groups, kv_dtype = settings.get("config_groups"), _kv_dtype(settings.get("kv_cache_scheme"))
@@ -91,7 +92,7 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise bad("weights", weights, "a mapping in every group")
-    kept = one_of({"format": group.get("format") or settings.get("format")}, "format", FORMATS)
+    kept = one_of({"format": given(group, "format", settings.get("format"))}, "format", FORMATS)
     weights = {**weights, "strategy": _strategy(weights)}
     kind = one_of(weights, "type", ("int", "float"), "int")
     symmetric = one_of(weights, "symmetric", (True, False), True)

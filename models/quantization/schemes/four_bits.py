@@ -13,6 +13,7 @@ from jaxengine.models.quantization.base.rules import (
     Quantization,
     bad,
     check_name,
+    given,
     group_size,
     names_in,
     one_of,
@@ -58,7 +59,7 @@ def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
     Raises ModelConfigError for anything but a list of lists of names.
     """
-    groups = settings.get(field := "modules_in_block_to_quantize") or []
+    groups = given(settings, field := "modules_in_block_to_quantize", [])
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise bad(field, groups, "a list of lists of names")
     names = [name for group in groups for name in group]
@@ -71,7 +72,7 @@ def _dynamic_rules(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], G
     """Return the rules of GPTQModel's `dynamic`: regular expressions of modules with other settings, or, after "-:", of
     plain modules, whose storage format is None. Raises ModelConfigError for unsupported settings.
     """
-    changes = settings.get("dynamic") or {}
+    changes = given(settings, "dynamic", {})
     if not isinstance(changes, Mapping) or not all(isinstance(change, Mapping) for change in changes.values()):
         raise bad("dynamic", changes, "a mapping of regular expressions to mappings")
     rules: list[tuple[tuple[str, ...], Gptq | None]] = []
@@ -87,9 +88,9 @@ def _gptq(settings: Mapping[str, Any]) -> Gptq:
     """
     bits, sym = one_of(settings, "bits", (2, 3, 4, 8)), one_of(settings, "sym", (True, False), True)
     versions = [
-        one_of(settings, field, ("gptq", "gptq_v2"), "")
+        one_of(settings, field, ("gptq", "gptq_v2"))
         for field in ("checkpoint_format", "format")
-        if settings.get(field)
+        if settings.get(field) is not None
     ]
     if len({*versions}) > 1:
         raise bad("format", settings["format"], f"{settings['checkpoint_format']!r}, which checkpoint_format is")

@@ -45,8 +45,19 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "quick_gelu": quick_gelu,
     "gelu": gelu,
     "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
     "silu": jax.nn.silu,
 }
+
+
+def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
+    """Return the field `name`, a name of ACTIVATIONS; `default` if it is absent. Raises ModelConfigError for another
+    value.
+    """
+    found = fields.text(name, default)
+    if found not in ACTIVATIONS:
+        raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
+    return found
 
 
 def rope_frequencies(size: int, theta: float) -> np.ndarray:

@@ -6,7 +6,6 @@ Further shape letters: U units, S positions of a unit, P patches of all units, F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +17,13 @@ from jax import lax
 from jaxengine.models.build import Build
 from jaxengine.models.config.fields import ConfigFields
 from jaxengine.models.layers.base.linear import Linear
-from jaxengine.models.layers.base.mlp import gelu_tanh
 from jaxengine.models.layers.base.norm import LayerNorm
 from jaxengine.models.params.declare import ParamDecl, Source, declare
-from jaxengine.models.vision.base.layers import gelu, quick_gelu, tower_axis
+from jaxengine.models.vision.base.layers import ACTIVATIONS, read_activation, tower_axis
 
 MAX_SIDE = 4096  # pixels of a unit
 # Most positions of a unit whose queries meet all keys at once.
 _QUERIES = 1152
-
-
-# By their names in configurations.
-ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "quick_gelu": quick_gelu,
-    "gelu": gelu,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "gelu_new": gelu_tanh,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +34,7 @@ class VitConfig:
       num_layers: layers of the checkpoint.
       image_size, patch_size: side in pixels of a unit, and of a patch; both are squares.
       has_class_token: whether a unit has a position that is not a patch: the first, in Llama 4 the last.
-      activation: a name of ACTIVATIONS.
+      activation: a name of jaxengine.models.vision.base.layers.ACTIVATIONS.
     """
 
     hidden_size: int
@@ -116,16 +105,6 @@ def _side(vision: ConfigFields, name: str) -> int:
     if len(set(sides)) != 1:
         raise vision.fail(name, "the same for height and width")
     return sides[0]
-
-
-def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
-    """Return the field `name`, a name of ACTIVATIONS; `default` if it is absent. Raises ModelConfigError for another
-    value.
-    """
-    found = fields.text(name, default)
-    if found not in ACTIVATIONS:
-        raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
-    return found
 
 
 def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:

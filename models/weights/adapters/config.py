@@ -214,21 +214,23 @@ class AdapterConfig:
             raise ModelFileError(self.path, f"{field} must hold {error}", field) from None
 
     def _names(self, raw: Mapping[str, Any], field: str) -> str | NamePattern | frozenset[str]:
-        """Return the value of a field that names modules: a set of names (empty if it is absent), a regular expression,
-        or "all-linear".
+        """Return the value of a field that names modules: a set of names (empty if it is absent or "", which PEFT takes
+        for the same), a regular expression, or "all-linear".
 
         raw: the adapter_config.json. Raises ModelFileError for anything else.
         """
         value = raw.get(field)
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str):
             return self._list(raw, field)
+        if not value:
+            return frozenset()
         return value if value == _ALL_LINEAR else self._expression(field, value)
 
     def _list(self, raw: Mapping[str, Any], field: str) -> frozenset[str]:
         """Return the names in a field that is a list; an empty set if it is absent. Raises ModelFileError for anything
         else, and for too many or too long names.
         """
-        value = raw.get(field) or []
+        value = [] if raw.get(field) is None else raw[field]
         if not isinstance(value, list) or len(value) > _MAX_NAMES:
             raise ModelFileError(self.path, f"{field} must be a list of names, got {short(value)}", field)
         for name in value:
@@ -243,7 +245,7 @@ class AdapterConfig:
         read: function of (field name, number) that returns the checked number. Raises ModelFileError for anything else;
         errors of `read` are passed on.
         """
-        value = raw.get(field) or {}
+        value = {} if raw.get(field) is None else raw[field]
         if not isinstance(value, dict) or len(value) > _MAX_NAMES:
             raise ModelFileError(
                 self.path, f"{field} must be an object of names and numbers, got {short(value)}", field
@@ -267,7 +269,8 @@ class AdapterConfig:
         that matches any name. Raises ModelFileError for an invalid field.
         """
         value = raw.get(field := "layers_pattern")
-        names = sorted(self._list({field: [value]} if isinstance(value, str) and value else raw, field))
+        listed = ([value] if value else []) if isinstance(value, str) else value
+        names = sorted(self._list({field: listed}, field))
         return [self._expression(field, rf".*\.(?:{name})") for name in names or [r"[^.]*"]]
 
     def _layer_numbers(self, raw: Mapping[str, Any]) -> frozenset[int] | None:
@@ -288,15 +291,15 @@ class AdapterConfig:
         else.
         """
         if type(value) is not int or not 1 <= value <= 1 << 16:
-            raise ModelFileError(self.path, f"{field} must be a whole number of at least 1, got {short(value)}", field)
+            raise ModelFileError(self.path, f"{field} must be a whole number of 1 to 2^16, got {short(value)}", field)
         return value
 
     def _number(self, field: str, value: Any) -> float:
-        """Return `value` as a float; it must be a number whose magnitude is below 1e9. Raises ModelFileError, which
+        """Return `value` as a float; it must be a number above -1e9 and below 1e9. Raises ModelFileError, which
         names the field, for anything else.
         """
         if type(value) not in (int, float) or not abs(value) < 1e9:
-            raise ModelFileError(self.path, f"{field} must be a number below 1e9, got {short(value)}", field)
+            raise ModelFileError(self.path, f"{field} must be a number between -1e9 and 1e9, got {short(value)}", field)
         return float(value)
 
 

@@ -172,11 +172,17 @@ class _Program:
 
     def _marked(self) -> list[Any]:
         """Pop all values above the last mark, in order, and the mark; return the values. Raises IndexError if there is
-        no mark.
+        no mark, TorchFileError if values below it are gone.
         """
         mark = self._marks.pop()
+        self._need(mark)
         values, self._stack[mark:] = self._stack[mark:], []
         return values
+
+    def _need(self, count: int) -> None:
+        """Raise TorchFileError if the stack has fewer than `count` values."""
+        if len(self._stack) < count:
+            raise TorchFileError("its list of tensors takes more values than it makes")
 
     def _line(self) -> str:
         """Return the ASCII text up to the next line feed and move past it. Raises ValueError if there is none."""
@@ -201,7 +207,8 @@ class _Program:
         self._push(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
 
     def _tuple_of(self, count: int) -> None:
-        """Replace the top `count` values of the stack by a tuple of them."""
+        """Replace the top `count` values of the stack by a tuple of them. Raises TorchFileError if there are fewer."""
+        self._need(count)
         values = tuple(self._stack[len(self._stack) - count :])
         del self._stack[len(self._stack) - count :]
         self._push(values)
@@ -231,14 +238,25 @@ class _Program:
         self._push(_Tensor(storage, _count(offset), tuple(map(_count, shape)), tuple(map(_count, strides))))
 
     def _set_items(self) -> None:
-        """Pop the keys and values above the last mark, in turns, and add them to the dict below."""
+        """Pop the keys and values above the last mark, in turns, and add them to the dict below. Raises ValueError for
+        a key without a value, and the errors of `_add`.
+        """
         values = self._marked()
-        self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
+        self._add(zip(values[::2], values[1::2], strict=True))
 
     def _set_item(self) -> None:
-        """Pop a value and its key, and add them to the dict below."""
+        """Pop a value and its key, and add them to the dict below. Raises the errors of `_add`."""
         value, key = self._stack.pop(), self._stack.pop()
-        self._stack[-1].update({key: value})
+        self._add([(key, value)])
+
+    def _add(self, items: Iterable[tuple[Any, Any]]) -> None:
+        """Add pairs of a key and a value to the dict on top of the stack. Raises TorchFileError for anything but a dict
+        and for keys that are not strings: hashing a tuple could take as long as a file likes.
+        """
+        for key, value in items:
+            if type(held := self._stack[-1]) is not dict or not isinstance(key, str):
+                raise TorchFileError("sets items of what is no dict of names")
+            held[key] = value
 
 
 def _count(value: Any) -> int:
@@ -303,9 +321,9 @@ class TorchCheckpoint:
         return self._tensors[name].shape
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        """Return a copy of these rows and columns of a tensor."""
+        """Return a copy of these rows and columns of a tensor; of the whole tensor if it has no axes."""
         whole = self._tensors[name]
-        return (whole[rows] if whole.ndim == 1 else whole[rows, columns]).copy()
+        return whole[(rows, columns)[: whole.ndim]].copy()
 
     def close(self) -> None:
         self._tensors = {}

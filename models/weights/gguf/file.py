@@ -158,7 +158,7 @@ class GGUFFile:
         """
         info, num_heads = self._info(name), self._permuted_heads(name)
         first, last, _ = rows.indices(info.shape[0])
-        if num_heads is None:
+        if num_heads is None or first >= last:
             return self._read_rows(info, kind, first, last, columns)
         head_dim = info.shape[0] // num_heads
         first_head, last_head = first // head_dim, -(-last // head_dim)

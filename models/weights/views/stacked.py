@@ -118,14 +118,15 @@ class StackedSource(WrappedSource):
         if part is None:
             return self._source.read(name, rows, columns)
         first, last, _ = rows.indices(part.shape[0])
-        own = slice(part.first + first * part.step, part.first + (last - 1) * part.step + 1)
+        start = part.first + first * part.step
+        own = slice(start, start + max(0, (last - first - 1) * part.step + 1))
         if part.kind == BIAS:
             return self._source.read(part.stack, slice(part.expert, part.expert + 1), own)[0, :: part.step]
         if part.kind == INPUT_SCALE:
             return self._source.read(part.stack, slice(part.expert, part.expert + 1))
         if self._scheme is not None and part.kind in (BLOCKS, SCALES):
             held = self._source.read(part.stack + part.kind, slice(part.expert, part.expert + 1), own)[0, :: part.step]
-            return held.reshape(len(held), -1)[:, columns]
+            return held.reshape(len(held), part.shape[1])[:, columns]
         if part.kind == BLOCKS:
             # Rows of both gate and up where they alternate, so that one read serves both.
             span = slice(own.start - own.start % part.step, own.stop - 1 + part.step - (own.stop - 1) % part.step)
@@ -242,8 +243,5 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     exponents in scales u8[..., n], which are stored plus 127.
     """
     values = _PAIRS[blocks].reshape(*scales.shape, 32)
-    return (
-        np.ldexp(values, scales[..., None].astype(np.int32) - 127)
-        .reshape(*scales.shape[:-1], -1)
-        .astype(ml_dtypes.bfloat16)
-    )
+    scaled = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
+    return scaled.reshape(*scales.shape[:-1], 32 * scales.shape[-1]).astype(ml_dtypes.bfloat16)

@@ -186,6 +186,7 @@ def test_the_file_about_the_input_is_named_after_the_kind_of_model(encoder_folde
         (SENTENCE, {"do_lower_case": "yes"}, "do_lower_case must be true, false or null, got yes"),
         (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1"),
         (PROMPTS, {"prompts": {"a": 5}}, "prompts must be at most"),
+        (PROMPTS, {"prompts": 0}, "prompts must be at most"),
         (PROMPTS, {"prompts": {}, "default_prompt_name": "a"}, "default_prompt_name must be one of"),
         ("config.json", {"is_causal": "no"}, "is_causal must be true or false"),
     ],

@@ -148,6 +148,8 @@ def test_what_others_must_not_take_for_quantised(tmp_path, model, part):
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     patterns = [entry for entry in ignored if entry.startswith("re:")]
     assert "lm_head" in ignored and (not patterns if part is None else f"re:.*{part}[.]" in patterns)
+    # A matrix whose name begins those of rounded ones.
+    assert compress._ignored({"a.b", "a.b.c"}, {"a.b.c"}) == ["a.b", "lm_head"]
 
 
 def test_shapes_of_what_is_not_rounded_and_who_may_read(tmp_path):

@@ -250,3 +250,12 @@ def test_a_scaling_of_all_ropes_of_modernbert_is_refused():
             read_hf(each, pooler)
             with pytest.raises(ModelConfigError, match="^rope_scaling must be absent"):
                 read_hf(each | {"rope_scaling": scaling}, pooler)
+
+
+def test_a_window_of_modernbert_prevails_over_local_attention():
+    decoder = recorded("modernbert_decoder")
+    encoder = decoder | {"architectures": ["ModernBertModel"], "model_type": "modernbert"}
+    for given, window in ((16, 16), (None, decoder["local_attention"] // 2)):
+        for raw, pooler, own in ((decoder, None, window), (encoder, Pooler("CLS"), window + 1)):
+            read = read_hf(raw | {"sliding_window": given}, pooler)
+            assert max(layer.window or 0 for layer in read.attention) == own

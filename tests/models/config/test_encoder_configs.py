@@ -155,3 +155,11 @@ def test_fields_that_transformers_does_not_read_change_nothing():
         raw = SIZES | sizes | {"architectures": [name], "feed_forward_type": "geglu"}
         raw |= {"position_embedding_type": "alibi"} if name.startswith("Jina") else {}
         assert read(raw | field) == read(raw)
+
+
+def test_classifiers_with_heads_of_their_own_are_refused_by_name():
+    """Their heads are none that is read: two dense layers over a prompt's mean, or a decoder's last state."""
+    classes = "EuroBertForSequenceClassification", "EuroBertForTokenClassification", "T5ForSequenceClassification"
+    for name in (*classes, "T5ForTokenClassification", "UMT5ForSequenceClassification"):
+        with pytest.raises(ModelConfigError, match=f"the architecture '{name}' is not supported"):
+            read_hf(SIZES | {"architectures": [name], "model_type": "eurobert"})

@@ -189,13 +189,29 @@ def test_baichuan_of_7_and_of_13_billion():
         ("qwen", {"intermediate_size": 161}, "intermediate_size must be an even number, got 161"),
         ("qwen", {"visual": {"layers": 48}}, "visual must be absent"),
         ("internlm", {"rotary": {"base": 1e4, "type": "linear"}}, "type must be dynamic or origin, got 'linear'"),
-        ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "attention_types must be"),
-        ("gpt_neo", {"attention_types": [[["global"] * 10**5, 2]]}, "attention_types must be"),
+        *(
+            ("gpt_neo", {"attention_layers": None, "attention_types": types}, "attention_types must be")
+            for types in (
+                [[["global"], 10**15]],
+                [[["global"] * 10**5, 2]],
+                [[["global"], 9], [["global", "local"], 1]],
+            )
+        ),
+        ("gpt_neo", {"attention_layers": ["global"]}, "attention_layers must be global or local for each layer"),
+        ("gpt_neo", {"attention_layers": ["global", 2]}, "attention_layers must be global or local for each layer"),
+        ("gpt_neo", {"attention_layers": 2}, "attention_layers must be global or local for each layer"),
+        ("gemma3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling must"),
     ],
 )
 def test_what_is_refused(name, changes, message):
     with pytest.raises(ModelConfigError, match=message):
         read_hf(recorded(name, **changes))
+
+
+def test_layers_of_gpt_neo_one_by_one_prevail():
+    assert [layer.window for layer in read_hf(recorded("gpt_neo")).attention] == [None, 5]
+    listed = recorded("gpt_neo", attention_layers=["local", "global"])
+    assert [layer.window for layer in read_hf(listed).attention] == [5, None]
 
 
 def test_dense_layers_are_layers_of_the_model():

@@ -8,8 +8,10 @@ import pytest
 
 from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.registry import read_hf
+from jaxengine.models.vision.base.layers import ACTIVATIONS
 from scripts.model_names import read_names
 from tests.models.config.published import GEMMA3_VISION
+from tests.models.config.test_published_towers import QWEN2_VL
 from tests.tables import each_row
 
 # llava-hf/llava-1.5-7b-hf
@@ -229,6 +231,13 @@ def test_towers_that_lack_what_their_class_has():
     gemma |= {"num_attention_heads": 16, "num_key_value_heads": 16, "model_type": "gemma"}
     raw = PALIGEMMA | {"image_token_index": 5}
     assert read_hf(raw | {"text_config": {}}) == read_hf(raw | {"text_config": gemma})
+
+
+def test_towers_of_all_kinds_have_the_same_activations():
+    for raw, name in ((LLAVA, "vit"), (LIGHTON_OCR, None), (QWEN2_VL, None)):
+        for each in ACTIVATIONS:
+            tower: Any = read_hf(changed(raw, hidden_act=each)).tower
+            assert (tower if name is None else getattr(tower, name)).activation == each
 
 
 def test_lighton_without_a_tower_of_its_own():

@@ -23,6 +23,7 @@ from jaxengine.models.layers.base.norm import (
 )
 from jaxengine.models.layers.base.rope import apply_rope, rope_table
 from jaxengine.models.layers.base.rows import Rows
+from jaxengine.models.layers.encoder import position_rows
 from jaxengine.models.params.declare import ParamDecl, Source, declare, declared_params
 
 FLOAT32 = Build("float32")
@@ -197,3 +198,12 @@ def test_values_are_rounded_as_a_narrower_dtype_would():
     x = jnp.asarray(np.concatenate([drawn, ties, -ties, [0.0, -0.0, np.inf, 3.4e38]]), jnp.float32)
     assert (_rounded(x, jnp.bfloat16) == x.astype(jnp.bfloat16).astype(jnp.float32)).all()
     assert (_rounded(x, jnp.bfloat16) != x).any()
+
+
+def test_padding_in_a_prompt_has_no_position():
+    """Rows of two prompts in one step, as transformers counts each: the n-th token that is no padding has row n + 1."""
+    prompts = [[1, 5, 1, 1, 7], [9, 8, 1], [4]]
+    ids, places = (np.concatenate(each) for each in (prompts, [np.arange(len(prompt)) for prompt in prompts]))
+    rows = [1 + np.cumsum(np.not_equal(prompt, 1)) * np.not_equal(prompt, 1) for prompt in prompts]
+    assert position_rows(jnp.array(ids), jnp.array(places), 2).tolist() == np.concatenate(rows).tolist()
+    assert position_rows(jnp.array(ids), jnp.array(places), 0).tolist() == places.tolist()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import random
 import zipfile
 
 import numpy as np
 import pytest
 
-from jaxengine.models.weights.formats.torch_zip import TorchFileError, read_torch
+from jaxengine.models.weights.formats.torch_zip import _CODES, TorchCheckpoint, TorchFileError, read_torch
 from tests.fixtures.drawn_weights import draw
 from tests.fixtures.token_models import GOLDENS
 
@@ -78,6 +79,15 @@ def test_views_of_a_storage():
         (archive(b"\x80\x02K\x01."), "must hold a tensor or a dict of tensors"),
         (archive(b"\x80\x02"), "ends early"),
         (archive(b"\x80\x02RR."), "damaged"),
+        (archive(b"K\x01(K\x02K\x03u."), "sets items of what is no dict of names"),
+        (archive(b"NK\x02K\x03s."), "sets items of what is no dict of names"),
+        (archive(b"X\x01\0\0\0aK\x02K\x03s."), "sets items of what is no dict of names"),
+        (archive(b"}K\x02K\x03s."), "sets items of what is no dict of names"),
+        (archive(b"}Nq\0" + b"h\0h\0\x86q\0" * 64 + b"Ns."), "sets items of what is no dict of names"),  # 2^64 hashes
+        (archive(b"}N" + b"\x85" * 60_000 + b"Ns."), "sets items of what is no dict of names"),
+        (archive(b"N\x87."), "takes more values than it makes"),
+        (archive(b"NN(RNNt."), "calls what is no tensor"),
+        (archive(b"NN(bbt."), "takes more values than it makes"),
         (archive(b"\x80\x02" + b"K\x01" * 70_000 + b"."), "has an instruction that no tensor needs|damaged"),
         (archive(tensor(offset=1)), "reads past the end of storage 0"),
         (archive(tensor(strides=b"K\x04K\x01\x86")), "reads past the end of storage 0"),
@@ -94,3 +104,35 @@ def test_views_of_a_storage():
 def test_what_is_no_tensor_is_refused(file, said):
     with pytest.raises(TorchFileError, match=said):
         read_torch(file, 1000)
+
+
+def test_any_program_gives_tensors_or_one_kind_of_error():
+    """Random programs of the instructions that are read, and the one of a tensor with a few of them changed: many of
+    either are refused, and some of the second are still read.
+    """
+    drawn, codes = random.Random(0), [*_CODES]
+    operands = {b"c": [REBUILD + b"\n", b"collections\nOrderedDict\n"], b"X": [b"\1\0\0\0a", b"\1\0\0\x000"]}
+    operands |= {b"M": [b"\2\0"], b"J": [b"\2\0\0\0"], b"\x8a": [b"\1\2"], b"r": [bytes(4)], b"j": [bytes(4)]}
+    operands |= dict.fromkeys((b"\x80", b"K", b"q", b"h"), [b"\0", b"\1"])
+
+    def instruction() -> bytes:
+        code = drawn.choice(codes)
+        return code + drawn.choice(operands.get(code, [b""]))
+
+    whole, outcomes = tensor(), {"made": [0, 0], "changed": [0, 0]}
+    for _ in range(2000):
+        at = drawn.randrange(len(whole))
+        made = b"".join(instruction() for _ in range(drawn.randrange(1, 24))) + b"."
+        changed = whole[:at] + instruction() + whole[at + drawn.randrange(2) :]
+        for kind, program in (("made", made), ("changed", changed)):
+            try:
+                read_torch(archive(program), 1000)
+                outcomes[kind][0] += 1
+            except TorchFileError:
+                outcomes[kind][1] += 1
+    assert outcomes["made"][1] > 1000 and min(outcomes["changed"]) > 20, outcomes
+
+
+def test_a_file_of_one_number_is_a_source(tmp_path):
+    (tmp_path / "a.pt").write_bytes(archive(tensor(shape=b")", strides=b")", offset=2)).getvalue())
+    assert TorchCheckpoint(tmp_path / "a.pt").read("").shape == ()

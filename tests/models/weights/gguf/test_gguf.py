@@ -168,7 +168,7 @@ def test_parts_are_cut_out_of_the_whole(opened, monkeypatch, chunk):
     weight, bias, head = (file.read(name) for name in file.names())
     names = list(file.names())
     # Rows of 4 heads of 8, in and across heads.
-    for rows in (slice(0, 32), slice(8, 16), slice(5, 6), slice(3, 21), slice(31, 32)):
+    for rows in (slice(0, 32), slice(8, 16), slice(5, 6), slice(3, 21), slice(31, 32), slice(0, 0), slice(8, 8)):
         np.testing.assert_array_equal(file.read(names[0], rows), weight[rows])
         np.testing.assert_array_equal(file.read(names[0], rows, slice(2, 5)), weight[rows, 2:5])
         np.testing.assert_array_equal(file.read(names[1], rows), bias[rows])
