@@ -158,6 +158,7 @@ class Rank:
         have changed. The request is then RUNNING.
 
         Raises OverflowError, TypeError or ValueError if a value of the request fits no column; it then has no slot.
+        After an error that leaves it with one, the replica cannot go on.
         """
         s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)

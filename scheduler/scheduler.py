@@ -361,6 +361,8 @@ class Scheduler:
             try:
                 rank.admit(request, offer)
             except (OverflowError, TypeError, ValueError) as error:
+                if request.slot >= 0:  # no value of the request: pages may be in the cache that no step will fill
+                    raise
                 logger.exception("request %s cannot be taken in", request.request_id)
                 self.finish(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
                 failed.append(request)

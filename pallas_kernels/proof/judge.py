@@ -149,17 +149,21 @@ def compare(got: Any, want: Any) -> tuple[float, str]:
     """Compare two pytrees of results, a kernel's and plain XLA's. Return the largest difference, relative to the
     largest value of its row as LIMITS counts it, and a text that says what is wrong, "" for nothing.
 
-    NaN in `got`, and a row that differs by more than its limit, are wrong; the first array with one ends the
-    comparison. An array with NaN in `want` alone counts as equal. Raises ValueError for pytrees of different sizes.
+    NaN in one of the two alone, and a row that differs by more than its limit, are wrong; the first array with one ends
+    the comparison. NaN in both at the same place, and equal infinities, count as equal; the other values of their row
+    are compared. Raises ValueError for pytrees of different sizes, and for arrays of different shapes.
     """
     largest = 0.0
     for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         limit = LIMITS.get(own.dtype.itemsize, LIMITS[2])
+        if own.shape != other.shape:
+            raise ValueError(f"the result has shape {own.shape}, and not {other.shape}")
         a, b = (np.asarray(x, np.float32).reshape(len(x), -1) for x in (own, other))
-        if np.isnan(a).any():
-            return _MOST, f"is wrong: {int(np.isnan(a).sum())} values are NaN"
+        for left, right, text in ((a, b, "are NaN"), (b, a, "are not NaN, as they are in plain XLA")):
+            if count := int((np.isnan(left) & ~np.isnan(right)).sum()):
+                return _MOST, f"is wrong: {count} values {text}"
         # For tokens that see no key both are -inf.
-        same = a == b
+        same = (a == b) | np.isnan(b)
         with np.errstate(invalid="ignore"):
             apart = np.where(same, 0.0, np.abs(a - b))
             size = np.where(np.isfinite(b), np.abs(b), 0.0).max(axis=1, initial=0.0)

@@ -74,6 +74,7 @@ class Packer:
 
     def pack(self, step: ScheduledStep) -> StepInput:
         """Return the messages of a step of at least one row, in the smallest bucket that holds every replica's batch.
+        Page-table entries of a batch without rows are left out: no slot that they were written for has an owner.
 
         Raises ValueError if no bucket holds them or there is no row; for decodes of several tokens (step.width > 1)
         IndexError for too many rows, KeyError for a width that the buckets lack.
@@ -97,7 +98,7 @@ class Packer:
             # Kernels take the first num_decode rows to have one token each.
             num_decode = batch.num_decode if step.width == 1 else 0
             layout.view(row, "header")[:] = batch.num_rows, num_decode, step.features
-            if batch.num_rows:
+            if batch.num_rows:  # else its entries are those of requests that were preempted as soon as they had grown
                 self._write(layout, row, batch)
                 if len(batch.deltas.rows) > layout.num_deltas:
                     rows, columns, pages = (column[layout.num_deltas :] for column in batch.deltas)

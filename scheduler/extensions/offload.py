@@ -289,8 +289,8 @@ class RankOffload(RankExtension):
 
     def take_state(self, key: bytes) -> int | None:
         """Return the snapshot to which the state of a key (`state_key`) is to be written, and under whose digest it can
-        be found from then on. None if it is there already, if the newest step uses every snapshot, or if the model has
-        no states.
+        be found from then on. None if it is there already, if every snapshot is used by the newest step or was taken
+        since, or if the model has no states.
         """
         snapshots = self._tables.snapshots
         return None if snapshots is None else snapshots.put(key[: -len(state_key(b""))])

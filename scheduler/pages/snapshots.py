@@ -41,7 +41,8 @@ class Snapshots:
     """Snapshots of one replica, least recently used first, and the states that its slots have yet to save.
 
     A snapshot can be found only from the step after the one that saves it, because a step's rows read and write states
-    in no order. For the same reason a snapshot that a step reads or writes is not reused within that step.
+    in no order. For the same reason a snapshot that a step reads or writes is not reused within that step, nor one that
+    is written from outside (`put`) before the next step.
 
     Attributes:
       listener: observer of the states that can be found; None for none.
@@ -146,17 +147,18 @@ class Snapshots:
 
     def put(self, digest: bytes) -> int | None:
         """Return the snapshot to which the caller must write the state after the page with this digest before the next
-        step, and under which it can be found from now on. None if the state is stored already, or if the newest step
-        uses every snapshot.
+        step, and under which it can be found from now on. No other state takes its place before that step. None if the
+        state is stored already, or if every snapshot is used by the newest step or was returned since.
         """
         if digest in self._of or digest in self._made or not self._make_room():
             return None
         self._of[digest] = snapshot = self._free.pop()
+        self._busy.add(snapshot)
         return snapshot
 
     def _make_room(self) -> bool:
         """Return True if a snapshot is free, after evicting the least recently used state (and calling the listener) if
-        none was; False if the newest step uses all of them.
+        none was; False if all of them are busy: read or written by the newest step, or by `put` since.
         """
         if self._free:
             return True

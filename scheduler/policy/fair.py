@@ -149,7 +149,7 @@ class FairQueue:
         """
         if not self._free:
             size = len(self._lines)
-            more = np.full(size + 8, _NOBODY)
+            more = np.full(size + 8, _NOBODY)  # twice as many at least: n clients copy O(n) entries in all
             self._service, self._head = np.append(self._service, more), np.append(self._head, more)
             self._running = np.append(self._running, np.zeros_like(more))
             self._lines += [WaitingQueue() for _ in more]

@@ -99,11 +99,23 @@ def test_a_slow_kernel_is_found_over_all_shapes(monkeypatch):
 
 def test_values_are_compared_by_rows():
     want = np.ones((3, 4), np.float32)
+    want[1, 0] = np.nan  # is compared as such, and hides nothing else
     want[2] = [-np.inf, 0, 1, 2]
-    for row, change, found in ((0, 0.01, ""), (1, 0.03, "row 1"), (2, np.nan, "NaN")):
+    for row, column, value, found in (
+        (0, 1, 1.01, ""),
+        (0, 1, 1.03, "row 0"),
+        (1, 1, 1.03, "row 1"),
+        (2, 1, np.nan, "1 values are NaN"),
+        (1, 0, 1, "1 values are not NaN"),
+        (1, 0, np.inf, "1 values are not NaN"),
+        (2, 0, np.inf, "row 2"),
+        (0, 1, -np.inf, "row 0"),
+    ):
         got = want.copy()
-        got[row, 1] += change
-        assert found in compare(got, want)[1] and bool(found) == bool(compare(got, want)[1])
+        got[row, column] = value
+        assert found in compare(got, want)[1] and bool(found) == bool(compare(got, want)[1]), (row, column, value)
+    with pytest.raises(ValueError, match="shape"):
+        compare(want[:1], want)
     assert compare({"o": want, "lse": want}, {"o": want, "lse": want}) == (0.0, "")
     assert "row 2" in compare(np.where(np.isinf(want), 0, want), want)[1]
 

@@ -73,6 +73,7 @@ class FakeDevice:
         self.states = [[None] * (self.num_slots + config.num_snapshots) for _ in range(packer.num_ranks)]
         self.num_snapshots = config.num_snapshots
         self.num_loaded = 0
+        self.loaded: set[int] = set()  # rows of states that the step's sequences begin from
         self.last_token = np.full(packer.num_slots, -3, np.int32)
         self.num_computed = np.full(packer.num_slots, -3, np.int32)
         self.forgetful = forgetful
@@ -125,9 +126,10 @@ class FakeDevice:
             rows.append((slot, start + count))
             first += count
         if self.num_snapshots:  # when all rows have written their pages, as layers do before they read any
-            before = list(self.states[rank])
+            before, self.loaded = list(self.states[rank]), set[int]()
             written = [place for each in fed for place in self._feed(rank, before, *each)]
             assert len(written) == len(set(written)), "a row of states is written twice"
+            assert not self.loaded & set(written), "a snapshot is read and written, in an order that no device promises"
         assert (view["slot"][num_rows:] == self.num_slots).all()
         assert not view["num_scheduled"][num_rows:].any() and not view["sample"][num_rows:].any()
         assert (view["token_ids"][first:] == -1).all()
@@ -165,6 +167,7 @@ class FakeDevice:
         ]
         state = () if start == 0 else before[self.num_slots + load if hit else own]
         self.num_loaded += hit
+        self.loaded |= {self.num_slots + int(load)} if hit else set()
         known = self.pages[rank, self._slots(rank, 0, slot, np.arange(start))]
         assert state == tuple(known.tolist()), "a state that is not that of the tokens before"
         state = (*state, *tokens.tolist())

@@ -126,6 +126,9 @@ class Loop:
                 assert tables.num_held[:, slot].sum() <= limit, "more pages than admission counts with"
             assert (held == rank.pool.ref_count).all(), "a page without owner, or an owner without page"
             assert batch.num_tokens == batch.num_scheduled.sum()
+            if not batch.num_rows:  # the packer leaves its page-table entries out
+                lost = batch.deltas.rows % self.config.max_num_seqs
+                assert not slots.active[lost].any(), "entries that a running request needs are dropped"
             assert not (rank.preempted and batch.admitted), "a rank took in a request while it put one out"
             if self.config.num_micro_batches > 1:
                 flying = [before.batches[rank.index] for before, _ in self.in_flight]

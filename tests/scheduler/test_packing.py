@@ -93,6 +93,25 @@ def test_overflow_names_global_slots():
         assert (table[rank] == expected).all()
 
 
+def test_entries_of_a_batch_without_rows_are_those_of_slots_without_an_owner():
+    """A decode grows, and then loses its slot to a prompt that lacks pages even so, because copies hold some."""
+    loop = Loop(num_ranks=2, num_pages=16, long_prefill_token_threshold=16, enable_prefix_caching=False, sync=True)
+    prompt, decode, other = make("prompt", range(40), 1), make("decode", range(4), 4), make("other", range(44), 1)
+    for request in (prompt, other, decode):
+        loop.scheduler.add_request(request)
+    loop.step()
+    assert (prompt.rank, other.rank, decode.rank) == (0, 1, 0)
+    loop.pool.allocate(loop.pool.num_free - 1)
+    step = loop.scheduler.schedule()
+    empty, full = step.batches
+    assert empty.num_rows == 0 and len(empty.deltas.rows) == 1 and full.num_rows == 1
+    assert not loop.scheduler.ranks[0].slots.active.any()
+    message = loop.packer.pack(step)
+    layout = loop.packer.layouts[message.bucket]
+    assert (layout.view(message.buffer[0], "deltas")[0] == loop.packer.num_table_rows).all()
+    assert not len(message.overflow.rows)
+
+
 def test_messages_outside_a_step_are_padded_with_no_ranks_slot():
     loop = Loop(num_ranks=3)
     assert loop.packer.num_slots == 24

@@ -223,6 +223,24 @@ def test_bad_requests_change_nothing():
     check_output(loop.finished[0])
 
 
+def test_a_value_without_a_column_ends_its_request_and_no_other_error_does(monkeypatch):
+    loop = Loop(policy="fair")
+    bad, good, last = make("bad", [1, 2], 3, tag=1 << 70), make("good", [1, 2], 3), make("last", [1, 2], 3)
+    for request in (bad, good):
+        loop.scheduler.add_request(request)
+    assert loop.step().expired == [bad] and bad.finish_reason == "error"
+    assert "OverflowError" in str(bad.stop_reason) and loop.scheduler.num_waiting == 0
+    loop.run()
+    check_output(good)
+    assert loop.scheduler._fair is not None and loop.scheduler._fair.service == {}
+    # Pages of a request with a slot may be in the prefix cache already, and no step would fill them.
+    loop.scheduler.add_request(last)
+    monkeypatch.setattr(loop.scheduler.ranks[0].pages, "register", lambda *_: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        loop.scheduler.schedule()
+    assert last.finish_reason is None
+
+
 def test_finishing_twice_is_harmless():
     loop = Loop()
     request = make("a", [1, 2], 9)
