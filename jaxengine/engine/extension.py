@@ -70,7 +70,11 @@ class LoopExtension:
         self.loop = loop
 
     def prepare(self, request: Request) -> None:
-        """Complete a request before it is queued. Raises RequestError to refuse it; it is not queued then."""
+        """Complete a request before it is queued. Raises RequestError to refuse it; it is not queued then.
+
+        The scheduler may still refuse the request, and `ended` is not called then: what must be released is taken in
+        `queued`.
+        """
 
     def queued(self, requests: Sequence[Request]) -> None:
         """Record that these requests, all made of one caller's request, have been queued."""
