@@ -258,9 +258,9 @@ def _of_gguf(path: Path, file: GGUFFile, config: EngineConfig, keep_tables: bool
     that do not fit, ModelFileError for an invalid file.
     """
     tied = HEAD not in file.names()
-    pooling = pooling_of_gguf(file.metadata, config)
-    pooler = None if pooling is None else pooling.pooler
     try:
+        pooling = pooling_of_gguf(file.metadata, config)
+        pooler = None if pooling is None else pooling.pooler
         factors = _rope_factors(file)
         with _named_overrides():
             metadata = overridden_metadata(file.metadata, config.hf_overrides or {})

@@ -149,13 +149,13 @@ def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> Poolin
     """Return how the model of a GGUF file pools; None for a generating model.
 
     It is an embedder if the metadata has a pooling type, or if the options make it pool. Raises ConfigError for options
-    that contradict it, and for a reranker that is to pool.
+    that contradict it, and for a reranker that is to pool; ModelConfigError for a pooling type that is no number.
     """
-    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-    found = _GGUF_TYPES.get(int(kind)) if kind is not None else None
+    kind = ConfigFields(metadata).integer(f"{metadata.get('general.architecture')}.pooling_type", None, minimum=0)
+    found = _GGUF_TYPES.get(kind)
     if not _pools(config, "a GGUF file", None, found is not None):
         return None
-    if kind is not None and int(kind) == _GGUF_RANK:
+    if kind == _GGUF_RANK:
         raise ConfigError("runner", config.runner, "generate: rerankers are not read from GGUF files")
     task = _task(config, "a GGUF file", None, False)
     chosen = config.pooler_config or PoolerConfig()
@@ -296,7 +296,7 @@ def _labels(fields: ConfigFields) -> dict[int, str]:
     """
     names = fields.mapping("id2label") or {}
     if len(names) > MAX_LABELS or not all(
-        str(key).isdecimal() and isinstance(name, str) for key, name in names.items()
+        str(key).isdecimal() and len(str(key)) < 10 and isinstance(name, str) for key, name in names.items()
     ):
         raise fields.fail("id2label", f"at most {MAX_LABELS} names by number")
     return {int(key): name for key, name in names.items()}

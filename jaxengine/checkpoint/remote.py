@@ -49,7 +49,7 @@ _NAMES = (
     *("tokenizer.model", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 # Limits of the downloaded files: one's size in bytes, and their number.
-_MOST_BYTES, _MOST_FILES = 2 << 30, 64
+_MOST_BYTES, _MOST_FILES = 2 << 30, 256
 # Ranges that are fetched at a time, and their size in bytes; attempts for each, and seconds before the second one.
 _NUM_THREADS, _RANGE_BYTES = 16, 8 << 20
 _ATTEMPTS, _WAIT_SECONDS = 4, 0.5
@@ -101,8 +101,8 @@ class RemoteFolder:
 
         The folder is created in `cache`, None for that of hub downloads, and its name is a digest of the content; if it
         exists already, it is not replaced. needed: file that must be there. Raises ConfigError if the URL cannot be
-        read or has no file `needed`, ModelFileError for a file of more than _MOST_BYTES, OSError if the cache cannot be
-        written.
+        read, has no file `needed` or more than _MOST_FILES that match, ModelFileError for a file of more than
+        _MOST_BYTES, OSError if the cache cannot be written.
         """
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -144,17 +144,22 @@ class RemoteFolder:
         return RemoteFile(self._fs, path, f"{self.url}/{name}", size, self._threads)
 
     def _names(self, patterns: Sequence[str]) -> list[str]:
-        """Return the sorted names of the first _MOST_FILES files that match `patterns`.
+        """Return the sorted names of the files that match `patterns`.
 
         A web server, which cannot list its files, is asked for each name in _NAMES. Raises ConfigError if the store
-        cannot be read.
+        cannot be read, or has more than _MOST_FILES such files.
         """
         if not self._lists:
             asked = [name for name in _NAMES if any(fnmatch(name, one) for one in patterns)]
             return sorted(name for name in asked if self._exists(name))
         listed = self._read("", lambda: self._fs.ls(self._root, detail=False))
         names = {str(path).rstrip("/").rpartition("/")[2] for path in listed}
-        return sorted(name for name in names if any(fnmatch(name, one) for one in patterns))[:_MOST_FILES]
+        found = sorted(name for name in names if any(fnmatch(name, one) for one in patterns))
+        if len(found) > _MOST_FILES:
+            problem = f"{self._param} {self.url!r} has {len(found)} files of {', '.join(patterns)}"
+            advice = f"allowed are {_MOST_FILES}: move those that are not the model's to another folder"
+            raise ConfigError.because(self._param, problem, advice)
+        return found
 
     def _exists(self, name: str) -> bool:
         """Whether the folder has a file of this name. Raises ConfigError if the store does not answer."""

@@ -178,20 +178,24 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
     """Return (pooling type, whether the tokens of a prepended prompt are pooled) of a Pooling module.
 
     path: of the module's folder within the model's; "" for the model's folder itself. Raises ModelFileError if it has
-    no config.json, or does not name exactly one supported mode.
+    no config.json, has a switch that is neither true nor false, or does not name exactly one supported mode.
     """
     name = f"{path}/config.json" if path else "config.json"
     raw = read_object(folder, name)
     if raw is None:
         raise ModelFileError(folder / name, "cannot be read: there is no such file")
-    mode = raw.get("pooling_mode")
+    mode, fields = raw.get("pooling_mode"), ConfigFields(raw)
     modes = [mode] if isinstance(mode, str) else mode
-    if modes is None:
-        modes = [each for field, each in _EARLIER_MODES.items() if raw.get(field) is True] or ["mean"]
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
+    try:
+        if modes is None:
+            modes = [each for field, each in _EARLIER_MODES.items() if fields.boolean(field, False)] or ["mean"]
+        includes_prompt = fields.boolean("include_prompt", True)
+    except ModelConfigError as error:
+        raise ModelFileError(folder / name, str(error)) from error
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in [*_MODES]:
         text = f"pooling_mode must be one of {', '.join(_MODES)}, got {str(modes)[:100]}"
         raise ModelFileError(folder / name, text)
-    return _MODES[modes[0]], raw.get("include_prompt", True) is not False
+    return _MODES[modes[0]], includes_prompt
 
 
 def _read_dense(folder: Path, path: str) -> Dense:
@@ -237,7 +241,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     if not texts or not all(isinstance(text, str) and len(text) <= _MAX_PROMPT_CHARS for text in prompts.values()):
         allowed = f"at most {_MAX_PROMPTS} texts of at most {_MAX_PROMPT_CHARS} characters, by name"
         raise ModelFileError(folder / PROMPTS, f"prompts must be {allowed}")
-    if default is not None and default not in prompts:
+    if default is not None and (not isinstance(default, str) or default not in prompts):
         raise ModelFileError(folder / PROMPTS, f"default_prompt_name must be one of {', '.join(prompts)}")
     return prompts, default
 

@@ -294,10 +294,12 @@ class Cluster(Peers):
             threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        """Serve a new connection, from its handshake to its end, then close it. A refused one is logged with `address`.
+        """Serve a new connection, from its handshake to its end, then close it. One that is refused, or fails later, is
+        logged with `address`.
 
         It belongs to a worker, or carries jax's start-up traffic of one.
         """
+        outcome = "was refused"
         try:
             try:
                 channel = accept_channel(connection, self._key)
@@ -306,11 +308,12 @@ class Cluster(Peers):
                     self._greetings.pop(connection, None)
             hello = channel.receive()
             if hello.op == "coordinator":
+                outcome = "with jax's start-up traffic has failed"
                 self._relay(channel)
             elif worker := self._enter(channel, hello, address):
                 self._follow(worker)
         except (ClusterError, OSError) as error:
-            logger.warning("a connection from %s was refused: %s", address, error)
+            logger.warning("a connection from %s %s: %s", address, outcome, error)
         finally:
             close_connection(connection)
 

@@ -126,7 +126,7 @@ def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piec
     request.
 
     prompt: as for `LLM.generate`. params: with output_kind DELTA. Raises RequestError if the prompt is longer than
-    max_model_len, or has an image that cannot be used.
+    max_model_len or has an image that cannot be used, and if a step refuses the request, as for an invalid grammar.
     """
     core = llm.core
     prepared = core.inputs.prepare(prompt, params)
@@ -138,6 +138,10 @@ def local_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Iterator[Piec
                 assert isinstance(output, RequestOutput)  # a generating request has no other outputs
                 finished = output.finished
                 yield Piece(output.outputs[0].text, len(output.outputs[0].token_ids))
+            for request_id, error in core.pop_rejected():
+                if request_id == prepared.request_id:
+                    finished = True
+                    raise error
     finally:
         if not finished:
             core.abort(prepared.request_id)

@@ -73,7 +73,8 @@ class LoopExtension:
 
     def prepare(self, request: Request) -> None:
         """Check and complete a request before it is queued. Raises RequestError to refuse the request, which is then
-        not queued.
+        not queued. The scheduler may still refuse it, and `ended` is not called then, so take what must be released in
+        `queued`.
         """
 
     def queued(self, requests: Sequence[Request]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxengine.config.engine_config import ConfigError
@@ -11,7 +11,7 @@ from jaxengine.plan.model import PlannedModel
 from jaxengine.plan.plan import LEFT, CompiledNeeds, Split, SplitPlan, plan_split
 from jaxengine.plan.speed import Speed, speed_of
 
-# Speeds within this share of each other count as equal: a bound is not that exact.
+# Speeds that are below a faster split's by at most this share count as equal to it: a bound is not that exact.
 _EQUAL = 0.02
 
 
@@ -87,7 +87,21 @@ def rank_splits(
     for split in splits:
         progress(f"{chips} {split.flags}")
         found.append(_ranked(model, chips, split, length, compiled))
-    return sorted(found, key=_order)
+    return in_order(found)
+
+
+def in_order(found: Sequence[Ranked]) -> list[Ranked]:
+    """Return splits sorted, the best first: those that fit, by decoding speed, then by sequences of 1,024 tokens; then
+    those that lack memory, by how much; then those that cannot be split so. Smaller pipelines come first among equals.
+
+    Speeds are compared in levels: the fastest split and all that are at most _EQUAL slower, then the fastest of the
+    others with its like, and so on.
+    """
+    levels, top = dict[float, float](), 0.0
+    for speed in sorted((one.speed.decode for one in found if one.speed is not None), reverse=True):
+        top = top if speed >= top * (1 - _EQUAL) and levels else speed
+        levels[speed] = top
+    return sorted(found, key=lambda one: _order(one, 0.0 if one.speed is None else levels[one.speed.decode]))
 
 
 def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compiled: CompiledNeeds | None) -> Ranked:
@@ -99,16 +113,12 @@ def _ranked(model: PlannedModel, chips: Chips, split: Split, length: int, compil
     return Ranked(split, plan, None if plan.error else speed_of(plan, length), plan.error)
 
 
-def _order(one: Ranked) -> tuple[object, ...]:
-    """Return the sorting key of a split, the best first: those that fit, by decoding speed rounded to two digits, then
-    by sequences of 1,024 tokens; then those that lack memory, by how much; then those that cannot be split so. Smaller
-    pipelines come first among equals.
-    """
+def _order(one: Ranked, speed: float) -> tuple[object, ...]:
+    """Return the sorting key of a split for `in_order`. speed: level of its decoding speed."""
     if one.plan is None:
         return 2, 0, 0, one.split.pipeline
     if not one.fits:
         return 1, -one.plan.parts()[LEFT], 0, one.split.pipeline
-    speed = 0 if one.speed is None else round(one.speed.decode / (1 + _EQUAL), -len(str(int(one.speed.decode))) + 2)
     return 0, -speed, -one.plan.pages_for_sequences(1024), one.split.pipeline
 
 

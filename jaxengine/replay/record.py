@@ -40,13 +40,14 @@ def read_engine(folder: Path) -> dict[str, Any]:
 
 def read_recorded(folder: Path, number: int | None) -> RecordedStep:
     """Read the step `number` of a folder, None for the last one. Raises RecordError for one that is missing, cannot be
-    read, or lacks its number, the index of its weights or its bucket.
+    read, or lacks its number, the index of its weights (from 0 on) or its bucket.
     """
     step = find_step(folder, number)
     about = step.about if isinstance(step.about, Mapping) else {}
     bucket = about.get("bucket")
     is_bucket = isinstance(bucket, list) and [type(each) for each in bucket] == [int, int, int, list]
-    if type(about.get("step")) is not int or type(about.get("weights")) is not int or not is_bucket:
+    is_numbered = all(type(about.get(name)) is int and about[name] >= 0 for name in ("step", "weights"))
+    if not is_numbered or not is_bucket:
         raise RecordError(f"step {number if number is not None else 'last'} of {folder} does not say what it ran")
     return step
 

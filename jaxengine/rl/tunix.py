@@ -35,7 +35,7 @@ except ImportError as error:
         "jaxengine.rl.tunix needs Tunix: pip install 'jaxengine[tunix]', then pip install --no-deps google-tunix==0.1.7"
     ) from error
 
-_INT63 = 2**63 - 1
+_INT63, _UINT64 = 2**63 - 1, 2**64 - 1
 
 
 class Frozen(nnx.Variable[jax.Array]):
@@ -275,7 +275,7 @@ class JaxengineRollout(_tunix.BaseRollout):
         seed = None
         if config.seed is not None:
             words = np.asarray(_key_data(config.seed)).ravel().tolist()
-            drawn = np.random.SeedSequence([*(abs(int(word)) for word in words), call, index])
+            drawn = np.random.SeedSequence([*(int(word) & _UINT64 for word in words), call, index])
             seed = int(drawn.generate_state(1, np.uint64)[0]) & _INT63
         fields: dict[str, Any] = {
             "max_tokens": config.max_tokens_to_generate,

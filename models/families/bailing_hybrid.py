@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxengine.models.build import Build
 from jaxengine.models.config.attention import LayerAttention
-from jaxengine.models.config.fields import ConfigFields
+from jaxengine.models.config.fields import MAX_FLOAT, ConfigFields
 from jaxengine.models.config.readers.hf import FULL
 from jaxengine.models.config.readers.hf_latent import hf_latent_fields
 from jaxengine.models.config.state import GatedDelta
@@ -45,7 +45,7 @@ def _lower_bound(fields: ConfigFields) -> float | None:
     """
     if not fields.boolean("kda_safe_gate", True):
         return None
-    if type(bound := fields.value("kda_lower_bound", -5.0)) not in (int, float):
+    if type(bound := fields.value("kda_lower_bound", -5.0)) not in (int, float) or not -MAX_FLOAT <= bound < 0:
         raise fields.fail("kda_lower_bound", "a number < 0")
     return float(bound)
 

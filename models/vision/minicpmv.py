@@ -90,7 +90,7 @@ def read_minicpmv(fields: ConfigFields, mode: str) -> MiniCPMVTowerConfig:
     vision = fields.part("vision_config", **DEFAULTS[SIGLIP])
     vit = read_vit(vision)
     for owner, name in ((vision, "window_kernel_size"), (fields, "merge_kernel_size")):
-        if list(owner.value(name, [_SIDE, _SIDE])) != [_SIDE, _SIDE]:
+        if owner.value(name, [_SIDE, _SIDE]) not in ([_SIDE, _SIDE], (_SIDE, _SIDE)):
             raise owner.fail(name, f"{[_SIDE, _SIDE]}")
     fields.require(drop_vision_last_layer=False, merger_times=1)
     joins = _MODES.get(fields.text("downsample_mode", mode))

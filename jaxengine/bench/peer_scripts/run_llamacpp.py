@@ -7,9 +7,10 @@ The wheel, as pip installs it, is built without AVX-512.
 from __future__ import annotations
 
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import gguf
 import xllamacpp
@@ -77,33 +78,19 @@ def load(job):
         """Run a workload with one thread for each prompt; return seconds, output tokens and the mean time to first
         token.
 
-        Returns {"skipped": reason} for a workload whose prefix may be shared.
+        Returns {"skipped": reason} for a workload whose prefix may be shared. Raises RuntimeError if a prompt's
+        completion fails.
         """
         prompts, max_tokens = workload["prompts"], workload["max_tokens"]
         if workload["prefix"] and workload["share_prefix"]:
             return {"skipped": "slots that run at once do not share a prefix"}
         llama = server(len(prompts), -(-(max(map(len, prompts)) + max_tokens + 1) // 64) * 64)
-        first, tokens = [], []
 
-        def complete(prompt: list[int]) -> None:
-            """Complete one prompt greedily. Appends the seconds to its first chunk to `first`, and its number of tokens
-            to `tokens`.
+        def complete(prompt: list[int]) -> tuple[float, int]:
+            """Complete one prompt greedily; return the seconds to its first chunk, and its number of tokens. Raises
+            RuntimeError for a chunk with an error, and if no chunk has its usage.
             """
-            started = False
-
-            def on_chunk(chunk) -> None:
-                """Record the first chunk's time and the usage of a chunk. Raises RuntimeError for a chunk with an
-                error.
-                """
-                nonlocal started
-                if not started:
-                    started = True
-                    first.append(time.perf_counter() - start)
-                if "usage" in chunk:
-                    tokens.append(chunk["usage"]["completion_tokens"])
-                if "error" in chunk:
-                    raise RuntimeError(chunk["error"])
-
+            chunks: list[tuple[float, dict[str, Any]]] = []
             llama.handle_completions(
                 {
                     "prompt": prompt,
@@ -113,16 +100,19 @@ def load(job):
                     "cache_prompt": False,
                     "stream": True,
                 },
-                on_chunk,
+                lambda chunk: chunks.append((time.perf_counter(), chunk)),
             )
+            errors = [chunk["error"] for _, chunk in chunks if "error" in chunk]
+            usage = [chunk["usage"] for _, chunk in chunks if chunk.get("usage")]
+            if errors or not usage:
+                raise RuntimeError(f"llama.cpp: {errors[0] if errors else 'the answer has no usage'}")
+            return chunks[0][0] - start, usage[-1]["completion_tokens"]
 
-        start = time.perf_counter()
-        threads = [threading.Thread(target=complete, args=(prompt,)) for prompt in prompts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = time.perf_counter() - start
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            start = time.perf_counter()
+            found = list(threads.map(complete, prompts))
+            seconds = time.perf_counter() - start
+        first, tokens = zip(*found, strict=True)
         return {"seconds": seconds, "output_tokens": sum(tokens), "first_token_seconds": sum(first) / len(first)}
 
     return xllamacpp.__version__, run

@@ -93,7 +93,7 @@ class JsonListToolParser(StateParser):
         self._opening = Opening("[")
         self._calls = JsonCallList(self._out, call.reader)
         self._closing = Opening(end)
-        self._broken_end = Marker(end or begins[0])
+        self._broken_end = Marker(*((end,) if end else begins))
         self._state = self._before_list if bare else self._content
 
     def finish(self) -> list[Event]:
@@ -167,7 +167,7 @@ class JsonListToolParser(StateParser):
 
     def _broken(self, text: str, at: int) -> int:
         """Process arguments that are not valid JSON: they continue until the word after the list, or, if the format has
-        none, the next `begins[0]`, which opens a list.
+        none, the next of the words before one.
 
         Reads `text` from the index `at`; returns the index after the last character read.
         """

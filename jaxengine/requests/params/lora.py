@@ -25,12 +25,13 @@ class LoRARequest:
 
     @property
     def path(self) -> str:
-        """lora_path as text; "." for an empty path. Raises RequestError if it is not a path."""
-        try:
-            return os.fspath(self.lora_path) or "."
-        except TypeError:
-            text = f"lora_path must be a path, got {show_value(self.lora_path)}"
-            raise RequestError(text, param="lora_path", value=self.lora_path) from None
+        """lora_path as text; "." for an empty path. Raises RequestError if it is not a path, also for one in bytes."""
+        path: Any = self.lora_path
+        path = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if not isinstance(path, str):
+            text = f"lora_path must be a path as text or pathlib.Path, got {show_value(self.lora_path)}"
+            raise RequestError(text, param="lora_path", value=self.lora_path)
+        return path or "."
 
 
 def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:

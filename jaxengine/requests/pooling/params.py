@@ -108,7 +108,7 @@ class PoolingParams:
         for tasks and parameters that this model does not support, and for switches that contradict each other.
         """
         for name in _SWITCHES:
-            if getattr(self, name) not in (None, True, False):
+            if not isinstance(getattr(self, name), bool | None):  # 1 equals True, but is not
                 raise _refuse(name, getattr(self, name), "True, False or None")
         if self.task not in (None, *model.tasks, "score"):
             raise _refuse("task", self.task, f"{', '.join(model.tasks)} or score: the tasks of this model")

@@ -354,8 +354,8 @@ def _walk(path: Path, user: int) -> tuple[int, bool]:
                     raise OSError(f"{path} has too many links")
                 rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
                 if target.is_absolute():
-                    os.close(at)
-                    at = os.open("/", os.O_PATH | os.O_DIRECTORY)
+                    before, at = at, os.open("/", os.O_PATH | os.O_DIRECTORY)
+                    os.close(before)
                 continue
             if rest:
                 others = status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX

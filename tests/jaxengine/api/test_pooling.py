@@ -196,6 +196,9 @@ def test_what_an_engine_is_not_for_is_refused(make_pooling_llm, make_llm):
         classifier.embed(TEXTS[0])
     with pytest.raises(RequestError, match="normalize is True; allowed: None with task classify"):
         classifier.encode(TEXTS[0], PoolingParams(normalize=True))
+    for switch in ("normalize", "use_activation", "skip_reading_prefix_cache"):
+        with pytest.raises(RequestError, match=f"{switch} is 1; allowed: True, False or None"):
+            embedder.embed(TEXTS[0], pooling_params=PoolingParams(**{switch: 1}))
     with pytest.raises(RequestError, match="this model pools .* and generates no text"):
         embedder.generate(TEXTS[0], SamplingParams(max_tokens=1))
     for call in (LLM.embed, LLM.encode, LLM.classify, LLM.reward):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +68,36 @@ def test_a_peer_that_fails_in_a_run_says_why_and_stays_failed(echo, tmp_path):
             with pytest.raises(PeerError, match="ValueError: no prompts"):
                 process.run({"prompts": [], "max_tokens": 5})
             process._process.wait()  # nobody reads what it is sent next
+
+
+@pytest.mark.parametrize("last", [{"usage": {"completion_tokens": 5}}, {"error": "no slot"}, {}], ids=repr)
+def test_a_completion_of_llama_cpp_that_fails_fails_the_run(last, monkeypatch, tmp_path):
+    class Server:
+        def __init__(self, params): ...
+
+        def handle_completions(self, request, on_chunk):
+            on_chunk({"choices": []})
+            on_chunk(last if request["prompt"] == [2] else {"usage": {"completion_tokens": 5}})
+
+    loaded: list = []
+    names = SimpleNamespace(F32=0, BF16=1)
+    options = SimpleNamespace(**{name: SimpleNamespace() for name in ("model", "cpuparams", "cpuparams_batch")})
+    fakes = {
+        "gguf": {"GGMLQuantizationType": names},
+        "xllamacpp": {"CommonParams": lambda: options, "Server": Server, "__version__": "1"},
+        "peer": {"Measured": dict, "Workload": dict, "serve": loaded.append},
+    }
+    for name, content in fakes.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    runpy.run_path(str(SCRIPTS / "run_llamacpp.py"))
+    version, run = loaded[0]({"gguf": "a.gguf", "variant": "q4_1", "threads": 1})
+    workload = {"prompts": [[1], [2]], "max_tokens": 5, "prefix": 0, "share_prefix": False}
+    if "usage" in last:
+        done = run(workload)
+        assert version == "1" and done["output_tokens"] == 10 and 0 <= done["first_token_seconds"] <= done["seconds"]
+    else:
+        with pytest.raises(RuntimeError, match="llama.cpp: (no slot|the answer has no usage)"):
+            run(workload)
 
 
 def test_an_environment_that_cannot_be_installed_is_a_peer_error(tmp_path, monkeypatch):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxengine.api.scoring import pair_prompt
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.checkpoint.pooling import pooling_of_gguf
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.models.config.fields import ModelConfigError
 from jaxengine.models.config.pooler import CLS, LAST, MEAN, Classifier
 from jaxengine.models.params.errors import ModelFileError
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -182,12 +185,20 @@ def test_the_file_about_the_input_is_named_after_the_kind_of_model(encoder_folde
         (MODULES, [], "must hold a list of modules"),
         (POOLING, {"pooling_mode": "max"}, "pooling_mode must be one of lasttoken, mean, cls"),
         (POOLING, {"pooling_mode": ["mean", "cls"]}, "pooling_mode must be one of"),
+        (POOLING, {"pooling_mode": [["mean"]]}, "pooling_mode must be one of"),
+        (
+            POOLING,
+            {"pooling_mode": None, "pooling_mode_mean_tokens": 1},
+            "pooling_mode_mean_tokens must be true or false",
+        ),
+        (POOLING, {"pooling_mode": "mean", "include_prompt": 0}, "include_prompt must be true or false, got 0"),
         (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
         (SENTENCE, {"do_lower_case": "yes"}, "do_lower_case must be true, false or null, got yes"),
         (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1"),
         (PROMPTS, {"prompts": {"a": 5}}, "prompts must be at most"),
         (PROMPTS, {"prompts": 0}, "prompts must be at most"),
         (PROMPTS, {"prompts": {}, "default_prompt_name": "a"}, "default_prompt_name must be one of"),
+        (PROMPTS, {"prompts": {"a": "b"}, "default_prompt_name": ["a"]}, "default_prompt_name must be one of"),
         ("config.json", {"is_causal": "no"}, "is_causal must be true or false"),
     ],
 )
@@ -229,6 +240,7 @@ def test_labels_and_activations(edited, changes, num_labels, activation):
     [
         {"problem_type": "other"},
         {"id2label": {"a": "b"}},
+        {"id2label": {"1" * 5000: "b"}},
         {"num_labels": 0, "id2label": None},
         {"num_labels": 1 << 30, "id2label": None},
         {"sbert_ce_default_activation_function": "os.system"},
@@ -311,7 +323,13 @@ def test_gguf_files_say_a_pooling_type():
     assert read(None, runner="pooling").pooler.pooling_type == LAST
     assert read(3, runner="generate") is None
     with pytest.raises(ConfigError, match="rerankers are not read from GGUF files"):
-        read(4, runner="pooling")
+        read(np.uint32(4), runner="pooling")
+    for kind in ("mean", [1], True, -1):
+        with pytest.raises(
+            ModelConfigError,
+            match=re.escape(f"qwen3.pooling_type must be an integer >= 0 and <= 2147483647, got {kind!r}"),
+        ):
+            read(kind)
 
 
 def test_a_pooling_model_is_not_converted(pooling_folder, tmp_path):

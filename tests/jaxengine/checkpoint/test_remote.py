@@ -98,6 +98,16 @@ def test_an_adapter_is_downloaded(tmp_path, monkeypatch):
     assert local_adapter("/some/folder") == "/some/folder"
 
 
+def test_a_folder_of_many_files_is_refused_and_not_cut(bucket, monkeypatch):
+    config, _ = bucket
+    monkeypatch.setattr(remote, "_MOST_FILES", 7)
+    store = fsspec.filesystem("memory")
+    for number in range(8):
+        store.pipe_file(f"/bucket/model/a{number}.json", b"{}")
+    with pytest.raises(ConfigError, match=r"has 1\d files of \*\.json.*allowed are 7"):
+        open_model(config)
+
+
 def test_a_store_that_fails(bucket, monkeypatch, caplog):
     """A range is asked for again; what fails for long is one error, which repeats nothing that the store says."""
     config, _ = bucket

@@ -37,7 +37,7 @@ def test_a_handshake_has_one_end_whatever_comes_of_it(monkeypatch):
     theirs.close()
 
 
-def test_strangers_make_room(monkeypatch):
+def test_strangers_make_room(monkeypatch, caplog):
     monkeypatch.setattr(host0, "_MAX_GREETINGS", 8)
     cluster = object.__new__(Cluster)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -55,6 +55,18 @@ def test_strangers_make_room(monkeypatch):
     )
     threading.Thread(target=cluster._accept, daemon=True).start()
     strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(40)]
+    cluster._relay = _broken_relay
+    traffic, other = (connect_channel("127.0.0.1", port, KEY) for _ in range(2))
+    traffic.send("coordinator")
+    other.send("bye")
+    for each in (traffic, other):
+        with pytest.raises((channel.ClusterError, OSError)):
+            each.receive()  # it is closed
+    said = {record.getMessage() for record in caplog.records}
+    assert said >= {
+        "a connection from 127.0.0.1 was refused: its first message is 'bye'",
+        "a connection from 127.0.0.1 with jax's start-up traffic has failed: broken",
+    }
     worker = connect_channel("127.0.0.1", port, KEY)
     worker.send("hello", node_rank=1, host="here", versions=versions())
     with cluster._changed:
@@ -100,6 +112,10 @@ def test_workers_may_leave_while_an_engine_ends_before_its_start():
     )
     cluster.shutdown("node rank 3 did not join")
     assert ended == ["node rank 3 did not join"] * 2 and not cluster._workers
+
+
+def _broken_relay(channel) -> None:
+    raise OSError("broken")
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:

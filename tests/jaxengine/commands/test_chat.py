@@ -25,6 +25,7 @@ class FakeCore:
         self.inputs = self.media_reader = self
         self.prepared, self.aborted, self.params, self.shown = [], [], [], []
         self._words: list[str] = []
+        self._rejected: list[tuple[str, RequestError]] = []
 
     def read(self, messages):
         """The messages with their pictures' names for texts."""
@@ -52,6 +53,12 @@ class FakeCore:
         self._words = ["", *(word + " " for word in prepared.text.split())]
 
     def step(self):
+        if "refused" in self._words[-1]:
+            self._rejected = [
+                ("another", RequestError("not ours")),
+                (str(len(self.prepared)), RequestError("no grammar")),
+            ]
+            return []
         if self.interrupt:
             self.interrupt = False
             raise KeyboardInterrupt
@@ -61,6 +68,10 @@ class FakeCore:
         return [RequestOutput("1", None, [1], [completion], finished)]
 
     interrupt = False
+
+    def pop_rejected(self):
+        rejected, self._rejected = self._rejected, []
+        return rejected
 
     def abort(self, request_id):
         self.aborted.append(request_id)
@@ -126,6 +137,13 @@ def test_help_says_what_there_is_and_a_slip_is_not_sent(talk):
     _, out, err = talk("/help\n/histroy\n/etc/hosts is what?\n")
     assert all(name in out for name in ("/system", "/reset", "/exit")) and "/histroy" in err
     assert FakeLLM.last.core.prepared == ["u:/etc/hosts is what?"]
+
+
+def test_a_request_that_a_step_refuses_is_an_error_and_not_a_wait(talk):
+    status, out, err = talk("refused\nhi\n")
+    core = FakeLLM.last.core
+    assert (status, out, core.prepared, core.aborted) == (0, "u:hi \n", ["u:refused", "u:hi"], [])
+    assert err.startswith("no grammar; /reset begins a new conversation\n")
 
 
 def test_each_answer_says_how_fast_it_was(talk):

@@ -146,6 +146,9 @@ def test_a_bad_adapter_is_one_error_and_changes_nothing(llm, adapters, expected,
         tokens(llm, PROMPTS, LoRARequest("new", 2, other))
     with pytest.raises(ModelFileError, match="nobody.*cannot be resolved"):
         tokens(llm, PROMPTS, LoRARequest("home", 99, "~nobody of this name/adapter"))
+    for path in (b"adapter", 5, None):
+        with pytest.raises(RequestError, match="lora_path must be a path as text"):
+            tokens(llm, PROMPTS, LoRARequest("bytes", 99, path))
     with pytest.raises(RequestError, match="lora_request must be one LoRARequest"):
         tokens(llm, PROMPTS, [adapters["rank 8"]])
     assert llm.core.utility("adapters") == before

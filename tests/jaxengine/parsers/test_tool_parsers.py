@@ -197,6 +197,11 @@ def test_broken_arguments_are_the_callers_to_see():
     message = parse("hermes", ['<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', "bye"])
     assert message.tool_calls[0].arguments == '{"a": oops}}' and message.content == "bye"
     assert parse("llama3_json", ['{"name": "f", "parameters": {"a"']).tool_calls[0].arguments == '{"a"'
+    # In a format without a word after a list, each of the words before one ends them.
+    for word in ("<tool_call>", "<|tool_call|>"):
+        parser, rest = TOOL_PARSERS["granite"].parser(ids()), f'{word}[{{"name": "g", "arguments": {{}}}}]'
+        message = message_of([*parser.feed('[{"name": "f", "arguments": {"a": oops}}]' + rest), *parser.finish()])
+        assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": oops}}]'), ("g", "{}")]
 
 
 def test_a_named_function_gets_the_whole_output():

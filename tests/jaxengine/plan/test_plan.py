@@ -24,7 +24,7 @@ from jaxengine.plan import compiled
 from jaxengine.plan.chips import CHIPS, Chips, read_chips
 from jaxengine.plan.model import open_planned
 from jaxengine.plan.plan import LEFT, PARALLEL, Split, plan_split, platform_for
-from jaxengine.plan.splits import possible_splits
+from jaxengine.plan.splits import Ranked, in_order, possible_splits
 from jaxengine.runner.base.memory import StageNeeds
 from jaxengine.scheduler.batches.buckets import Bucket
 from tests.conftest import TINY_CHECKPOINT
@@ -152,6 +152,19 @@ def test_a_folder_of_a_configuration_alone(tmp_path):
 def test_splits_use_all_devices_as_the_options_say(count, given, experts, expected):
     found = possible_splits(count, given, has_experts=experts, drafts=False)
     assert [(split.tensor, split.pipeline, split.data, split.experts) for split in found] == expected
+
+
+def test_speeds_that_are_nearly_equal_are_in_order_of_what_fits():
+    def ranked(speed: float | None, pages: int, lacks: int | None = 0) -> Ranked:
+        plan: Any = SimpleNamespace(pages_for_sequences=lambda length: pages, parts=lambda: {LEFT: -(lacks or 0)})
+        error = ConfigError("a", 1, "2") if lacks != 0 else None
+        bounds: Any = None if speed is None else SimpleNamespace(decode=speed)
+        return Ranked(Split(), None if lacks is None else plan, bounds, error)
+
+    # 985 is less than 2% below 1000, and 975 below 985 but not below 1000.
+    best = [ranked(985, 9), ranked(1000, 5), ranked(975, 9), ranked(960, 7), ranked(None, 9)]
+    best += [ranked(None, 0, 10), ranked(None, 0, 20), ranked(None, 0, None)]
+    assert all(in_order(given) == best for given in (best, best[::-1], best[3:] + best[:3]))
 
 
 def test_a_bound_is_bytes_over_bandwidth():

@@ -61,6 +61,7 @@ def test_a_step_that_does_not_say_what_it_ran_is_refused(tmp_path):
         *({name: value for name, value in whole.items() if name != left} for left in whole),
         {**whole, "bucket": [4, 4]},
         {**whole, "weights": "0"},
+        {**whole, "weights": -1},
     ):
         write_step(tmp_path / "step-00000000.safetensors", about, {"message": np.zeros(1, np.int32)})
         with pytest.raises(RecordError, match="step last of .* does not say what it ran"):

@@ -124,6 +124,7 @@ def test_each_prompt_of_each_call_draws_its_own_numbers(tunix, rollout):
     again = rollout()
     assert [drawn(again), drawn(again)] == [first, second]
     assert drawn(rollout(), seed=jax.random.key(3)) not in (first, second)
+    assert len({one._params(config(tunix, seed=seed), {}, 0, 0).seed for seed in (3, -3, 2**64 - 4)}) == 3
 
 
 def test_an_answer_ends_with_its_end(tunix, rollout):

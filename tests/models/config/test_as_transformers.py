@@ -177,6 +177,20 @@ def test_sections_of_minicpmv():
         assert read_hf(raw | {"text_config": plain | {name: given}}) == read_hf(raw)
 
 
+@each_row(
+    ("name", "changes", "message"),
+    [
+        ("bailing_hybrid", {"kda_lower_bound": -(10**400)}, "kda_lower_bound must be a number < 0"),
+        ("bailing_hybrid", {"kda_lower_bound": float("nan")}, "kda_lower_bound must be a number < 0"),
+        ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound must be a number < 0"),
+        ("minicpmv4_7_vision", {"merge_kernel_size": 4}, r"merge_kernel_size must be \[2, 2\], got 4"),
+    ],
+)
+def test_values_of_another_form_are_configuration_errors(name, changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf(recorded(name, **changes))
+
+
 @each_row("name", ["qwen2_untied", "qwen3_bias", "qwen2_moe_unbiased", "smollm3_untied"])
 def test_windows_that_are_listed_and_switched_off_are_refused(name):
     raw = recorded(name)

@@ -49,8 +49,10 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def left_out_items(items: str | Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield, once each, the types of the items that are left out, as "input.TYPE", such as "input.web_search_call"."""
-    kinds = () if isinstance(items, str) else dict.fromkeys(item.get("type") for item in items)
-    yield from (f"input.{kind}" for kind in kinds if kind in _LEFT_OUT)
+    kinds = (
+        () if isinstance(items, str) else [item.get("type") for item in items]
+    )  # of any type: nothing is checked yet
+    yield from (f"input.{kind}" for kind in _LEFT_OUT if kind in kinds)
 
 
 def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,7 +82,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
             open_turn["content"] = content
         else:
             messages.append({"role": role, "content": content})
-    elif kind in _CALLS:
+    elif isinstance(kind, str) and kind in _CALLS:
         if _open_turn(messages) is None:
             messages.append({"role": "assistant"})
         messages[-1].setdefault("tool_calls", []).append(_call(item, kind, where))

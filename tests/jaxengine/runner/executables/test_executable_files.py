@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -141,6 +142,24 @@ def test_links_are_followed_as_everywhere(folder, tmp_path):
     assert read(inside / ".." / "executables") == b"code"
     (tmp_path / "round").symlink_to("round")
     assert not ExecutableFiles(str(tmp_path / "round")).can_keep()
+
+
+def test_each_descriptor_of_a_walk_is_closed_once(folder, tmp_path, monkeypatch):
+    (tmp_path / "away").symlink_to(tmp_path)
+    opened, closed, plain = [], [], (os.open, os.close)
+
+    def open_first(path, *flags, **more):
+        if path == "/" and opened:
+            raise OSError(errno.EMFILE, "too many files")
+        opened.append(plain[0](path, *flags, **more))
+        return opened[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_first)
+        patch.setattr(os, "close", lambda at: (closed.append(at), plain[1](at)))
+        with pytest.raises(OSError, match="too many files"):
+            executable_files._walk(tmp_path / "away", os.geteuid())
+    assert len(closed) == len(opened)
 
 
 @pytest.fixture

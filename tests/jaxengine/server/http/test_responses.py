@@ -224,6 +224,7 @@ async def test_a_deadline_fails_the_response(app):
         ({"input": []}, "input"),
         ({"input": 7}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": ["function_call"]}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
