@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -330,7 +330,7 @@ class RequestMasks:
         """
         return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 
-    def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
+    def wait_for(self, requests: Collection[Request], seconds: float) -> None:
         """Wait, at most `seconds`, until the next mask or the failure of each of these requests is known."""
         end = time.monotonic() + seconds
         for worker in (self.worker, self._slow):

@@ -85,4 +85,4 @@ class TowerConfig:
 
         Raises NotImplementedError here: each tower's own class overrides it.
         """
-        raise NotImplementedError(f"{type(self).__name__} is no tower of its own")
+        raise NotImplementedError(f"{type(self).__name__} is not a tower of its own")

@@ -262,11 +262,14 @@ class KVTransfer(LoopExtension):
             copy.add_done_callback(lambda done: self._offer_copied(done, key))
 
     def _offer_copied(self, copy: Future[dict[bytes, np.ndarray]], key: bytes) -> None:
-        """Have the transport offer the block of a key that a copy has brought, on the thread that ended the copy."""
-        if copy.exception() is None and (block := copy.result().get(key)) is not None:
+        """Have the transport offer the block of a key that a copy has brought, on the thread that ended the copy;
+        withdraw the key if the copy has failed.
+        """
+        block = copy.result().get(key)
+        if block is not None:
             self.transport.offer(key, block)
-            if key not in self._keys_kept:  # the engine's thread has ended its last lease
-                self.transport.withdraw([key])
+        if block is None or key not in self._keys_kept:  # the engine's thread has ended its last lease
+            self.transport.withdraw([key])
 
     def _end_lease(self, lease: str) -> None:
         """End a lease: unpin its keys, and withdraw those that no other lease has."""

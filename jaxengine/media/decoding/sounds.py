@@ -54,7 +54,7 @@ def read_sound(value: Any, options: MediaOptions, budget: SecondsBudget) -> Soun
         try:
             value = np.asarray(value)
         except (ValueError, OverflowError):  # lists of different lengths, numbers beyond 64 bits
-            raise MediaError(f"is a list of no numbers; allowed are {FORMS}") from None
+            raise MediaError(f"is a list that is not of numbers; allowed are {FORMS}") from None
     if not isinstance(value, np.ndarray):
         raise MediaError(f"is a {type(value).__name__}; allowed are {FORMS}")
     return _at_rate(_mono(value), _checked_rate(rate), budget)

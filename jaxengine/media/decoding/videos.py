@@ -167,8 +167,9 @@ def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     """Make a video of decoded frames, uint8 [N, H, W, 3].
 
     about: fps, frames_indices and total_num_frames, as far as given. Without fps the times are unknown (None); indices
-    count from 0, and the last one is the source's last frame. Raises MediaError for other keys, an fps out of range,
-    and indices that are not N rising numbers below the total.
+    count from 0, and the last one is the source's last frame. An index may come again, as when more frames are sampled
+    than there are. Raises MediaError for other keys, an fps out of range, and indices that are not N non-decreasing
+    numbers below the total.
     """
     if wrong := next((key for key in about if key not in _METADATA), None):
         raise MediaError(f"has {str(wrong)[:100]!r} in addition to its frames; allowed are {', '.join(_METADATA)}")
@@ -183,7 +184,7 @@ def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
     if total > _MOST_TOTAL:
         raise MediaError(f"has a total_num_frames or frames_indices above {_MOST_TOTAL}")
     if indices.shape != (count,) or indices.dtype.kind not in "iu" or (np.diff(indices.astype(np.int64)) < 0).any():
-        raise MediaError(f"has frames_indices that are not {count} rising whole numbers")
+        raise MediaError(f"has frames_indices that are not {count} non-decreasing whole numbers")
     if not 0 <= indices[0] <= indices[-1] < total:
         raise MediaError(f"has frames_indices beyond its total_num_frames, {total}")
     indices = indices.astype(np.int64)

@@ -353,7 +353,7 @@ def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
     if kind == EMBEDS:
         given = part.image_embeds
         if not given.data:
-            raise RequestError(f"{where}.{kind} is empty; needed is data", param="messages")
+            raise RequestError(f"{where}.{kind} is empty; data is required", param="messages")
         return PlacedPart({"type": kind, kind: {EMBEDS: given.data, GRID: list(given.image_grid_thw) or None}}, where)
     media: pb.Media = getattr(part, kind)
     source = media.WhichOneof("source")

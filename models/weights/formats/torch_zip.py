@@ -67,7 +67,7 @@ def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if len(entries) > _MAX_ENTRIES or any(each.compress_type != zipfile.ZIP_STORED for each in entries):
-                raise TorchFileError("is no archive of torch.save: its files must be stored as they are")
+                raise TorchFileError("is not an archive of torch.save: its files must be stored as they are")
             programs = [each for each in entries if each.filename.partition("/")[2] == "data.pkl"]
             if len(programs) != 1 or programs[0].file_size > _MAX_PROGRAM:
                 raise TorchFileError(f"must have one data.pkl of at most {_MAX_PROGRAM} bytes")
@@ -221,7 +221,7 @@ class _Program:
         """
         arguments, name = self._stack.pop(), self._stack.pop()
         if not isinstance(name, _Name) or not isinstance(arguments, tuple):
-            raise TorchFileError("calls what is no tensor")
+            raise TorchFileError("calls something that makes no tensor")
         if name == _DICT and not arguments:
             self._push({})
             return

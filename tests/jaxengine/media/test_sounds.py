@@ -108,7 +108,7 @@ def test_what_a_sound_must_not_be():
         ((np.zeros(5), True), "has the rate True"),
         ((np.zeros(5), float("nan")), "has the rate nan"),
         ((np.zeros(5), float("inf")), "has the rate inf"),
-        ([[0.0], [0.0, 1.0], [0.0]], "is a list of no numbers"),
+        ([[0.0], [0.0, 1.0], [0.0]], "is a list that is not of numbers"),
         ("text", "is a str; allowed are"),
         (b"OggS" + bytes(100), f"is in the form Ogg{'' if find_spec('av') else ', for which .* no decoder'}"),
     ):

@@ -165,7 +165,7 @@ async def test_pause_and_sleep(app, engine):
         }.items():
             answer = await client.post(path, content=b"x", headers={"content-type": "application/octet-stream"})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
-            assert f"'{name}' is no parameter of {path.partition('?')[0]}; allowed: " in answer.text
+            assert f"'{name}' is not a parameter of {path.partition('?')[0]}; allowed: " in answer.text
         answer = await client.post("/reset_prefix_cache?reset_external=true")
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "reset_external"
         for query in ("", "?reset_external=false", "?reset_running_requests=true"):

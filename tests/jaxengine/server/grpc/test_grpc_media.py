@@ -106,7 +106,7 @@ async def test_whole_numbers_reach_the_processor_as_integers(chat_engine):
         (ask({"image": {"url": "https://a.org"}}), True, "none may be fetched"),
         (ask({"image": {}}), True, r"parts\[0\].image is empty; allowed are data and url"),
         (ask({}), True, r"parts\[0\] is empty; allowed are text, image, video, audio and image_embeds"),
-        (ask({"image_embeds": {}}), True, r"parts\[0\].image_embeds is empty; needed is data"),
+        (ask({"image_embeds": {}}), True, r"parts\[0\].image_embeds is empty; data is required"),
         (ask({"image_embeds": {"data": b"\x80\4"}}), True, r"parts\[0\].image_embeds is given as .* enable_mm_embeds"),
         (ask({"text": "a"}, content="b"), True, r"messages\[0\] has both content and parts"),
         (ask({"image": {"data": PNG}}, truncate_prompt_tokens=3), True, "cannot be cut short"),
