@@ -298,7 +298,7 @@ class ServerConfig:
         ):
             if bounds[inner] > bounds[outer]:
                 problem = f"{name} is {bounds[inner]}, more than {outer_name}, which is {bounds[outer]}"
-                raise ConfigError.because(name, problem, f"allowed are at most {outer_name}")
+                raise ConfigError.because(name, problem, f"allowed: at most {outer_name}")
 
     def api_keys(self) -> tuple[str, ...]:
         """Return every key that a client may present, those of api_key_file read now; () if there are none. Raises

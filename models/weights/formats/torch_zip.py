@@ -79,7 +79,7 @@ def read_torch(file: BinaryIO, limit: int) -> dict[str, np.ndarray]:
             num_bytes = sum(math.prod(each.shape) * each.storage.dtype.itemsize for each in tensors.values())
             num_bytes = max(num_bytes, sum(each.size * each.dtype.itemsize for each in storages))
             if num_bytes > limit:
-                raise TorchFileError(f"its tensors have {num_bytes} bytes; allowed are {limit}")
+                raise TorchFileError(f"its tensors have {num_bytes} bytes; allowed: {limit}")
             held = {each: _numbers(archive, f"{folder}/data/", each) for each in storages}
             return {name: _array(held[each.storage], each) for name, each in tensors.items()}
     except TorchFileError:
@@ -189,7 +189,7 @@ class _Program:
         """
         name = _Name(f"{self._line()} {self._line()}")
         if name not in (_TENSOR, _DICT, *_DTYPES):
-            raise TorchFileError(f"names {name[:100]!r}; allowed are dense tensors of {', '.join(_DTYPES)}")
+            raise TorchFileError(f"names {name[:100]!r}; allowed: dense tensors of {', '.join(_DTYPES)}")
         self._push(name)
 
     def _text(self) -> None:

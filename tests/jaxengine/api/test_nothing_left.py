@@ -11,6 +11,7 @@ import contextlib
 import gc
 from collections import Counter, namedtuple
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_an_engine_that_cannot_be_made_ends_its_cluster(monkeypatch):
     monkeypatch.setattr(core, "input_processor", lambda *_: None)
     monkeypatch.setattr(core, "load_runner", lambda *_, peers: None)
     monkeypatch.setattr(core, "Engine", fail)
-    options = SimpleNamespace(nnodes=2, fit=False, disable_log_stats=True)
+    options: Any = SimpleNamespace(nnodes=2, fit=False, disable_log_stats=True)
     with pytest.raises(ConfigError, match="another address"):
         core.EngineCore(options)
     assert len(ended) == 1 and "another address" in ended[0]

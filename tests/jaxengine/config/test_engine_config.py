@@ -157,7 +157,7 @@ def test_capture_sizes_become_buckets():
     shapes = [(bucket.num_tokens, bucket.num_seqs) for bucket in config.buckets(CPU)]
     assert shapes == [(1, 1), (2, 2), (4, 4), (16, 16), (32, 16), (64, 16)]
     too_large = dataclasses.replace(config, compilation_config=CompilationConfig(cudagraph_capture_sizes=(32,)))
-    with pytest.raises(ConfigError, match="allowed are 1 to 16"):
+    with pytest.raises(ConfigError, match="allowed: 1 to 16"):
         too_large.buckets(CPU)
 
 

@@ -138,7 +138,7 @@ def test_a_replay_is_whole_for_a_router_that_is_slow_and_does_not_wait_for_one_t
 
 
 def test_an_address_that_cannot_be_used_leaves_none_open(tmp_path):
-    options = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    options: Any = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     config = KVEventsConfig(enable_kv_cache_events=True, **options)
     (tmp_path / "replay_dp1").mkdir()  # where the second replica's socket would be
     before = set(threading.enumerate())

@@ -101,7 +101,7 @@ def test_what_holds_no_picture_is_left_as_it_is(messages):
         ({"type": "image_url", "image_url": ""}, "must be"),
         ({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "detail is 'huge'; allowed: auto, low"),
         ({"type": "image_url", "image_url": {"url": URL, "detail": []}}, r"detail is \[\]"),
-        ({"type": "image_url", "image_url": {"url": "ftp://a/b"}}, "image_url has the scheme 'ftp'; allowed are"),
+        ({"type": "image_url", "image_url": {"url": "ftp://a/b"}}, "image_url has the scheme 'ftp'; allowed:"),
         ({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url begins with 'a.png'"),
         ({"type": "image_url", "image_url": {"url": "https://evil.example/a"}}, "from which nothing may be fetched"),
         ({"type": "image_url", "image_url": {"url": "file:///a"}}, "is a local file; none may be read"),

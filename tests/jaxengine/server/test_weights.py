@@ -308,8 +308,8 @@ def headed(header: Any) -> bytes:
 @each_row(
     ("file", "fault"),
     [
-        ((2 << 30).to_bytes(8, "little"), f"allowed are {MAX_HEADER_BYTES}"),
-        ((2**63).to_bytes(8, "little") + b"{", "allowed are"),
+        ((2 << 30).to_bytes(8, "little"), f"allowed: {MAX_HEADER_BYTES}"),
+        ((2**63).to_bytes(8, "little") + b"{", "allowed:"),
         (headed({"a": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}), "has room for"),
         (headed({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e300]}}), "header of a safetensors"),
         (headed({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, -4]}}), "header of a safetensors"),
